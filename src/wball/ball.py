@@ -1,0 +1,226 @@
+"""Threat models: the sets an attacker may choose from, and a certificate must hold for.
+
+A ball answers four questions about itself, and nothing else in the library needs to know which ball it serves:
+where is its farthest point in a direction (:meth:`~Ball.support`), its nearest point to an image
+(:meth:`~Ball.project`), how far is an image from the centre (:meth:`~Ball.distance`), and is it inside
+(:meth:`~Ball.contains`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.ground import DenseCost, GridCost, GroundCost, StencilCost
+from wball.result import Duals, ProjectionResult, Status, SupportResult
+
+Self = TypeVar("Self", bound="Ball")
+Plans = Literal["window", "full"]
+
+
+class Ball(Protocol):
+    """What attacks, training and certificates ask of a threat model."""
+
+    @property
+    def eps(self) -> float | Tensor: ...
+
+    @property
+    def box(self) -> tuple[float, float] | None: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    def at(self: Self, eps: float | Tensor) -> Self: ...
+
+    def take(self: Self, index: Tensor) -> Self: ...
+
+    def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult: ...
+
+    def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult: ...
+
+    def distance(self, x: Tensor, z: Tensor) -> Tensor: ...
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor: ...
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+def _at(ball: Self, eps: float | Tensor) -> Self:
+    return replace(ball, eps=eps)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class WassersteinBall:
+    r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels kept in ``box``.
+
+    .. math::
+        B(x, \epsilon) = \{ P^T 1 : P \ge 0,\; P 1 = x,\; \langle P, C \rangle \le \epsilon\, m,\;
+        lo \le P^T 1 \le hi \}
+
+    where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the paper's unit: 0.1
+    moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves only inside a channel; the budget
+    is shared by all channels. ``eps`` is one number or one per image.
+
+    >>> ball = WassersteinBall(0.1)
+    >>> x = torch.zeros(1, 1, 3, 3); x[..., 1, 1] = 1.0
+    >>> float(ball.project(x, x).gap)
+    0.0
+    """
+
+    eps: float | Tensor
+    cost: GroundCost = field(default_factory=GridCost)
+    mass: Literal["relative", "absolute"] = "relative"
+    box: tuple[float, float] | None = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", inputs.check_eps(self.eps))
+        object.__setattr__(self, "box", inputs.check_box(self.box))
+        if self.mass not in ("relative", "absolute"):
+            raise ValueError(f'mass must be "relative" (eps x image mass) or "absolute", got {self.mass!r}')
+        if not isinstance(self.cost, (GridCost, StencilCost, DenseCost)):
+            raise TypeError(f"cost must be a GridCost, StencilCost or DenseCost, got {type(self.cost).__name__}")
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``eps``, for tables and plots."""
+        return "mass fraction x px" if self.mass == "relative" else "mass x px"
+
+    def at(self, eps: float | Tensor) -> WassersteinBall:
+        """The same ball with another radius."""
+        return _at(self, eps)
+
+    def take(self, index: Tensor) -> WassersteinBall:
+        """The ball of a subset of the images (``index``: positions or a mask)."""
+        return self.at(self.eps[index.to(self.eps.device)]) if isinstance(self.eps, Tensor) else self
+
+    def budget(self, x: Tensor) -> Tensor:
+        """How much cost an attacker may spend on each image, in float64."""
+        inputs.check_eps_count(self.eps, x.shape[0])
+        eps = torch.as_tensor(self.eps, dtype=torch.float64, device=x.device)
+        if self.mass == "relative":
+            return eps * x.to(torch.float64).flatten(1).sum(1)
+        return eps.expand(x.shape[0]).clone()
+
+    def support(
+        self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200
+    ) -> SupportResult:
+        """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
+        from wball.solvers.support import support
+
+        return support(self, x, g, reg=reg, tol=tol, max_iter=max_iter)
+
+    def project(
+        self,
+        x: Tensor,
+        w: Tensor,
+        reg: float = math.inf,
+        *,
+        tol: float = 1e-5,
+        max_iter: int = 500,
+        init: Duals | None = None,
+        mode: Literal["exact", "paper"] = "exact",
+    ) -> ProjectionResult:
+        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        from wball.solvers.projection import project
+
+        return project(self, x, w, reg=reg, tol=tol, max_iter=max_iter, init=init, mode=mode)
+
+    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window", reg: float = math.inf) -> Tensor:
+        """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see :mod:`wball.solvers.distance`."""
+        from wball.solvers.distance import distance
+
+        return distance(self, x, z, plans=plans, reg=reg)
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
+        """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``)."""
+        from wball.solvers.distance import contains
+
+        return contains(self, x, z, tol=tol)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A random point of the ball for each image: random potentials, random share of the budget."""
+        from wball.solvers.support import sample
+
+        return sample(self, x, generator)
+
+
+@dataclass(frozen=True)
+class LinfBall:
+    """``{z : |z - x| <= eps in every pixel, lo <= z <= hi}``: the usual threat model, for comparison.
+
+    >>> ball = LinfBall(0.1)
+    >>> x = torch.full((1, 1, 2, 2), 0.5)
+    >>> ball.support(x, torch.ones_like(x)).value
+    tensor([2.4000])
+    """
+
+    eps: float | Tensor
+    box: tuple[float, float] | None = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", inputs.check_eps(self.eps))
+        object.__setattr__(self, "box", inputs.check_box(self.box))
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``eps``, for tables and plots."""
+        return "pixel value"
+
+    def at(self, eps: float | Tensor) -> LinfBall:
+        """The same ball with another radius."""
+        return _at(self, eps)
+
+    def take(self, index: Tensor) -> LinfBall:
+        """The ball of a subset of the images (``index``: positions or a mask)."""
+        return self.at(self.eps[index.to(self.eps.device)]) if isinstance(self.eps, Tensor) else self
+
+    def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The lowest and highest value of each pixel."""
+        inputs.check_images("x", x, self.box)
+        inputs.check_eps_count(self.eps, x.shape[0])
+        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
+        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
+
+    def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
+        """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg`` plays no role."""
+        inputs.check_like("g", g, x)
+        low, high = self.bounds(x)
+        point = torch.where(g > 0, high, torch.where(g < 0, low, x.clamp(low, high)))
+        value = (g * point).flatten(1).sum(1)
+        n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
+
+    def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
+        """The nearest point: clip every pixel to its interval. ``reg`` plays no role."""
+        inputs.check_like("w", w, x)
+        low, high = self.bounds(x)
+        point = torch.minimum(torch.maximum(w, low), high)
+        objective = 0.5 * (w - point).flatten(1).square().sum(1)
+        zero = torch.zeros_like(objective)
+        n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        return ProjectionResult(point, objective, zero, zero.clone(), (Status.EXACT,) * x.shape[0], n_iter)
+
+    def distance(self, x: Tensor, z: Tensor) -> Tensor:
+        """The largest change of a pixel, per image."""
+        inputs.check_like("z", z, x)
+        return (z.to(torch.float64) - x.to(torch.float64)).flatten(1).abs().amax(1)
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
+        """Whether every pixel is within ``eps * (1 + tol)`` and the box (up to 1e-6), per image."""
+        near = self.distance(x, z) <= torch.as_tensor(self.eps, device=x.device) * (1 + tol) + 1e-6
+        if self.box is None:
+            return near
+        lo, hi = self.box
+        return near & ((z >= lo - 1e-6) & (z <= hi + 1e-6)).flatten(1).all(1)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A uniformly random point of the ball for each image."""
+        low, high = self.bounds(x)
+        u = torch.rand(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
+        return low + u * (high - low)

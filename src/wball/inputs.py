@@ -1,0 +1,115 @@
+"""Checks at the door: every public call validates its tensors here, so that solvers can trust what they get.
+
+Each error names the argument, the value seen and what to do about it. Nothing is modified in place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+BOX_SLACK = 1e-6
+"""Pixels this far outside the box are rounding (a float32 mean or a resize leaves -3e-8): they are clipped."""
+
+
+def check_box(box: tuple[float, float] | None) -> tuple[float, float] | None:
+    if box is None:
+        return None
+    try:
+        lo, hi = (float(v) for v in box)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"box must be a pair (lo, hi) or None, got {box!r}") from error
+    if not (0 <= lo < hi < math.inf):
+        raise ValueError(f"box must satisfy 0 <= lo < hi < inf because mass is never negative, got ({lo}, {hi})")
+    return lo, hi
+
+
+def check_eps(eps: float | Tensor) -> float | Tensor:
+    """A number, or a 1-D tensor with one radius per image."""
+    if isinstance(eps, Tensor):
+        if eps.ndim == 0:
+            return check_eps(float(eps))
+        if eps.ndim != 1:
+            raise ValueError(f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}")
+        eps = eps.detach().to(torch.float64)
+        if bool((~(eps >= 0) | eps.isinf()).any()):
+            raise ValueError(f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}")
+        return eps
+    if isinstance(eps, (list, tuple)):
+        return check_eps(torch.tensor(eps, dtype=torch.float64))
+    try:
+        value = float(eps)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"eps must be a number or one value per image, got {type(eps).__name__}") from error
+    if not 0 <= value < math.inf:
+        raise ValueError(f"eps must be finite and >= 0, got {value}")
+    return value
+
+
+def check_tensor(name: str, value: Tensor) -> Tensor:
+    """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(
+            f"{name} must hold floating-point pixels, got {value.dtype}; for 8-bit images use {name}.float() / 255"
+        )
+    if value.ndim not in (2, 4):
+        raise ValueError(
+            f"{name} must have shape (B, C, H, W), or (B, n) for histograms, got {tuple(value.shape)}; "
+            f"for one image use {name}[None]"
+        )
+    if value[0:1].numel() == 0 and value.shape[0] > 0 or any(s == 0 for s in value.shape[1:]):
+        raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+    return value
+
+
+def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> Tensor:
+    """Images with non-negative pixels inside the box, up to rounding, which is clipped away."""
+    check_tensor(name, value)
+    if value.numel() == 0:
+        return value
+    lo, hi = box if box is not None else (0.0, math.inf)
+    low, high = float(value.min()), float(value.max())
+    # Half precision rounds by far more than BOX_SLACK, but never past the box: 0 and 1 are exact in it.
+    if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
+        where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"
+        raise ValueError(
+            f"{name} has pixels from {low:g} to {high:g}, outside {where}; "
+            "scale images to the ball's box (normalise inside the model), or give the ball another box"
+        )
+    return value.clamp(lo, hi) if low < lo or high > hi else value
+
+
+def check_like(name: str, value: Tensor, x: Tensor) -> Tensor:
+    """A finite tensor of ``x``'s shape on ``x``'s device."""
+    check_tensor(name, value)
+    if value.shape != x.shape:
+        raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
+    if value.device != x.device:
+        raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)")
+    return value
+
+
+def check_eps_count(eps: float | Tensor, batch: int) -> None:
+    if isinstance(eps, Tensor) and eps.shape[0] != batch:
+        raise ValueError(f"eps has {eps.shape[0]} values for {batch} images; give one per image, or a single number")
+
+
+def check_positive(name: str, value: float, *, inf: bool = False) -> float:
+    number = float(value)
+    if not (number > 0 and (inf or number < math.inf)):
+        raise ValueError(f"{name} must be > 0{'' if inf else ' and finite'}, got {value!r}")
+    return number
+
+
+def check_count(name: str, value: int, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value

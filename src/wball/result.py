@@ -1,0 +1,109 @@
+"""What solvers return: a point, bounds that say how good it is, and the plan that proves where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from wball.plan import Plan
+
+
+class Status(Enum):
+    """How a solver ended, per image. The value is the explanation, with the remedy where there is one."""
+
+    CONVERGED = "the duality gap and the residual are within the tolerance"
+    MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
+    STALLED = "no further progress in this precision above the tolerance: pass float64 images or loosen tol"
+    EXACT = "closed form: nothing was iterated"
+
+    def __str__(self) -> str:
+        return f"{self.name.lower()}: {self.value}"
+
+
+def statuses(converged: Tensor, otherwise: Status = Status.MAX_ITER) -> tuple[Status, ...]:
+    """One status per image from a mask of those that met the tolerance."""
+    return tuple(Status.CONVERGED if c else otherwise for c in converged.tolist())
+
+
+@dataclass(frozen=True)
+class SupportResult:
+    """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver converged.
+
+    Attributes:
+        point: images in the ball, ``(B, C, H, W)``.
+        value: ``<g, point>``, per image.
+        upper: a sound upper bound of the maximum, per image.
+        status: how the solver ended, per image.
+        n_iter: iterations used, per image.
+        plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
+        kernel: which implementation computed it.
+    """
+
+    point: Tensor
+    value: Tensor
+    upper: Tensor
+    status: tuple[Status, ...]
+    n_iter: Tensor
+    plan: Plan | None = None
+    kernel: str = "torch"
+
+    @property
+    def gap(self) -> Tensor:
+        """``upper - value``, per image: at most this much was left on the table."""
+        return self.upper - self.value
+
+    @property
+    def converged(self) -> Tensor:
+        return converged(self.status)
+
+
+@dataclass(frozen=True)
+class Duals:
+    """Dual variables of a projection, for a warm start: ``init=result.duals``.
+
+    ``beta`` is the column potential in image units (``z = clip(w - beta)``), ``psi`` the price of cost.
+    """
+
+    beta: Tensor
+    psi: Tensor
+
+
+@dataclass(frozen=True)
+class ProjectionResult:
+    """The point of a ball nearest to ``w``. The point is in the ball whether or not the solver converged.
+
+    Attributes:
+        point: images in the ball, ``(B, C, H, W)``.
+        objective: what was minimised, at the point: ``1/2 |w - z|^2``, plus the entropy term for finite ``reg``.
+        gap: objective minus a lower bound of the optimum, per image (weak duality: sound at any iteration).
+        residual: largest violation of the optimality conditions, in pixel units, per image.
+        status: how the solver ended, per image.
+        n_iter: iterations used, per image.
+        duals: dual variables for a warm start.
+        plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
+        kernel: which implementation computed it.
+    """
+
+    point: Tensor
+    objective: Tensor
+    gap: Tensor
+    residual: Tensor
+    status: tuple[Status, ...]
+    n_iter: Tensor
+    duals: Duals | None = None
+    plan: Plan | None = None
+    kernel: str = "torch"
+
+    @property
+    def converged(self) -> Tensor:
+        return converged(self.status)
+
+
+def converged(status: tuple[Status, ...]) -> Tensor:
+    """Which images a solver vouches for, as a mask."""
+    return torch.tensor([s in (Status.CONVERGED, Status.EXACT) for s in status], dtype=torch.bool)
