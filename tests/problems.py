@@ -1,0 +1,425 @@
+"""Random problems, cases with closed-form answers, and slow independent references for the tests.
+
+Three kinds of things live here:
+
+- :func:`random_problem` / :func:`random_problems` (seeded) and :func:`problems` (a Hypothesis strategy): a ball, a
+  centre ``x``, a point ``w`` to project and a direction ``g``, over the regimes where solvers break.
+- Hypothesis strategies that return a :class:`Known`: a pair of images whose transport distance has a closed form
+  (:func:`diracs`, :func:`translations`, :func:`lines`, :func:`permutations`).
+- ``reference_*``: the convex programs themselves, one image at a time, given to cvxpy and Clarabel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import cvxpy as cp
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import sparse
+from torch import Tensor
+
+from wball.ball import WassersteinBall
+from wball.ground import DenseCost, GridCost, GroundCost, StencilCost
+
+Radius = Literal["tight", "loose", "inactive"]
+Pixels = Literal["uniform", "sparse", "saturated", "binary", "blob", "bytes", "flat"]
+Kind = Literal["grid", "stencil", "dense"]
+
+RADII: tuple[Radius, ...] = ("tight", "loose", "inactive")
+PIXELS: tuple[Pixels, ...] = ("uniform", "sparse", "saturated", "binary", "blob", "bytes", "flat")
+KINDS: tuple[Kind, ...] = ("grid", "stencil", "dense")
+SHAPES = ((8, 8), (5, 5), (3, 7), (6, 4), (1, 8), (7, 1), (2, 2), (4, 8))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One image in float64: centre ``x``, a point ``w`` off it, a direction ``g``, all ``(1, C, H, W)``."""
+
+    ball: WassersteinBall
+    x: Tensor
+    w: Tensor
+    g: Tensor
+    label: str
+
+    @property
+    def mass(self) -> float:
+        return float(self.x.sum())
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        return Problem(self.ball, self.x.to(dtype), self.w.to(dtype), self.g.to(dtype), self.label)
+
+
+def _pixels(rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int]) -> NDArray[np.float64]:
+    uniform = rng.random(shape)
+    if kind == "sparse":
+        image = uniform * (rng.random(shape) < 0.4)
+    elif kind == "saturated":
+        image = np.where(rng.random(shape) < 0.5, 1.0, uniform)
+    elif kind == "binary":
+        image = (rng.random(shape) < 0.5).astype(np.float64)
+    elif kind == "blob":
+        channels, height, width = shape
+        r, c = np.mgrid[:height, :width]
+        centre = rng.random((channels, 2, 1, 1)) * np.array([height - 1, width - 1]).reshape(1, 2, 1, 1)
+        image = np.clip(1.3 * np.exp(-0.4 * ((r - centre[:, 0]) ** 2 + (c - centre[:, 1]) ** 2)) - 0.1, 0, 1)
+    elif kind == "bytes":
+        image = rng.integers(0, 256, shape) / 255
+    elif kind == "flat":
+        image = np.full(shape, rng.choice([0.1, 0.5, 1.0]))
+    else:
+        image = uniform
+    if image.sum() < 0.05:
+        image.flat[rng.integers(image.size)] = rng.random() * 0.9 + 0.1
+    return np.asarray(image, dtype=np.float64)
+
+
+def _cost(rng: np.random.Generator, kind: Kind, window: int, p: float, shape: tuple[int, int]) -> GroundCost:
+    if kind == "grid":
+        return GridCost(window, p)
+    if kind == "stencil":  # not symmetric, not a metric, some moves forbidden
+        table = rng.random((3, window)) * 2 + 0.1
+        table[rng.random(table.shape) < 0.25] = math.inf
+        table[1, window // 2] = 0.0
+        return StencilCost(tuple(map(tuple, table.tolist())))
+    n = shape[0] * shape[1]
+    matrix = rng.random((n, n)) * 2 + 0.05
+    matrix[rng.random((n, n)) < 0.2] = math.inf
+    np.fill_diagonal(matrix, 0.0)
+    return DenseCost(torch.from_numpy(matrix))
+
+
+def random_problem(
+    seed: int,
+    *,
+    shape: tuple[int, int] | None = None,
+    channels: int | None = None,
+    window: int | None = None,
+    p: float | None = None,
+    radius: Radius | None = None,
+    pixels: Pixels | None = None,
+    kind: Kind = "grid",
+    box: tuple[float, float] | None = (0.0, 1.0),
+    mass: Literal["relative", "absolute"] = "relative",
+) -> Problem:
+    """A problem from a seed. What is not given is chosen by the seed, so that consecutive seeds sweep the regimes."""
+    rng = np.random.default_rng([20190221, seed])
+    shape = shape or SHAPES[int(rng.integers(len(SHAPES)))]
+    channels = channels or (1, 3)[seed % 4 in (2, 3)]
+    window = window or (3, 5)[seed % 2]
+    p = p or (1.0, 2.0, 3.0)[seed % 3]
+    radius = radius or RADII[(seed // 3) % 3]
+    pixels = pixels or PIXELS[seed % len(PIXELS)]
+    x = _pixels(rng, pixels, (channels, *shape))
+    if box is not None:
+        x = box[0] + (box[1] - box[0]) * x
+    cost = _cost(rng, kind, window, p, shape)
+    eps = {
+        "tight": float(rng.uniform(0.01, 0.1)),
+        "loose": float(rng.uniform(0.2, 0.8)),
+        "inactive": 1.0 + max(c for *_, c in arc_list(cost, *shape)),  # no plan can spend that much
+    }[radius]
+    if mass == "absolute":
+        eps *= float(x.sum())
+    step = float(rng.choice([0.05, 0.3, 1.0]))
+    w = x + step * rng.standard_normal(x.shape)
+    if rng.random() < 0.3:  # a few large kicks, as a normalised gradient gives them
+        w = x + 2 * step * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.2)
+    g = rng.standard_normal(x.shape)
+    if rng.random() < 0.3:
+        g = g * (rng.random(x.shape) < 0.3)
+    label = f"seed={seed} {kind} {channels}x{shape[0]}x{shape[1]} window={window} p={p:g} {radius} {pixels} step={step}"
+
+    def image(a: NDArray[np.float64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(a))[None]
+
+    return Problem(WassersteinBall(eps, cost, mass=mass, box=box), image(x), image(w), image(g), label)
+
+
+def random_problems(count: int, start: int = 0, **fixed: Any) -> list[Problem]:
+    """``count`` consecutive seeds; any 126 of them see every combination of window, p, radius and pixel regime once."""
+    return [random_problem(seed, **fixed) for seed in range(start, start + count)]
+
+
+@st.composite
+def problems(draw: st.DrawFn, kinds: tuple[Kind, ...] = ("grid",), boxes: bool = True, side: int = 8) -> Problem:
+    """Hypothesis: the structure is drawn (and shrinks), the pixel values come from a drawn seed."""
+    return random_problem(
+        draw(st.integers(0, 2**20)),
+        shape=(draw(st.integers(1, side)), draw(st.integers(1, side))),
+        channels=draw(st.sampled_from((1, 3))),
+        window=draw(st.sampled_from((3, 5))),
+        p=draw(st.sampled_from((1.0, 2.0, 3.0))),
+        radius=draw(st.sampled_from(RADII)),
+        pixels=draw(st.sampled_from(PIXELS)),
+        kind=draw(st.sampled_from(kinds)),
+        box=draw(st.sampled_from(((0.0, 1.0), None))) if boxes else (0.0, 1.0),
+        mass=draw(st.sampled_from(("relative", "absolute"))),
+    )
+
+
+# Closed forms ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """A pair of images and what the distance between them is: total transport cost and cost per unit of mass."""
+
+    cost: GridCost
+    x: Tensor
+    z: Tensor
+    absolute: float
+
+    @property
+    def relative(self) -> float:
+        return self.absolute / float(self.x.sum())
+
+    def ball(self, factor: float = 1.0, mass: Literal["relative", "absolute"] = "relative") -> WassersteinBall:
+        """The ball that has ``z`` on its sphere, its radius scaled by ``factor``."""
+        distance = self.relative if mass == "relative" else self.absolute
+        return WassersteinBall(distance * factor if math.isfinite(distance) else 1e3, self.cost, mass=mass)
+
+
+def _blank(height: int, width: int, channels: int = 1) -> Tensor:
+    return torch.zeros(1, channels, height, width, dtype=torch.float64)
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> GridCost:
+    return GridCost(draw(st.sampled_from((3, 5, 7))), draw(st.sampled_from((1.0, 2.0, 3.0))))
+
+
+@st.composite
+def diracs(draw: st.DrawFn) -> Known:
+    """All mass in one pixel goes to one other pixel: ``m * d^p``, infinite if the window does not reach it."""
+    cost, height, width = draw(costs()), draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    r0, r1 = draw(st.integers(0, height - 1)), draw(st.integers(0, height - 1))
+    c0, c1 = draw(st.integers(0, width - 1)), draw(st.integers(0, width - 1))
+    mass = draw(st.floats(0.01, 1.0))
+    x, z = _blank(height, width), _blank(height, width)
+    x[0, 0, r0, c0] = mass
+    z[0, 0, r1, c1] = mass
+    reach = max(abs(r1 - r0), abs(c1 - c0)) <= cost.radius
+    return Known(cost, x, z, mass * math.hypot(r1 - r0, c1 - c0) ** cost.p if reach else math.inf)
+
+
+@st.composite
+def translations(draw: st.DrawFn) -> Known:
+    """A picture with a black border, shifted by ``v``: ``m * |v|^p`` for p >= 1, whatever is in it.
+
+    A plan can do no better than its mean displacement (Jensen), and the shift attains that.
+    """
+    cost, channels = draw(costs()), draw(st.sampled_from((1, 3)))
+    height, width, seed = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 2**20))
+    reach = st.integers(-cost.radius, cost.radius)
+    dr, dc, pad = draw(reach), draw(reach), cost.radius
+    inner = np.random.default_rng(seed).random((channels, height, width)) + 0.01
+    x = _blank(height + 2 * pad, width + 2 * pad, channels)
+    x[0, :, pad : pad + height, pad : pad + width] = torch.from_numpy(inner) / 1.01
+    z = torch.roll(x, (dr, dc), (2, 3))
+    return Known(cost, x, z, float(x.sum()) * math.hypot(dr, dc) ** cost.p)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Known:
+    """One row of pixels: the monotone coupling is optimal for every p >= 1 and has the shortest longest move.
+
+    So the window forbids all plans if and only if it forbids that one.
+    """
+    cost, n, seed = draw(costs()), draw(st.integers(2, 10)), draw(st.integers(0, 2**20))
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, 50, n).astype(float) for _ in range(2))
+    if draw(st.booleans()):  # stay within reach: every unit moves by at most one pixel, or not at all
+        b = np.zeros(n)
+        for i, units in enumerate(a):
+            share = rng.multinomial(int(units), [0.25, 0.5, 0.25])
+            for shift, k in zip((-1, 0, 1), share, strict=True):
+                b[min(max(i + shift, 0), n - 1)] += k
+    if a.sum() == 0 or b.sum() == 0:
+        a = b = np.ones(n)
+    a, b = a * b.sum(), b * a.sum()
+    scale = 1 / max(a.max(), b.max())
+    total, i, j, left, right = 0.0, 0, 0, a.copy(), b.copy()
+    while i < n and j < n:
+        move = min(left[i], right[j])
+        if move > 0:
+            total += move * abs(i - j) ** cost.p if abs(i - j) <= cost.radius else math.inf
+        left[i] -= move
+        right[j] -= move
+        i, j = (i + 1, j) if left[i] == 0 else (i, j + 1)
+    x, z = _blank(1, n), _blank(1, n)
+    x[0, 0, 0], z[0, 0, 0] = torch.from_numpy(a * scale), torch.from_numpy(b * scale)
+    if draw(st.booleans()):
+        x, z = x.mT.contiguous(), z.mT.contiguous()
+    return Known(cost, x, z, total * scale)
+
+
+@st.composite
+def permutations(draw: st.DrawFn) -> Known:
+    """``k`` equal Diracs go to ``k`` places: the best of all ``k!`` assignments (Birkhoff), by enumeration."""
+    cost, side, k = draw(costs()), draw(st.integers(2, 6)), draw(st.integers(1, 4))
+    cells = st.lists(st.integers(0, side * side - 1), min_size=k, max_size=k, unique=True)
+    start, end, mass = draw(cells), draw(cells), draw(st.floats(0.01, 1.0))
+    x, z = _blank(side, side), _blank(side, side)
+    x.view(-1)[start] = mass
+    z.view(-1)[end] = mass
+
+    def price(i: int, j: int) -> float:
+        dr, dc = i // side - j // side, i % side - j % side
+        return math.hypot(dr, dc) ** cost.p if max(abs(dr), abs(dc)) <= cost.radius else math.inf
+
+    best = min(sum(price(i, j) for i, j in zip(start, order, strict=True)) for order in itertools.permutations(end))
+    return Known(cost, x, z, mass * best)
+
+
+known = st.one_of(diracs(), translations(), lines(), permutations())
+
+
+# References -----------------------------------------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """An optimum by an independent solver.
+
+    ``objective`` is in image units (see each function), ``point`` has the shape of ``x``, ``plan`` is one number per
+    arc of each channel, ``(C, arcs)``.
+    """
+
+    objective: float
+    point: Tensor
+    plan: NDArray[np.float64]
+
+
+def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, float]]:
+    """All moves ``(i, j, cost)`` a cost allows on a grid, written down from its definition."""
+    n = height * width
+    if isinstance(cost, DenseCost):
+        matrix = cost.matrix.tolist()
+        return [(i, j, matrix[i][j]) for i in range(n) for j in range(n) if math.isfinite(matrix[i][j])]
+    found = []
+    for i, j in itertools.product(range(n), range(n)):
+        dr, dc = j // width - i // width, j % width - i % width
+        if isinstance(cost, GridCost):
+            value = math.hypot(dr, dc) ** cost.p if max(abs(dr), abs(dc)) <= cost.window // 2 else math.inf
+        else:
+            r, c = dr + len(cost.table) // 2, dc + len(cost.table[0]) // 2
+            inside = 0 <= r < len(cost.table) and 0 <= c < len(cost.table[0])
+            value = cost.table[r][c] if inside else math.inf
+        if math.isfinite(value):
+            found.append((i, j, value))
+    return found
+
+
+class _Program:
+    """Plans of one image in mass-1 units, ``P_hat = P / m``: one variable per arc that leaves a pixel with mass."""
+
+    def __init__(self, ball: WassersteinBall, x: Tensor) -> None:
+        if x.shape[0] != 1:
+            raise ValueError(f"references solve one image at a time, got {tuple(x.shape)}")
+        image = x.detach().cpu().double()
+        flat = image.reshape(1, -1, x.shape[-2] * x.shape[-1]) if x.ndim == 4 else image.reshape(1, 1, -1)
+        height, width = (x.shape[-2], x.shape[-1]) if x.ndim == 4 else (1, x.shape[1])
+        self.shape, self.channels, self.n = x.shape, flat.shape[1], flat.shape[2]
+        self.arcs = arc_list(ball.cost, height, width)
+        self.mass = float(image.sum()) or 1.0
+        self.centre = flat[0].numpy().reshape(-1) / self.mass
+        source = np.concatenate([[i + c * self.n for i, _, _ in self.arcs] for c in range(self.channels)])
+        target = np.concatenate([[j + c * self.n for _, j, _ in self.arcs] for c in range(self.channels)])
+        price = np.tile([c for *_, c in self.arcs], self.channels)
+        self.kept = np.flatnonzero(self.centre[source] > 0)
+        source, target, self.price = source[self.kept], target[self.kept], price[self.kept]
+        ones, size = np.ones(len(self.kept)), (len(self.centre), len(self.kept))
+        self.rows = sparse.csr_matrix((ones, (source, np.arange(len(source)))), size)[self.centre > 0]
+        self.columns = sparse.csr_matrix((ones, (target, np.arange(len(target)))), size)
+        self.plan = cp.Variable(len(self.kept), nonneg=True)
+        self.constraints: list[cp.Constraint] = [self.rows @ self.plan == self.centre[self.centre > 0]]
+        self.point = self.columns @ self.plan
+
+    def within(self, ball: WassersteinBall) -> None:
+        """Budget and box."""
+        eps = float(torch.as_tensor(ball.eps))
+        budget = eps if ball.mass == "relative" else eps / self.mass
+        self.constraints.append(self.price @ self.plan <= budget)
+        if ball.box is not None:
+            lo, hi = ball.box
+            self.constraints.append(self.point <= hi / self.mass)
+            if lo > 0:
+                self.constraints.append(self.point >= lo / self.mass)
+
+    def minimise(self, objective: cp.Expression) -> float:
+        problem = cp.Problem(cp.Minimize(objective), self.constraints)
+        for tol in (1e-10, 1e-8):  # the first is near what double precision can do, and sometimes beyond it
+            tight = {f"tol_{name}": tol for name in ("gap_abs", "gap_rel", "feas")}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "solution may be inaccurate": the status says so too
+                problem.solve(solver=cp.CLARABEL, max_iter=500, **tight)
+            if problem.status == "optimal":
+                break
+        if problem.status in ("infeasible", "infeasible_inaccurate"):
+            return math.inf
+        if problem.status not in ("optimal", "optimal_inaccurate"):
+            raise RuntimeError(f"Clarabel ended with {problem.status}")
+        return float(problem.value)
+
+    def result(self, objective: float) -> Reference:
+        plan = np.zeros(self.channels * len(self.arcs))
+        plan[self.kept] = self.mass * np.clip(np.asarray(self.plan.value), 0, None)
+        point = torch.from_numpy(np.asarray(self.columns @ plan[self.kept])).reshape(self.shape)
+        return Reference(objective, point, plan.reshape(self.channels, -1))
+
+
+def reference_projection(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float = math.inf) -> Reference:
+    """``min 1/2 |w - z|^2 + (m^2 / reg) sum P_hat log P_hat`` over the ball, ``P_hat = P / m`` (no entropy at inf).
+
+    In mass-1 units that is ``m^2 (1/2 |w_hat - z_hat|^2 + (1/reg) sum P_hat log P_hat)``, which gives the conditions
+    ``P_hat_ij ~ x_i exp(beta_j - psi C_ij)`` and ``z = clip(w - m beta / reg, box)``.
+    """
+    program = _Program(ball, x)
+    program.within(ball)
+    target = w.detach().cpu().double().reshape(-1).numpy() / program.mass
+    # Scaled so that numbers near 1 reach the solver, whatever the mass: its tolerances are partly absolute.
+    scale = program.mass**2
+    objective = 0.5 * scale * cp.sum_squares(program.point - target)
+    if math.isfinite(reg):
+        objective = objective - (scale / reg) * cp.sum(cp.entr(program.plan))
+    return program.result(program.minimise(objective))
+
+
+def reference_support(ball: WassersteinBall, x: Tensor, g: Tensor, reg: float = math.inf) -> Reference:
+    """``max <g, z> - (m / reg) sum P_hat log P_hat`` over the ball (no entropy at inf).
+
+    For finite ``reg`` the objective includes the entropy; ``<g, point>`` is the value without it.
+    """
+    program = _Program(ball, x)
+    program.within(ball)
+    direction = g.detach().cpu().double().reshape(-1).numpy()
+    objective = -(direction @ program.point)
+    if math.isfinite(reg):
+        objective = objective - cp.sum(cp.entr(program.plan)) / reg
+    return program.result(-program.mass * program.minimise(objective))
+
+
+def reference_distance(ball: WassersteinBall, x: Tensor, z: Tensor, reg: float = math.inf) -> float:
+    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf if there is none.
+
+    For finite ``reg`` it is ``<P, C>`` of the plan that minimises ``<P_hat, C> + (1/reg) sum P_hat log P_hat``.
+    """
+    program = _Program(ball, x)
+    target = z.detach().cpu().double().reshape(-1).numpy() / program.mass
+    reached = np.asarray(program.columns.sum(1)).reshape(-1) > 0
+    if np.any(target[~reached] > 1e-9) or np.any(target < 0):
+        return math.inf
+    program.constraints.append(program.columns[reached] @ program.plan == target[reached])
+    objective = program.price @ program.plan
+    if math.isfinite(reg):
+        objective = objective - cp.sum(cp.entr(program.plan)) / reg
+    if not math.isfinite(program.minimise(objective)):
+        return math.inf
+    relative = float(program.price @ np.clip(np.asarray(program.plan.value), 0, None))
+    return relative if ball.mass == "relative" else relative * program.mass
