@@ -1,0 +1,55 @@
+# `make demo` and `make test` set themselves up: everything is installed into .venv, once.
+PYTHON ?= python3
+VENV   ?= .venv
+EXTRAS ?= dev,report
+JOBS   ?= 2
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Without a GPU, prefer torch's CPU wheels where their index can be reached: the default ones bring gigabytes of CUDA.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint format coverage wheel clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "wball needs Python 3.10 or later: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@index=""; \
+	if ! command -v nvidia-smi >/dev/null 2>&1 && [ "$$(uname -s)" = Linux ] && \
+	   $(PYTHON) -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' $(CPU_INDEX)/torch/ 2>/dev/null; \
+	then index="--extra-index-url $(CPU_INDEX)"; fi; \
+	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$index torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP) ## perturb bundled digits inside a Wasserstein ball, audit them, save out/demo.png
+	$(BIN)/python -m wball.demo
+
+test: lint ## every check: style, types, tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
+
+test-fast: $(STAMP) ## the tests that take no more than a few seconds each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+
+lint: $(STAMP) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+coverage: $(STAMP) ## the tests in one process, with a table of what they reach
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q
+	$(BIN)/coverage report --skip-covered
+
+wheel: $(STAMP) ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,0 +1,29 @@
+"""Settings shared by all tests: reproducible examples, one thread, GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Failing examples must be the same on every machine, and a busy machine is no reason to fail.
+settings.register_profile("wball", derandomize=True, deadline=None)
+settings.load_profile("wball")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Each test starts from the same random state, whatever ran before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
