@@ -1,0 +1,253 @@
+"""The networks of the paper, by name: :func:`architectures`, :func:`build_model`.
+
+Images in [0, 1] go in, logits come out. Whatever a network wants its inputs to look like (normalised, binarized) happens
+inside it, so that a radius means the same for every model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+
+
+class Normalized(nn.Module):
+    """``model((x - mean) / std)``, channel by channel.
+
+    The constants belong to the architecture, not to the weights: a state dict holds those of ``model`` only.
+
+    >>> net = Normalized(nn.Flatten(), mean=0.5, std=0.25)
+    >>> net(torch.ones(1, 1, 1, 2))
+    tensor([[2., 2.]])
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: nn.Module, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        super().__init__()
+        centre, scale = (torch.as_tensor(v, dtype=torch.float32).reshape(-1) for v in (mean, std))
+        if len(centre) != len(scale):
+            raise ValueError(f"mean has {len(centre)} channels and std has {len(scale)}; give one of each per channel")
+        if not bool((scale > 0).all()) or not bool(torch.isfinite(torch.cat([centre, scale])).all()):
+            raise ValueError(f"mean must be finite and std > 0 in every channel, got {mean} and {std}")
+        self.model = model
+        self.register_buffer("mean", centre.view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", scale.view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.mean.shape[1]
+        if channels not in (1, x.shape[1]):
+            raise ValueError(f"x has {x.shape[1]} channels, but mean and std are for {channels}")
+        return self.model((x - self.mean) / self.std)
+
+    def extra_repr(self) -> str:
+        return f"mean={self.mean.flatten().tolist()}, std={self.std.flatten().tolist()}"
+
+
+class Binarize(nn.Module):
+    """``1 where x >= threshold, else 0``.
+
+    The true gradient is 0 almost everywhere, which stops gradient attacks without stopping attackers. With
+    ``straight_through`` the backward pass takes the threshold for the identity, so that such attacks work.
+
+    >>> Binarize()(torch.tensor([0.4, 0.6]))
+    tensor([0., 1.])
+    """
+
+    def __init__(self, threshold: float = 0.5, straight_through: bool = True) -> None:
+        super().__init__()
+        self.threshold, self.straight_through = threshold, straight_through
+
+    def forward(self, x: Tensor) -> Tensor:
+        hard = (x >= self.threshold).to(x.dtype)
+        # Both added terms are exactly 0: they only carry the gradient (1 or 0) to x.
+        return hard + (x - x.detach()) if self.straight_through else hard + 0 * x
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold}, straight_through={self.straight_through}"
+
+
+class Binarized(nn.Module):
+    """The paper's binarized defence: a threshold in front of an ordinary network."""
+
+    def __init__(self, model: nn.Module, threshold: float = 0.5, straight_through: bool = True) -> None:
+        super().__init__()
+        self.binarize, self.model = Binarize(threshold, straight_through), model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.binarize(x))
+
+
+def mnist_cnn() -> nn.Sequential:
+    """The paper's MNIST network: two strided convolutions and two linear layers, 166,406 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 7 * 7, 100),
+        nn.ReLU(),
+        nn.Linear(100, 10),
+    )
+
+
+class BasicBlock(nn.Module):
+    """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for 32 x 32 images: 3 x 3 stem without pooling, parameter names as in the usual public checkpoints."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = self._stage(width, width, stride=1)
+        self.layer2 = self._stage(width, 2 * width, stride=2)
+        self.layer3 = self._stage(2 * width, 4 * width, stride=2)
+        self.layer4 = self._stage(4 * width, 8 * width, stride=2)
+        self.linear = nn.Linear(8 * width, classes)
+
+    @staticmethod
+    def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.layer4(self.layer3(self.layer2(self.layer1(out))))
+        return self.linear(out.mean((2, 3)))
+
+
+class PlainBlock(nn.Module):
+    """``relu(conv(relu(conv(x))) + shortcut(x))`` without batch normalisation: what linear relaxations like best.
+
+    A block that halves the image uses even kernels (4, and 2 in the shortcut): every pixel is read equally often.
+    """
+
+    def __init__(self, inputs: int, outputs: int, halve: bool) -> None:
+        super().__init__()
+        stride = 2 if halve else 1
+        self.conv1 = nn.Conv2d(inputs, outputs, 4 if halve else 3, stride=stride, padding=1)
+        self.shortcut = nn.Conv2d(inputs, outputs, stride, stride=stride)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.conv2(F.relu(self.conv1(x))) + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """The small residual network of Wong et al., "Scaling provable adversarial defenses" (2018).
+
+    Four blocks with 16, 16, 32 and 64 filters, then linear layers of 1,000 and 10 units.
+    """
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(
+            PlainBlock(16, 16, halve=False),
+            PlainBlock(16, 16, halve=False),
+            PlainBlock(16, 32, halve=True),
+            PlainBlock(32, 64, halve=True),
+        )
+        self.hidden = nn.Linear(64 * 8 * 8, 1000)
+        self.linear = nn.Linear(1000, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.blocks(F.relu(self.stem(x)))
+        return self.linear(F.relu(self.hidden(out.flatten(1))))
+
+    @staticmethod
+    def public_names() -> dict[str, str]:
+        """Our name of each parameter by the name it has in the authors' checkpoints, where all layers stand in one row.
+
+        The row reads: stem, ReLU, then per block a convolution, ReLU, the pair (shortcut, second convolution), ReLU;
+        then flatten, linear, ReLU, linear.
+        """
+        modules = {"0": "stem", "19": "hidden", "21": "linear"}
+        for block in range(4):
+            first = 2 + 4 * block
+            modules[f"{first}.Ws.0"] = f"blocks.{block}.conv1"
+            modules[f"{first + 2}.Ws.0"] = f"blocks.{block}.shortcut"
+            modules[f"{first + 2}.Ws.2"] = f"blocks.{block}.conv2"
+        return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in modules.items() for leaf in ("weight", "bias")}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A network that can be built by name, and the images it takes."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, int, int]
+    summary: str
+
+
+_ARCHITECTURES = {
+    a.name: a
+    for a in (
+        Architecture("mnist-cnn", mnist_cnn, (1, 28, 28), "the paper's MNIST network"),
+        Architecture(
+            "mnist-cnn-binarized",
+            lambda: Binarized(mnist_cnn()),
+            (1, 28, 28),
+            "the same behind a threshold at 0.5 (straight-through gradient)",
+        ),
+        Architecture(
+            "cifar10-resnet18",
+            lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
+            (3, 32, 32),
+            "ResNet-18 with a 3 x 3 stem, normalisation inside",
+        ),
+        Architecture(
+            "cifar10-resnet-small",
+            lambda: Normalized(SmallResNet(), CIFAR10_MEAN, CIFAR10_STD),
+            (3, 32, 32),
+            "four residual blocks of 16, 16, 32, 64 filters without batch normalisation, normalisation inside",
+        ),
+    )
+}
+
+
+def architectures() -> dict[str, Architecture]:
+    """The networks :func:`build_model` knows, by name.
+
+    >>> list(architectures())
+    ['mnist-cnn', 'mnist-cnn-binarized', 'cifar10-resnet18', 'cifar10-resnet-small']
+    """
+    return dict(_ARCHITECTURES)
+
+
+def build_model(name: str) -> nn.Module:
+    """A fresh network with random weights (torch's global seed), in training mode.
+
+    >>> build_model("mnist-cnn")(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+    if name not in _ARCHITECTURES:
+        raise ValueError(f"unknown architecture {name!r}; known are {', '.join(_ARCHITECTURES)}")
+    return _ARCHITECTURES[name].build()
