@@ -1,9 +1,9 @@
 """Weights in and out of files. Nothing read here can execute code.
 
 Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``, and the usual ways of
-packing a state dict are undone: the dict may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, ..., be
-one of a list, and carry prefixes such as ``module.`` from a wrapper that the model at hand does not have (or lack those
-of one that it has).
+packing a state dict are undone: it may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, ..., be one of
+a list, and carry prefixes such as ``module.`` from a wrapper that the model at hand does not have (or lack those of one
+that it has).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 StateDict = dict[str, Tensor]
@@ -32,8 +32,8 @@ _COUNTER = "num_batches_tracked"
 def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
     """Copy the weights in a ``.safetensors``, ``.pth`` or ``.pt`` file into ``model``, in place, and return it.
 
-    All or nothing: if a tensor is missing, left over or has another shape, a ``ValueError`` says which, and the model is
-    as before. Its dtype and device stay (half-precision files are widened).
+    All or nothing: if a tensor is missing, left over or has another shape, a ``ValueError`` says which, and the model
+    is as before. Its dtype and device stay (half-precision files are widened).
     """
     path = Path(path)
     wanted = model.state_dict()
@@ -63,8 +63,10 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mappi
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        save_file(tensors, part, metadata=dict(metadata) if metadata else None)
-        with part.open("rb") as file:
+        # save_file would make a file that only its owner can read.
+        with part.open("wb") as file:
+            file.write(save(tensors, metadata=dict(metadata) if metadata else None))
+            file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     finally:
@@ -178,7 +180,7 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
 
 
 def _same_row(found: StateDict, wanted: StateDict) -> dict[str, str]:
-    """Match a row of layers whose numbers are shifted, as by a layer without parameters in front of an ``nn.Sequential``.
+    """Match a row of layers whose numbers are shifted, as by a layer without parameters before an ``nn.Sequential``.
 
     Order, shapes and every part of the names that is no number must agree.
     """

@@ -1,7 +1,7 @@
 """The networks of the paper, by name: :func:`architectures`, :func:`build_model`.
 
-Images in [0, 1] go in, logits come out. Whatever a network wants its inputs to look like (normalised, binarized) happens
-inside it, so that a radius means the same for every model.
+Images in [0, 1] go in, logits come out. Whatever a network wants its inputs to look like (normalised, binarized)
+happens inside it, so that a radius means the same for every model.
 """
 
 from __future__ import annotations
