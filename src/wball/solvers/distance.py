@@ -1,0 +1,348 @@
+r"""How far an image is from the centre of a ball: the optimal transport problem itself.
+
+.. math::
+    W(x, z) = \min_P \{ \langle P, C \rangle : P \ge 0,\; P 1 = x,\; P^T 1 = z \}
+
+over plans that use only the moves the cost allows (infinite if there is none), channel by channel, and summed. The
+result is divided by the image's mass where the ball measures in that unit, so that it compares with ``eps``.
+
+**Exact** (``reg = inf``). A network simplex on the allowed moves between pixels that hold mass (POT's sparse solver).
+Measured in milliseconds per image on one core, points moved by a 5 x 5 window, p = 1, before the choice was made:
+
+======================  ==================  =====================  ==================  ==================
+problem                 network simplex     network simplex,       HiGHS, dual         HiGHS, interior
+                        on allowed moves    dense with big M       simplex             point
+======================  ==================  =====================  ==================  ==================
+MNIST (1 x 28 x 28)     1.5                 5.3                    16, "infeasible"    33, "infeasible"
+CIFAR (3 x 32 x 32)     20                  480                    460                 1900
+grey 64 x 64            55                  5000                   1500                4400
+======================  ==================  =====================  ==================  ==================
+
+*Rounding.* Images in float32 have equal masses only up to rounding, and inside a window each island of pixels must
+balance by itself: taken literally, almost every problem above is infeasible. So ``z`` is first rescaled to the mass of
+``x`` in each channel, and then mass may stay unmatched at a price ``M`` above that of any detour: the solver matches as
+much mass as the window permits, and does so at the least cost. The distance is that cost if the rescaling and the
+unmatched mass are at most ``MASS_TOL`` of the image's mass, and infinite otherwise.
+
+*Full plans* (``plans="full"``) are the same problem without the window. Where the cost is a metric (p <= 1), mass
+common to ``x`` and ``z`` can stay (replace ``i -> j -> k`` by ``i -> k``: not dearer, by the triangle inequality) and is
+removed first. This is *not* exact inside a window, where ``i -> k`` may be forbidden, nor for p > 1, so it is not done
+there. A small window is tried before the dense problem: if its dual prices respect every move outside it, it is the
+optimum of both.
+
+**Entropic** (finite ``reg``): see :func:`entropic`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import ot
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import linprog
+from torch import Tensor
+
+from wball import inputs
+from wball.ground import Arcs, DenseCost, GridCost, GroundCost
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
+
+MASS_TOL = 1e-4
+"""Differences in mass up to this fraction of the image's mass are taken for rounding."""
+
+_TRY_RADIUS = 3.7  # first window of a full plan: moves of an attack with a 5 x 5 window that were chained twice
+_PRICE_TOL = 1e-10  # dual prices may be violated by this fraction of the largest cost
+_MAX_PIVOTS = 10_000_000
+
+
+def distance(
+    ball: WassersteinBall,
+    x: Tensor,
+    z: Tensor,
+    *,
+    plans: Literal["window", "full"] = "window",
+    reg: float = math.inf,
+) -> Tensor:
+    """Transport distance from ``x`` to ``z`` per image, in the unit of ``ball.eps``, float64 on ``x``'s device.
+
+    Args:
+        ball: gives the cost and the unit; its radius and box play no role.
+        x: images in the ball's box, ``(B, C, H, W)`` or ``(B, n)``.
+        z: images of that shape with any finite values. Negative pixels and lost mass are infinitely far.
+        plans: ``"window"``: only the moves the ball's cost allows. ``"full"``: a :class:`~wball.GridCost` without its
+            window (other costs say nothing about moves they forbid, and are not changed).
+        reg: ``inf`` for the exact distance, else the entropic one (:func:`entropic`).
+
+    An all-black image is at distance 0 from itself and infinitely far from all others.
+
+    >>> from wball import WassersteinBall
+    >>> x = torch.zeros(1, 1, 1, 5, dtype=torch.float64); x[..., 1] = 0.5
+    >>> distance(WassersteinBall(0.1), x, x.roll(2, 3))
+    tensor([2.], dtype=torch.float64)
+    """
+    if plans not in ("window", "full"):
+        raise ValueError(f'plans must be "window" or "full", got {plans!r}')
+    reg = inputs.check_positive("reg", reg, inf=True)
+    x = inputs.check_images("x", x, ball.box).detach()
+    z = inputs.check_like("z", z, x).detach()
+    start, end = _planes(x), _planes(z)
+    cost: GroundCost = ball.cost.full(*start.shape[2:]) if plans == "full" else ball.cost
+    _check_size(cost, start.shape[2:])
+    a, b = start.numpy(), end.numpy()
+    totals = [_image(cost, a[k], b[k]) for k in range(len(a))]
+    total = torch.tensor(totals, dtype=torch.float64).reshape(-1)
+    if math.isfinite(reg):
+        total = entropic(cost, _planes(x, x.device), _planes(z, x.device), reg, exact=total.to(x.device)).cpu()
+    if ball.mass == "relative":
+        mass = start.flatten(1).sum(1)
+        total = torch.where(total > 0, total / mass, total)  # black images: 0 stays 0 and inf / 0 is inf
+    return total.to(x.device)
+
+
+def contains(ball: WassersteinBall, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
+    """Whether ``z`` is in the ball around ``x``: a bool per image.
+
+    That is: the mass of each channel within 1e-5 of the image's mass, the box within 1e-6, and the exact distance at
+    most ``eps * (1 + tol)``. To the last is added what the rounding of ``z`` itself can cost: half a unit in the last
+    place of its dtype, on all of its mass, moved by the shortest move. Points far outside the box are just outside.
+    """
+    if not tol >= 0:
+        raise ValueError(f"tol must be >= 0, got {tol!r}")
+    far = distance(ball, x, z)
+    inputs.check_eps_count(ball.eps, x.shape[0])
+    start, end = _planes(x, x.device), _planes(z, x.device)
+    mass = start.flatten(1).sum(1)
+    drift = (start.sum((2, 3)) - end.sum((2, 3))).abs().amax(1) if len(x) else mass
+    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
+    boxed = ((end >= lo - 1e-6) & (end <= hi + 1e-6)).flatten(1).all(1)
+    _, _, prices = _moves(ball.cost, *_grid(x))
+    shortest = float(prices[prices > 0].min()) if bool((prices > 0).any()) else 0.0
+    rounding = 0.5 * torch.finfo(z.dtype).eps * shortest * (1.0 if ball.mass == "relative" else mass)
+    eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
+    return (far <= eps * (1 + tol) + rounding) & boxed & (drift <= 1e-5 * mass)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return (int(x.shape[2]), int(x.shape[3])) if x.ndim == 4 else (1, int(x.shape[1]))
+
+
+def _planes(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """``(B, C, H, W)`` in float64; a histogram is an image of one row."""
+    x = x.detach().to(device, torch.float64)
+    return x if x.ndim == 4 else x[:, None, None, :]
+
+
+def _check_size(cost: GroundCost, shape: torch.Size) -> None:
+    if isinstance(cost, DenseCost) and cost.size != shape[0] * shape[1]:
+        cost.arcs(int(shape[0]), int(shape[1]), torch.empty(0))  # raises, and says why
+
+
+# Exact ----------------------------------------------------------------------------------------------------------
+
+
+class _Flow(NamedTuple):
+    """An optimal flow: cost of what was moved, what could not be moved, and the prices that prove it."""
+
+    cost: float
+    unmatched: float
+    row_price: Array
+    column_price: Array
+
+
+@lru_cache(maxsize=16)
+def _moves(cost: GroundCost, height: int, width: int) -> tuple[Index, Index, Array]:
+    """All moves of a cost on a grid: where they start, where they end, what they cost."""
+    if isinstance(cost, DenseCost):
+        matrix = cost.matrix.cpu().numpy()
+        i, j = np.nonzero(np.isfinite(matrix))
+        return i, j, matrix[i, j]
+    row, column = np.divmod(np.arange(height * width), width)
+    start, end, price = [], [], []
+    for dr, dc, value in cost.moves(height, width):
+        inside = (row + dr >= 0) & (row + dr < height) & (column + dc >= 0) & (column + dc < width)
+        i = np.flatnonzero(inside)
+        start.append(i)
+        end.append(i + dr * width + dc)
+        price.append(np.full(len(i), value))
+    return np.concatenate(start), np.concatenate(end), np.concatenate(price)
+
+
+def _image(cost: GroundCost, x: Array, z: Array) -> float:
+    """Least cost of turning one image ``(C, H, W)`` into another; inf if it cannot be done."""
+    height, width = x.shape[1:]
+    mass, total, lost = float(x.sum()), 0.0, 0.0
+    if z.min() < -1e-6:
+        return math.inf
+    full = isinstance(cost, GridCost) and cost.covers(height, width) and height * width > 1
+    for a, b in zip(x.reshape(len(x), -1), np.clip(z, 0, None).reshape(len(z), -1), strict=True):
+        before, after = float(a.sum()), float(b.sum())
+        lost += abs(before - after)
+        if lost > MASS_TOL * mass:
+            return math.inf
+        if before <= 0 or after <= 0:  # an empty channel: what little there is was counted as lost
+            continue
+        b = b * (before / after)
+        if full and isinstance(cost, GridCost):
+            total += _full(cost, a, b, width)
+        else:
+            flow = _local(*_moves(cost, height, width), a, b)
+            total, lost = total + flow.cost, lost + flow.unmatched
+    return total if lost <= MASS_TOL * mass else math.inf
+
+
+def _local(start: Index, end: Index, price: Array, a: Array, b: Array) -> _Flow:
+    """Match ``a`` to ``b`` along the given moves: as much mass as they permit, at the least cost."""
+    rows, columns = np.flatnonzero(a), np.flatnonzero(b)
+    n, m = len(rows), len(columns)
+    kept = (a[start] > 0) & (b[end] > 0)
+    i, j, c = np.searchsorted(rows, start[kept]), np.searchsorted(columns, end[kept]), price[kept]
+    # Node n of the rows and node m of the columns take what has no move. An alternating path that would place it has at
+    # most min(n, m) forward moves, and replaces two arcs at price M: so this M is dearer than any such path.
+    dear = float(price.max()) * min(n, m) + 1.0
+    i = np.concatenate([i, np.arange(n), np.full(m, n), [n]])
+    j = np.concatenate([j, np.full(n, m), np.arange(m), [m]])
+    c = np.concatenate([c, np.full(n + m, dear), [0.0]])
+    reserve = float(a.sum())
+    supply, demand = np.append(a[rows], reserve), np.append(b[columns], reserve)
+    flow, u, v = _simplex(i, j, c, supply, demand)
+    outer = (i == n) | (j == m)
+    unmatched = float(flow[outer & (c > 0)].sum()) / 2
+    return _Flow(float(flow[~outer] @ c[~outer]), unmatched, u[:-1], v[:-1])
+
+
+def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tuple[Array, Array, Array]:
+    """Flow on each arc and the dual prices, by network simplex; by HiGHS should that not return an optimum."""
+    costs = sparse.coo_matrix((c, (i, j)), shape=(len(supply), len(demand)))
+    plan, log = ot.emd(
+        supply, demand, costs, numItermax=_MAX_PIVOTS, log=True, center_dual=False, check_marginals=False
+    )
+    u, v = np.asarray(log["u"]), np.asarray(log["v"])
+    key, scale = i * len(demand) + j, float(supply.sum())
+    order = np.argsort(key)
+    plan = plan.tocoo()
+    found = order[np.searchsorted(key[order], plan.row.astype(np.int64) * len(demand) + plan.col)]
+    flow = np.zeros(len(c))
+    np.add.at(flow, found, plan.data)
+    rows = np.bincount(i, flow, len(supply)) - supply
+    columns = np.bincount(j, flow, len(demand)) - demand
+    gap = float(flow @ c - u @ supply - v @ demand)
+    violated = float((u[i] + v[j] - c).max())
+    ceiling = float(c.max())
+    good = np.abs(rows).max() <= 1e-9 * scale and np.abs(columns).max() <= 1e-9 * scale
+    if good and abs(gap) <= 1e-9 * scale * ceiling and violated <= 1e-9 * ceiling:
+        return flow, u, v
+    arc = np.arange(len(c))
+    node = np.concatenate([i, j + len(supply)])
+    balance = sparse.csr_matrix((np.ones(2 * len(c)), (node, np.tile(arc, 2))))
+    answer = linprog(c, A_eq=balance, b_eq=np.concatenate([supply, demand]) / scale, method="highs")
+    if answer.x is None:
+        raise RuntimeError(f"no optimal flow was found: network simplex {log['warning']}, HiGHS {answer.message}")
+    prices = np.asarray(answer.eqlin.marginals)
+    return np.asarray(answer.x) * scale, prices[: len(supply)], prices[len(supply) :]
+
+
+def _full(cost: GridCost, a: Array, b: Array, width: int) -> float:
+    """Least cost over all plans on the grid."""
+    if cost.p <= 1:
+        common = np.minimum(a, b)
+        a, b = a - common, b - common
+        if not (a.any() and b.any()):
+            return 0.0
+        b = b * (a.sum() / b.sum())
+    rows, columns = np.flatnonzero(a), np.flatnonzero(b)
+    dr = np.subtract.outer(rows // width, columns // width)
+    dc = np.subtract.outer(rows % width, columns % width)
+    squared = (dr * dr + dc * dc).astype(np.float64)
+    price = squared ** (cost.p / 2)
+    i, j = np.nonzero(squared <= _TRY_RADIUS**2)
+    near = _local(rows[i], columns[j], price[i, j], a, b) if len(i) else None
+    if near is not None and near.unmatched <= 1e-12 * float(a.sum()):
+        excess = np.add.outer(near.row_price, near.column_price) - price
+        if float(excess.max()) <= _PRICE_TOL * float(price.max()):
+            return near.cost
+    plan = ot.emd(a[rows], b[columns], price, numItermax=_MAX_PIVOTS, check_marginals=False)
+    return float((plan * price).sum())
+
+
+# Entropic -------------------------------------------------------------------------------------------------------
+
+
+def entropic(
+    cost: GroundCost,
+    x: Tensor,
+    z: Tensor,
+    reg: float,
+    *,
+    exact: Tensor,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+) -> Tensor:
+    r"""Cost ``<P, C>`` of the entropic plan between images ``(B, C, H, W)`` in float64, per image, in mass units.
+
+    .. math::
+        \min_P\; \langle P, C \rangle + \tfrac{1}{\lambda} \sum P \log P, \qquad P 1 = x / m,\; P^T 1 = z / m
+
+    with ``lambda = reg`` in the units of a mass-1 image. Log-domain Sinkhorn on the allowed moves: with potentials
+    ``b``, rows ``P_ij = x_i softmax_j(b_j - reg C_ij)`` are exact at every step and no entry exceeds 1, then ``b_j``
+    grows by ``log z_j - log (P^T 1)_j``. ``reg`` rises fourfold from stage to stage, each starting where the last ended.
+
+    It stops, for each image, when the columns are right up to ``tol`` in l1 (relative to the mass), or at ``max_iter``
+    steps of the last stage. Sinkhorn slows down as ``reg`` grows, but the answer then hardly differs from the exact
+    one, ``0 <= <P, C> - W <= log(K) / reg`` for ``K`` moves per pixel: where that bound is below ``tol`` the exact
+    distance is returned. ``exact`` (in mass units) also tells which images no plan can reach, and is a floor.
+    """
+    out = exact.clone()
+    mass = x.flatten(1).sum(1)
+    arcs = cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    count = len(arcs.allowed)
+    active = torch.isfinite(exact) & (mass > 0)
+    if count < 2 or math.log(count) / reg <= tol or not bool(active.any()):
+        return out
+    index = torch.nonzero(active)[:, 0]
+    total = mass[index].view(-1, 1, 1, 1)
+    start, end = x[index] / total, z[index].clamp(min=0)
+    end = end * torch.where(end.sum((2, 3), keepdim=True) > 0, start.sum((2, 3), keepdim=True), 0.0)
+    end = end / z[index].clamp(min=0).sum((2, 3), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    b, stage = end.log(), min(reg, 10.0)
+    while True:
+        last = stage >= reg
+        b, spent = _sinkhorn(arcs, start, end, b, stage, tol if last else 1e-3, max_iter if last else 100)
+        if last:
+            break
+        b = b * (min(4 * stage, reg) / stage)
+        stage = min(4 * stage, reg)
+    out[index] = torch.maximum(spent * mass[index], exact[index])
+    return out
+
+
+def _sinkhorn(
+    arcs: Arcs, x: Tensor, z: Tensor, b: Tensor, reg: float, tol: float, max_iter: int
+) -> tuple[Tensor, Tensor]:
+    """One stage from potentials ``b``: the new potentials and ``<P, C>`` per image. Finished images drop out."""
+    b, spent = b.clone(), x.new_zeros(len(x))
+    todo = torch.arange(len(x), device=x.device)
+    empty, forbidden = z == 0, ~arcs.allowed
+    for step in range(max_iter):
+        scores = (arcs.gather(b[todo]) - reg * arcs.cost).masked_fill(forbidden, -math.inf)
+        top = scores.amax(2, keepdim=True)
+        weights = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
+        plan = weights * (x[todo] / weights.sum(2).clamp(min=torch.finfo(x.dtype).tiny))[:, :, None]
+        columns = arcs.scatter(plan)
+        done = (columns - z[todo]).abs().flatten(1).sum(1) <= tol
+        if bool(done.any()) or step == max_iter - 1:
+            spent[todo] = (plan * arcs.cost).flatten(1).sum(1)
+        rise = z[todo].log() - columns.clamp(min=1e-300).log()
+        b[todo] = torch.where(empty[todo] | done.view(-1, 1, 1, 1), b[todo], b[todo] + rise)
+        todo = todo[~done]
+        if len(todo) == 0:
+            break
+    return b, spent
