@@ -1,8 +1,13 @@
 """wball: robustness of image classifiers to moved mass (small Wasserstein distance)."""
 
 from wball.ball import LinfBall, WassersteinBall
+from wball.checkpoint import load_weights, save_weights
+from wball.data import load_dataset, load_folder, load_sample, to_tensors
+from wball.fetch import download
 from wball.ground import DenseCost, GridCost, StencilCost
+from wball.models import Normalized, architectures, build_model
 from wball.result import ProjectionResult, Status, SupportResult
+from wball.zoo import list_models, load_model, model_card
 
 __version__ = "0.1.0"
 
@@ -10,9 +15,22 @@ __all__ = [
     "DenseCost",
     "GridCost",
     "LinfBall",
+    "Normalized",
     "ProjectionResult",
     "Status",
     "StencilCost",
     "SupportResult",
     "WassersteinBall",
+    "architectures",
+    "build_model",
+    "download",
+    "list_models",
+    "load_dataset",
+    "load_folder",
+    "load_model",
+    "load_sample",
+    "load_weights",
+    "model_card",
+    "save_weights",
+    "to_tensors",
 ]

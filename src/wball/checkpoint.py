@@ -1,7 +1,7 @@
 """Weights in and out of files. Nothing read here can execute code.
 
 Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``, and the usual ways of
-packing a state dict are undone: it may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, ..., be one of
+packing a state dict are undone: it may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, be one of
 a list, and carry prefixes such as ``module.`` from a wrapper that the model at hand does not have (or lack those of one
 that it has).
 """

@@ -1,0 +1,440 @@
+"""Images as whole tensors: MNIST, Fashion-MNIST, CIFAR-10, folders of images, and anything torch can iterate.
+
+Every loader returns ``x``, ``(N, C, H, W)`` in [0, 1], and ``y``, ``(N,)`` class numbers. The sets are small enough to
+stand on a GPU as a whole, which is faster than any loader process; augmentation then happens there, too.
+
+No pickle is ever read: CIFAR-10 is used in its binary version.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+Split = Literal["train", "test"]
+PathLike = str | os.PathLike[str]
+
+CIFAR10_RECORDS = 10_000
+"""Images in each file of CIFAR-10."""
+_CIFAR10_BYTES = 1 + 3 * 32 * 32
+
+# The MNIST label files: Fashion-MNIST uses the same file names, and taking one for the other shows nowhere else.
+_MNIST_LABELS = {
+    "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
+    "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+}
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a named data set looks like and in which folders (below a root) it is usually found."""
+
+    name: str
+    title: str
+    shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    folders: tuple[str, ...]
+
+
+_DATASETS = {
+    d.name: d
+    for d in (
+        DatasetInfo("mnist", "MNIST", (1, 28, 28), tuple("0123456789"), ("mnist", "MNIST/raw", "MNIST", ".")),
+        DatasetInfo(
+            "fashion-mnist",
+            "Fashion-MNIST",
+            (1, 28, 28),
+            ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+            ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "."),
+        ),
+        DatasetInfo(
+            "cifar10",
+            "CIFAR-10",
+            (3, 32, 32),
+            ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+            ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10", "."),
+        ),
+    )
+}
+
+
+def datasets() -> dict[str, DatasetInfo]:
+    """The data sets :func:`load_dataset` knows, by name.
+
+    >>> list(datasets())
+    ['mnist', 'fashion-mnist', 'cifar10']
+    """
+    return dict(_DATASETS)
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """The description of a data set; spelling variants such as ``CIFAR-10`` and ``fashion_mnist`` are understood."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+    for info in _DATASETS.values():
+        if isinstance(name, str) and plain(name) == plain(info.name):
+            return info
+    raise ValueError(f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)")
+
+
+def load_dataset(
+    name: str,
+    root: PathLike,
+    split: Split = "test",
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """A whole split as ``(x, y)`` on ``device``.
+
+    Args:
+        name: ``mnist``, ``fashion-mnist`` (idx files, plain or gzipped) or ``cifar10`` (the binary version).
+        root: the folder with the files, or the one above it, in the layouts of the sets' own sites and of torchvision.
+        split: ``train`` or ``test``.
+        device: where the tensors go; pixels travel as bytes and become floats there.
+        dtype: of the pixels.
+    """
+    info = dataset_info(name)
+    if split not in ("train", "test"):
+        raise ValueError(f'split must be "train" or "test", got {split!r}')
+    if not Path(root).is_dir():
+        raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder; {_remedy(info, root)}")
+    pixels, labels = _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
+    top = int(labels.max()) if len(labels) else 0
+    if top >= len(info.classes):
+        raise ValueError(
+            f"{info.title} ({split}) has a label {top}, above {len(info.classes) - 1}: the file is corrupted"
+        )
+    return _floats(pixels, device, dtype), labels.to(device=device, dtype=torch.long)
+
+
+def load_sample(name: str = "mnist", *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """The first 1,000 MNIST test images, which come with the package.
+
+    >>> x, y = load_sample("mnist")
+    >>> x.shape, y[:5].tolist()
+    (torch.Size([1000, 1, 28, 28]), [7, 2, 1, 0, 4])
+    """
+    if dataset_info(name).name != "mnist":
+        raise ValueError(f"there is no bundled sample of {name!r}, only of mnist; use load_dataset({name!r}, root)")
+    folder = resources.files("wball.zoo")
+    with (
+        resources.as_file(folder / "mnist-sample-images-idx3-ubyte.gz") as images,
+        resources.as_file(folder / "mnist-sample-labels-idx1-ubyte.gz") as labels,
+    ):
+        x, y = read_idx(images), read_idx(labels)
+    return _floats(x[:, None], device, torch.float32), y.to(device=device, dtype=torch.long)
+
+
+def load_folder(
+    root: PathLike,
+    *,
+    size: int | tuple[int, int] | None = None,
+    grey: bool = False,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Images in one sub-folder per class, as ``(x, y, class names)``. Needs Pillow (``pip install wball[images]``).
+
+    Classes are numbered in alphabetical order, or by number if all folder names are numbers. A folder that holds images
+    directly is one class.
+
+    Args:
+        root: the folder.
+        size: resize to this height and width; without it all images must have the same size.
+        grey: one channel instead of three.
+        device: where the tensors go.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ImportError("load_folder needs Pillow: pip install wball[images]") from error
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder")
+    readable = set(Image.registered_extensions())
+    found = {p: _images_in(p, readable) for p in [root, *sorted(p for p in root.iterdir() if p.is_dir())]}
+    classes = [p for p, files in found.items() if files and p != root]
+    if found[root]:
+        if classes:
+            raise ValueError(f"{root} has images beside class folders ({classes[0].name}, ...): move them into a class")
+        classes = [root]
+    if not classes:
+        raise FileNotFoundError(f"no images in {root} or its sub-folders; expected CLASS/IMAGE.png and the like")
+    if all(p.name.isdigit() for p in classes):
+        classes.sort(key=lambda p: int(p.name))
+    pixels, labels, first = [], [], None
+    for label, folder in enumerate(classes):
+        for path in found[folder]:
+            try:
+                with Image.open(path) as opened:
+                    image = opened.convert("L" if grey else "RGB")
+            except (UnidentifiedImageError, OSError, SyntaxError) as error:
+                raise ValueError(f"{path} cannot be read as an image ({error}): corrupted or truncated") from error
+            if size is not None:
+                height, width = (size, size) if isinstance(size, int) else size
+                image = image.resize((width, height), Image.Resampling.BILINEAR)
+            first = first or (path, image.size)
+            if image.size != first[1]:
+                raise ValueError(
+                    f"{path} is {image.size[1]} x {image.size[0]}, but {first[0]} is {first[1][1]} x {first[1][0]}; "
+                    "pass size=(height, width) to resize them all"
+                )
+            pixels.append(_from_array(np.asarray(image)))
+            labels.append(label)
+    x = _floats(torch.stack(pixels), device, torch.float32)
+    return x, torch.tensor(labels, device=device), tuple(p.name for p in classes)
+
+
+def to_tensors(
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any] | tuple[Tensor, Tensor],
+    *,
+    limit: int | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Any source of images and labels as ``(x, y)``.
+
+    Args:
+        data: a pair of tensors, a ``Dataset`` of (image, label) items or a ``DataLoader`` of such batches. Images are
+            tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8) or PIL images; bytes are divided by 255.
+        limit: take this many images at most.
+        device: where the tensors go (default: where they are).
+
+    >>> from torch.utils.data import TensorDataset
+    >>> x, y = to_tensors(TensorDataset(torch.rand(5, 1, 4, 4), torch.arange(5)), limit=3)
+    >>> x.shape, y.tolist()
+    (torch.Size([3, 1, 4, 4]), [0, 1, 2])
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}")
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(v, Tensor) for v in data):
+        images, labels = [data[0][:limit]], [data[1][:limit]]
+    else:
+        images, labels = _collect(data, limit)
+    shapes = {tuple(image.shape[1:]) for image in images}
+    if len(shapes) != 1:
+        raise ValueError(f"data has images of different shapes, {sorted(shapes)[:3]}; resize them in the data set")
+    x, y = torch.cat(images)[:limit], torch.cat(labels)[:limit]
+    device = device if device is not None else x.device
+    if x.dtype == torch.uint8:
+        x = _floats(x, device, torch.float32)
+    elif not x.is_floating_point():
+        raise TypeError(f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]")
+    if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
+        raise ValueError(
+            f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
+        )
+    low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 0.0)
+    if not (low >= -1e-6 and high <= 1 + 1e-6):
+        raise ValueError(
+            f"data has pixels from {low:g} to {high:g}, outside [0, 1]; drop the normalisation from the data set "
+            "and put it inside the model: wball.Normalized(model, mean, std)"
+        )
+    return x.to(device), y.to(device=device, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class RandomCropFlip:
+    """CIFAR-10's usual augmentation on a whole batch: pad with black, crop at random, mirror half of the images.
+
+    >>> RandomCropFlip()(torch.rand(8, 3, 32, 32)).shape
+    torch.Size([8, 3, 32, 32])
+    """
+
+    padding: int = 4
+    flip: bool = True
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Augment ``x`` (``generator``: on ``x``'s device)."""
+        batch, channels, height, width = x.shape
+
+        def draw(high: int) -> Tensor:
+            return torch.randint(high, (batch, 1), device=x.device, generator=generator)
+
+        rows = torch.arange(height, device=x.device) + draw(2 * self.padding + 1)
+        columns = torch.arange(width, device=x.device).expand(batch, -1)
+        if self.flip:
+            columns = torch.where(draw(2).bool(), columns.flip(1), columns)
+        columns = columns + draw(2 * self.padding + 1)
+        padded = F.pad(x, (self.padding,) * 4)
+        image = torch.arange(batch, device=x.device).view(-1, 1, 1, 1)
+        channel = torch.arange(channels, device=x.device).view(1, -1, 1, 1)
+        return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def batches(
+    x: Tensor, y: Tensor, size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Consecutive pieces of ``(x, y)``, of a fresh random order if ``shuffle`` (``generator``: a CPU one)."""
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
+    order = torch.randperm(len(x), generator=generator).to(x.device) if shuffle else None
+    for start in range(0, len(x), size):
+        index = slice(start, start + size) if order is None else order[start : start + size]
+        yield x[index], y[index]
+
+
+def read_idx(path: PathLike) -> Tensor:
+    """The bytes in an idx file (plain or gzipped, told by content), in the shape its header gives."""
+    path = Path(path)
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            magic = file.read(4)
+            if len(magic) < 4 or magic[:3] != b"\x00\x00\x08" or not 1 <= magic[3] <= 4:
+                raise ValueError(
+                    f"{path} is no idx file of bytes: it starts with {magic.hex() or 'nothing'}, not 000008; "
+                    "it may be an error page saved under that name: delete it and download it again"
+                )
+            header = file.read(4 * magic[3])
+            if len(header) < 4 * magic[3]:
+                raise ValueError(f"{path} is truncated: it ends inside its header; download it again")
+            shape = [int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4)]
+            expected = math.prod(shape)
+            # Block by block, because a damaged header may promise terabytes; one byte more than promised tells enough.
+            content = bytearray()
+            while block := file.read(min(1 << 24, expected + 1 - len(content))):
+                content += block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is truncated or corrupted ({error}); download it again") from error
+    if len(content) != expected:
+        got = f"only {len(content)}" if len(content) < expected else "more"
+        raise ValueError(
+            f"{path} is truncated or corrupted: its header says {' x '.join(map(str, shape))} = {expected} bytes, "
+            f"but it has {got}; download it again"
+        )
+    return torch.from_numpy(np.frombuffer(content, np.uint8).reshape(shape))
+
+
+def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
+    """The images (bytes, ``N x 3 x 32 x 32``) and labels in one file of CIFAR-10's binary version."""
+    content = np.fromfile(path, np.uint8)
+    if len(content) == 0 or len(content) % _CIFAR10_BYTES:
+        raise ValueError(
+            f"{os.fspath(path)} is truncated or corrupted: {len(content)} bytes are no multiple of the "
+            f"{_CIFAR10_BYTES} bytes of an image; download it again"
+        )
+    rows = torch.from_numpy(content).view(-1, _CIFAR10_BYTES)
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
+
+
+def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+    prefix = "train" if split == "train" else "t10k"
+    image_path = _find(info, root, _idx_names(f"{prefix}-images", 3))
+    label_path = _find(info, root, _idx_names(f"{prefix}-labels", 1))
+    images, labels = read_idx(image_path), read_idx(label_path)
+    if images.ndim != 3 or labels.ndim != 1:
+        raise ValueError(
+            f"{image_path} has {images.ndim} dimensions and {label_path} has {labels.ndim}; expected 3 and 1"
+        )
+    if len(images) != len(labels):
+        raise ValueError(f"{image_path} has {len(images)} images, but {label_path} has {len(labels)} labels")
+    if info.name == "fashion-mnist" and hashlib.sha256(labels.numpy().tobytes()).hexdigest() in _MNIST_LABELS:
+        raise ValueError(f"{label_path} belongs to MNIST, not to Fashion-MNIST; {_remedy(info, root)}")
+    return images[:, None], labels.long()
+
+
+def _load_cifar10(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if split == "train" else ["test_batch.bin"]
+    parts = []
+    for name in names:
+        path = _find(info, root, [name])
+        images, labels = read_cifar10(path)
+        if len(images) != CIFAR10_RECORDS:
+            raise ValueError(
+                f"{path} is truncated or corrupted: it has {len(images)} images instead of {CIFAR10_RECORDS}; "
+                "download it again, or use read_cifar10 to read a part on purpose"
+            )
+        parts.append((images, labels))
+    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+
+
+def _idx_names(stem: str, ndim: int) -> list[str]:
+    return [f"{stem}{dot}idx{ndim}-ubyte{gz}" for dot in "-." for gz in ("", ".gz")]
+
+
+def _find(info: DatasetInfo, root: PathLike, names: Sequence[str]) -> Path:
+    for folder in info.folders:
+        for name in names:
+            path = Path(root) / folder / name
+            if path.is_file():
+                return path
+    below = ", ".join(f for f in info.folders if f != ".")
+    raise FileNotFoundError(
+        f"{names[0]} of {info.title} is not in {os.fspath(root)!r} or its folders {below}; {_remedy(info, root)}"
+    )
+
+
+def _remedy(info: DatasetInfo, root: PathLike) -> str:
+    return f"get it with `wball data {info.name} --root {os.fspath(root)}` or wball.download({info.name!r}, root)"
+
+
+def _images_in(folder: Path, endings: set[str]) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in endings)
+
+
+def _floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    return pixels.to(device).to(dtype).div_(255)
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """``H x W`` or ``H x W x C`` bytes as ``C x H x W``."""
+    planes = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+    return torch.from_numpy(planes.copy())
+
+
+def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Batches of images and labels out of anything that can be iterated or indexed."""
+    if isinstance(data, DataLoader):
+        source: Iterable[Any] = data
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
+    elif hasattr(data, "__iter__"):
+        source = data
+    else:
+        raise TypeError(f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}")
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+    for item in source:
+        if not isinstance(item, (tuple, list)) or len(item) < 2:
+            raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
+        image, label = _image(item[0]), torch.as_tensor(item[1])
+        image = image if label.ndim else image[None]
+        images.append(image)
+        labels.append(label.reshape(-1))
+        count += len(image)
+        if limit is not None and count >= limit:
+            break
+    if not images:
+        raise ValueError("data is empty")
+    return images, labels
+
+
+def _image(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value if value.ndim > 2 else value[None]
+    array = np.asarray(value)
+    if array.dtype == np.uint8 and array.ndim in (2, 3):
+        return _from_array(array)
+    if array.dtype.kind not in "uif":
+        raise TypeError(f"data has an image of type {type(value).__name__}; give a tensor, an array or a PIL image")
+    return torch.from_numpy((array if array.ndim > 2 else array[None]).copy())

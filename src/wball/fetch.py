@@ -1,0 +1,214 @@
+"""Fetch data sets from their own sites or public mirrors: checked, resumable, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import shutil
+import tarfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wball.data import CIFAR10_RECORDS, dataset_info
+
+Progress = Callable[[str, int, int | None], None]
+"""Called as ``progress(file name, bytes so far, bytes in all if known)``."""
+
+_BLOCK = 1 << 16
+_CIFAR10_BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
+_CIFAR10_BATCH_BYTES = CIFAR10_RECORDS * 3073
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set comes from: base addresses in order of preference, and the MD5 of each file."""
+
+    mirrors: tuple[str, ...]
+    files: dict[str, str]
+    folder: str
+
+
+SOURCES = {
+    "mnist": Source(
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+            "http://yann.lecun.com/exdb/mnist/",
+        ),
+        {
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+        "mnist",
+    ),
+    "fashion-mnist": Source(
+        (
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+        ),
+        {
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+        "fashion-mnist",
+    ),
+    "cifar10": Source(
+        ("https://www.cs.toronto.edu/~kriz/",),
+        {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        "cifar-10-batches-bin",
+    ),
+}
+
+
+class DownloadError(OSError):
+    """No source gave the file. The message lists what each of them answered, and what to do."""
+
+
+def download(
+    name: str,
+    root: str | os.PathLike[str],
+    *,
+    source: Source | None = None,
+    progress: Progress | None = None,
+    timeout: float = 30.0,
+) -> Path:
+    """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
+
+    What is already there and whole is kept. A broken transfer is resumed by the next call. A file appears under its
+    name only after its checksum was found right.
+
+    Args:
+        name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
+        root: the folder that holds the data sets; created if needed.
+        source: another place to take it from (a mirror of your own).
+        progress: called while bytes arrive.
+        timeout: seconds without an answer after which a mirror is given up.
+    """
+    info = dataset_info(name)
+    source = source or SOURCES[info.name]
+    folder = Path(root) / source.folder
+    if info.name == "cifar10" and _cifar10_complete(folder):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, md5 in source.files.items():
+        if info.name != "cifar10":
+            _fetch(info.title, source.mirrors, file, md5, folder, progress, timeout)
+            continue
+        archive = _fetch(info.title, source.mirrors, file, md5, Path(root), progress, timeout)
+        _unpack_cifar10(archive, folder)
+        archive.unlink()
+    return folder
+
+
+def _fetch(
+    title: str,
+    mirrors: Sequence[str],
+    file: str,
+    md5: str,
+    folder: Path,
+    progress: Progress | None,
+    timeout: float,
+) -> Path:
+    target, part = folder / file, folder / f"{file}.part"
+    if target.is_file() and _md5(target) == md5:
+        return target
+    failures = []
+    for mirror in mirrors:
+        try:
+            _transfer(mirror + file, part, progress, timeout)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            failures.append(f"{mirror}: {_reason(error)}")
+            continue
+        if _md5(part) == md5:
+            os.replace(part, target)
+            return target
+        part.unlink()
+        failures.append(f"{mirror}: wrong checksum, so the file was thrown away")
+    raise DownloadError(
+        f"could not download {file} of {title}. Are you offline? Tried "
+        + "; ".join(failures)
+        + f". Try again later (a broken transfer is resumed), or put the file into {folder} by hand"
+    )
+
+
+def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> None:
+    """Append what is missing of ``url`` to ``part``; start over if the server cannot resume."""
+    have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(
+        url, headers={"User-Agent": "wball", **({"Range": f"bytes={have}-"} if have else {})}
+    )
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if error.code != 416:
+            raise
+        # Nothing is left to send: either it is all there, which the checksum will tell, or it is not this file.
+        error.close()
+        return
+    with response:
+        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        if response.status == 206 and not resumed:
+            raise ValueError(f"the server sent another range than asked for ({response.headers.get('Content-Range')})")
+        done = have if resumed else 0
+        length = response.headers.get("Content-Length")
+        total = done + int(length) if length is not None else None
+        with part.open("ab" if resumed else "wb") as file:
+            while block := response.read(_BLOCK):
+                file.write(block)
+                done += len(block)
+                if progress is not None:
+                    progress(part.stem, done, total)
+        if total is not None and done < total:
+            raise ConnectionError(f"the connection broke after {done} of {total} bytes")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code} {error.reason}"
+    return str(getattr(error, "reason", None) or error) or type(error).__name__
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _cifar10_complete(folder: Path) -> bool:
+    paths = [folder / name for name in _CIFAR10_BATCHES]
+    return all(path.is_file() and path.stat().st_size == _CIFAR10_BATCH_BYTES for path in paths)
+
+
+def _unpack_cifar10(archive: Path, folder: Path) -> None:
+    """Copy the six known files out of the archive. Names inside it choose nothing about where bytes are written."""
+    wanted = {f"cifar-10-batches-bin/{name}": folder / name for name in _CIFAR10_BATCHES}
+    try:
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                target = wanted.pop(member.name.removeprefix("./"), None)
+                if target is None:
+                    continue
+                if not member.isfile() or member.size != _CIFAR10_BATCH_BYTES:
+                    raise ValueError(
+                        f"{archive} is not CIFAR-10: {member.name} is no file of {_CIFAR10_BATCH_BYTES} bytes"
+                    )
+                content, part = tar.extractfile(member), target.with_name(f"{target.name}.part")
+                assert content is not None
+                with content, part.open("wb") as file:
+                    shutil.copyfileobj(content, file)
+                os.replace(part, target)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise ValueError(f"{archive} is truncated or corrupted ({error}); delete it and download it again") from error
+    if wanted:
+        raise ValueError(f"{archive} is not CIFAR-10's binary version: {', '.join(wanted)} not in it")

@@ -1,0 +1,524 @@
+"""Data: readers against hand-made files, downloads against a server on this machine, damaged files of every kind."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import struct
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import wball
+from wball import data, fetch
+from wball.data import RandomCropFlip, batches, load_dataset, load_folder, load_sample, read_idx, to_tensors
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def digits(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (n, 28, 28), np.uint8), rng.integers(0, 10, n, np.uint8)
+
+
+def write_mnist(
+    folder: Path, prefix: str, n: int = 7, ending: str = "", dot: str = "-"
+) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = digits(n)
+    folder.mkdir(parents=True, exist_ok=True)
+    pack = gzip.compress if ending else bytes
+    (folder / f"{prefix}-images{dot}idx3-ubyte{ending}").write_bytes(pack(idx(images)))
+    (folder / f"{prefix}-labels{dot}idx1-ubyte{ending}").write_bytes(pack(idx(labels)))
+    return images, labels
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("mnist", "."),
+        ("MNIST", "mnist"),
+        ("mnist", "MNIST/raw"),
+        ("fashion-mnist", "fashion-mnist"),
+        ("fashion_mnist", "FashionMNIST/raw"),
+    ],
+)
+def test_idx_sets(tmp_path: Path, name: str, folder: str, ending: str) -> None:
+    images, labels = write_mnist(tmp_path / folder, "t10k", ending=ending)
+    train, _ = write_mnist(tmp_path / folder, "train", n=9, ending=ending, dot=".")
+    x, y = load_dataset(name, tmp_path, "test")
+    assert x.dtype == torch.float32 and y.dtype == torch.long
+    np.testing.assert_array_equal((x[:, 0] * 255).round().numpy(), images)
+    np.testing.assert_array_equal(y.numpy(), labels)
+    assert load_dataset(name, str(tmp_path), "train")[0].shape == (len(train), 1, 28, 28)
+    assert load_dataset(name, tmp_path, dtype=torch.float64)[0].dtype == torch.float64
+
+
+def test_pixels_are_exact_fractions_of_255(tmp_path: Path) -> None:
+    images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(images))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(1)))
+    x, _ = load_dataset("mnist", tmp_path)
+    assert torch.equal(x.flatten(), torch.arange(256) / 255)
+
+
+def write_cifar10(folder: Path, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    out = {}
+    for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]:
+        pixels, labels = rng.integers(0, 256, (n, 3, 32, 32), np.uint8), rng.integers(0, 10, n, np.uint8)
+        (folder / name).write_bytes(np.concatenate([labels[:, None], pixels.reshape(n, -1)], 1).tobytes())
+        out[name] = pixels, labels
+    return out
+
+
+@pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
+def test_cifar10(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
+    parts = write_cifar10(tmp_path / folder, 4)
+    x, y = load_dataset("CIFAR-10", tmp_path, "train")
+    assert x.shape == (20, 3, 32, 32)
+    np.testing.assert_array_equal((x[4:8] * 255).round().numpy(), parts["data_batch_2.bin"][0])
+    np.testing.assert_array_equal(y[4:8].numpy(), parts["data_batch_2.bin"][1])
+    assert torch.equal(load_dataset("cifar10", tmp_path)[1], torch.from_numpy(parts["test_batch.bin"][1]).long())
+
+
+def test_sample_is_the_start_of_the_test_set() -> None:
+    x, y = load_sample("mnist")
+    assert x.shape == (1000, 1, 28, 28) and y.shape == (1000,)
+    assert (float(x.min()), float(x.max())) == (0.0, 1.0)
+    # Known facts about MNIST's test set.
+    assert y[:20].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9, 0, 6, 9, 0, 1, 5, 9, 7, 3, 4]
+    assert y.bincount().tolist() == [85, 126, 116, 107, 110, 87, 87, 99, 89, 94]
+    with pytest.raises(ValueError, match="only of mnist"):
+        load_sample("cifar10")
+
+
+def test_zoo_models_classify_the_sample() -> None:
+    x, y = load_sample()
+    for name in wball.list_models():
+        card, model = wball.model_card(name), wball.load_model(name)
+        assert card["name"] == name and not model.training
+        if card["dataset"] == "mnist":
+            with torch.no_grad():
+                accuracy = float((model(x).argmax(1) == y).double().mean())
+            # 1,000 of the 10,000 images the card is about: four standard deviations of their sampling.
+            assert abs(accuracy - card["clean_accuracy"]) < 4 * (card["clean_accuracy"] * 0.05 / 1000) ** 0.5 + 0.005
+    assert wball.model_card("mnist-standard")["clean_accuracy"] >= 0.989
+    with pytest.raises(ValueError, match="mnist-standard"):
+        wball.load_model("mnist-standart")
+
+
+# --- damaged files -----------------------------------------------------------------------------------------------
+
+
+def test_missing_files_say_where_and_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="wball data mnist --root"):
+        load_dataset("mnist", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"):
+        load_dataset("mnist", tmp_path)
+    write_mnist(tmp_path, "t10k")
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(FileNotFoundError, match="t10k-labels-idx1-ubyte"):
+        load_dataset("mnist", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin of CIFAR-10"):
+        load_dataset("cifar10", tmp_path, "train")
+    with pytest.raises(ValueError, match="fashion-mnist"):
+        load_dataset("mnits", tmp_path)
+    with pytest.raises(ValueError, match="split"):
+        load_dataset("mnist", tmp_path, "validation")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_damaged_idx(tmp_path: Path, zipped: bool) -> None:
+    good = idx(digits(5)[0])
+    path = tmp_path / "file"
+    cases = [
+        (good[:-1], "truncated or corrupted: its header says 5 x 28 x 28 = 3920 bytes, but it has only 3919"),
+        (good + b"\0", "but it has more"),
+        (good[:10], "inside its header"),
+        (b"", "starts with nothing"),
+        (b"<html>not found</html>", "no idx file.*error page"),
+        (b"\0\0\x0d\x01" + good[4:], "no idx file of bytes"),  # floats
+        (struct.pack(">BBBB3I", 0, 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated or corrupted"),
+    ]
+    for content, message in cases[: -1 if zipped else None]:
+        path.write_bytes(gzip.compress(content) if zipped else content)
+        with pytest.raises(ValueError, match=message):
+            read_idx(path)
+    if zipped:
+        whole = gzip.compress(good)
+        for content in (whole[: len(whole) // 2], whole[:3], whole[:40] + b"\xff" * 40 + whole[80:]):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match="truncated or corrupted"):
+                read_idx(path)
+
+
+def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
+    write_mnist(tmp_path, "t10k")
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(6)))
+    with pytest.raises(ValueError, match=r"7 images, but .* 6 labels"):
+        load_dataset("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.full(7, 11)))
+    with pytest.raises(ValueError, match="label 11"):
+        load_dataset("mnist", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros((7, 1))))
+    with pytest.raises(ValueError, match="expected 3 and 1"):
+        load_dataset("mnist", tmp_path)
+
+
+def test_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, labels = write_mnist(tmp_path, "t10k")
+    monkeypatch.setattr(data, "_MNIST_LABELS", {hashlib.sha256(labels.tobytes()).hexdigest()})
+    with pytest.raises(ValueError, match="belongs to MNIST"):
+        load_dataset("fashion-mnist", tmp_path)
+
+
+def test_damaged_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
+    write_cifar10(tmp_path, 4)
+    path = tmp_path / "test_batch.bin"
+    good = path.read_bytes()
+    for content, message in [
+        (good[:-1], "12291 bytes are no multiple"),
+        (good[: 2 * 3073], "2 images instead of 4"),
+        (b"", "0 bytes"),
+        (b"\xff" + good[1:], "label 255"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_dataset("cifar10", tmp_path)
+
+
+# --- folders, data sets, loaders ---------------------------------------------------------------------------------
+
+
+def save_image(path: Path, array: np.ndarray) -> None:
+    image = pytest.importorskip("PIL.Image")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.fromarray(array).save(path)
+
+
+def test_folder(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"{c}/{i}.png": rng.integers(0, 256, (6, 5, 3), np.uint8) for c in ("cat", "dog") for i in range(2)}
+    for name, array in arrays.items():
+        save_image(tmp_path / name, array)
+    (tmp_path / "cat" / "notes.txt").write_text("not an image")
+    (tmp_path / "empty").mkdir()
+    x, y, classes = load_folder(tmp_path)
+    assert classes == ("cat", "dog") and y.tolist() == [0, 0, 1, 1] and x.shape == (4, 3, 6, 5)
+    np.testing.assert_array_equal((x[3] * 255).round().numpy().transpose(1, 2, 0), arrays["dog/1.png"])
+    assert load_folder(tmp_path, size=(8, 9), grey=True)[0].shape == (4, 1, 8, 9)
+    save_image(tmp_path / "dog" / "9.png", arrays["dog/1.png"][:3])
+    with pytest.raises(ValueError, match=r"3 x 5.*6 x 5.*size="):
+        load_folder(tmp_path)
+    (tmp_path / "dog" / "9.png").write_bytes((tmp_path / "dog" / "1.png").read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"9\.png cannot be read"):
+        load_folder(tmp_path)
+
+
+def test_folder_order_and_flat_folder(tmp_path: Path) -> None:
+    for c in ("10", "9", "2"):
+        save_image(tmp_path / "numbered" / c / "a.png", np.full((2, 2), int(c), np.uint8))
+    x, y, classes = load_folder(tmp_path / "numbered", grey=True)
+    assert classes == ("2", "9", "10") and y.tolist() == [0, 1, 2]
+    assert (x[:, 0, 0, 0] * 255).round().tolist() == [2, 9, 10]
+    assert load_folder(tmp_path / "numbered" / "2")[2] == ("2",)
+    save_image(tmp_path / "numbered" / "stray.png", np.zeros((2, 2), np.uint8))
+    with pytest.raises(ValueError, match="beside class folders"):
+        load_folder(tmp_path / "numbered")
+    (tmp_path / "void").mkdir()
+    with pytest.raises(FileNotFoundError, match="no images"):
+        load_folder(tmp_path / "void")
+
+
+class Arrays(Dataset):
+    """A map-style data set that never raises IndexError."""
+
+    def __init__(self, x: torch.Tensor, kind: str) -> None:
+        self.x, self.kind = x, kind
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[object, int]:
+        array = (self.x[i] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        if self.kind == "pil":
+            return pytest.importorskip("PIL.Image").fromarray(array), i
+        return array, i
+
+
+class Stream(IterableDataset):
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return ((image, i) for i, image in enumerate(self.x))
+
+
+def test_any_source_becomes_tensors() -> None:
+    x, y = torch.randint(0, 256, (7, 3, 4, 5)) / 255, torch.arange(7)
+    tensors = TensorDataset(x, y)
+    sources = [(x, y), tensors, DataLoader(tensors, batch_size=3), Arrays(x, "array"), Arrays(x, "pil"), Stream(x)]
+    sources += [[(image, int(label)) for image, label in tensors], DataLoader(Stream(x), batch_size=2)]
+    for source in sources:
+        got_x, got_y = to_tensors(source)
+        torch.testing.assert_close(got_x, x, rtol=0, atol=1e-7)
+        assert torch.equal(got_y, y) and got_y.dtype == torch.long
+        assert [len(v) for v in to_tensors(source, limit=5)] == [5, 5]
+    assert to_tensors([(x[0], 1), (x[1], 2)])[1].tolist() == [1, 2]
+
+
+def test_to_tensors_refuses_with_a_reason() -> None:
+    x, y = torch.rand(4, 1, 5, 5), torch.arange(4)
+    for bad, kind, message in [
+        ((x * 3 - 1, y), ValueError, "wball.Normalized"),
+        ((x[:, 0], y), ValueError, r"images \(4, 5, 5\)"),
+        ((x, y[:3]), ValueError, r"labels \(3,\)"),
+        ((x.long(), y), TypeError, "int64"),
+        ([], ValueError, "empty"),
+        ([x[0], x[1], x[2]], TypeError, "pairs"),
+        ([(x[0], 0), (x[0, :, 1:], 1)], ValueError, "different shapes"),
+        ([("a.png", 1)], TypeError, "str"),
+        (3, TypeError, "got int"),
+    ]:
+        with pytest.raises(kind, match=message):
+            to_tensors(bad)
+    with pytest.raises(ValueError, match="limit"):
+        to_tensors((x, y), limit=0)
+
+
+def test_augmentation_is_a_crop_of_the_padded_image() -> None:
+    x = torch.rand(40, 2, 6, 7)
+    out = RandomCropFlip(padding=2)(x)
+    padded = torch.nn.functional.pad(x, (2, 2, 2, 2))
+    seen = set()
+    for image, source in zip(out, padded, strict=True):
+        options = {
+            (r, c, flip): source[:, r : r + 6, c : c + 7].flip(2) if flip else source[:, r : r + 6, c : c + 7]
+            for r in range(5)
+            for c in range(5)
+            for flip in (False, True)
+        }
+        found = [key for key, crop in options.items() if torch.equal(crop, image)]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) > 15 and {flip for *_, flip in seen} == {False, True}
+    assert torch.equal(RandomCropFlip(padding=0, flip=False)(x), x)
+    same = [RandomCropFlip()(x, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*same)
+
+
+def test_batches_cover_everything_once() -> None:
+    x, y = torch.arange(10.0).view(10, 1, 1, 1), torch.arange(10)
+    assert [len(b) for b, _ in batches(x, y, 4)] == [4, 4, 2]
+    shuffled = list(batches(x, y, 3, shuffle=True, generator=torch.Generator().manual_seed(1)))
+    labels = torch.cat([label for _, label in shuffled])
+    assert sorted(labels.tolist()) == list(range(10)) and labels.tolist() != list(range(10))
+    assert torch.equal(torch.cat([b for b, _ in shuffled]).flatten().long(), labels)
+
+
+# --- download ----------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Files over HTTP on this machine, with the misbehaviours of real servers."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.requests: list[tuple[str, str | None]] = []
+        self.ranges = True
+        self.break_after: int | None = None
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        name, wanted = request.path.lstrip("/"), request.headers.get("Range")
+        self.requests.append((name, wanted))
+        content = self.files.get(name)
+        if content is None:
+            return request.send_error(404)
+        start = int(re.findall(r"\d+", wanted)[0]) if wanted and self.ranges else 0
+        if wanted and self.ranges:
+            if start >= len(content):
+                return request.send_error(416)
+            request.send_response(206)
+            request.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            request.send_response(200)
+        request.send_header("Content-Length", str(len(content) - start))
+        request.end_headers()
+        end = None if self.break_after is None else start + self.break_after
+        request.wfile.write(content[start:end])
+        return None
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.http.shutdown()
+    running.http.server_close()
+
+
+def mnist_source(server: Server, *mirrors: str) -> fetch.Source:
+    images, labels = digits(50)
+    for prefix in ("train", "t10k"):
+        server.files[f"{prefix}-images-idx3-ubyte.gz"] = gzip.compress(idx(images), mtime=0)
+        server.files[f"{prefix}-labels-idx1-ubyte.gz"] = gzip.compress(idx(labels), mtime=0)
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in server.files.items()}
+    return fetch.Source(mirrors or (server.url,), sums, "mnist")
+
+
+def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -> None:
+    source = mnist_source(server)
+    heard: list[tuple[str, int, int | None]] = []
+    folder = wball.download("mnist", tmp_path / "new", source=source, progress=lambda *a: heard.append(a))
+    assert sorted(p.name for p in folder.iterdir()) == sorted(source.files)
+    assert load_dataset("mnist", tmp_path / "new", "train")[0].shape == (50, 1, 28, 28)
+    size = len(server.files["train-images-idx3-ubyte.gz"])
+    assert ("train-images-idx3-ubyte.gz", size, size) in heard
+    count = len(server.requests)
+    wball.download("mnist", tmp_path / "new", source=source)
+    assert len(server.requests) == count
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_broken_transfer_is_resumed(tmp_path: Path, server: Server, ranges: bool) -> None:
+    source = mnist_source(server)
+    name = "train-images-idx3-ubyte.gz"
+    server.break_after, server.ranges = 1000, ranges
+    with pytest.raises(fetch.DownloadError, match=r"broke after 1000 of \d+ bytes.*resumed"):
+        wball.download("mnist", tmp_path, source=source)
+    folder = tmp_path / "mnist"
+    assert [p.name for p in folder.iterdir()] == [f"{name}.part"]
+    server.break_after = None
+    wball.download("mnist", tmp_path, source=source)
+    assert (name, "bytes=1000-") in server.requests
+    assert (folder / name).read_bytes() == server.files[name]
+    assert not list(folder.glob("*.part"))
+
+
+def test_complete_part_needs_no_bytes(tmp_path: Path, server: Server) -> None:
+    source = mnist_source(server)
+    name = "train-images-idx3-ubyte.gz"
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / f"{name}.part").write_bytes(server.files[name])
+    wball.download("mnist", tmp_path, source=source)
+    assert (tmp_path / "mnist" / name).read_bytes() == server.files[name]
+
+
+def test_wrong_checksum_is_thrown_away_and_the_next_mirror_tried(tmp_path: Path, server: Server) -> None:
+    source = mnist_source(server, server.url + "bad/", server.url + "none/", server.url)
+    for name in source.files:
+        server.files[f"bad/{name}"] = b"<html>moved</html>"
+    folder = wball.download("mnist", tmp_path, source=source)
+    assert load_dataset("mnist", tmp_path)[0].shape[0] == 50
+    for name in source.files:
+        (folder / name).write_bytes(b"damaged on disk")
+        del server.files[name]
+    with pytest.raises(fetch.DownloadError, match=r"bad/: wrong checksum.*none/: HTTP 404"):
+        wball.download("mnist", tmp_path, source=source)
+    assert not list(folder.glob("*.part"))
+
+
+def test_offline_is_one_clear_message(tmp_path: Path, server: Server) -> None:
+    source = mnist_source(server)
+    server.http.shutdown()
+    server.http.server_close()
+    with pytest.raises(
+        fetch.DownloadError, match=r"could not download .* of MNIST\. Are you offline\?.*by hand"
+    ) as error:
+        wball.download("mnist", tmp_path, source=source, timeout=2)
+    assert "\n" not in str(error.value)
+
+
+def tar(members: dict[str, bytes], links: dict[str, str] | None = None) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
+    return buffer.getvalue()
+
+
+def cifar10_source(server: Server, archive: bytes) -> fetch.Source:
+    server.files["cifar-10-binary.tar.gz"] = archive
+    sums = {"cifar-10-binary.tar.gz": hashlib.md5(archive).hexdigest()}
+    return fetch.Source((server.url,), sums, "cifar-10-batches-bin")
+
+
+@pytest.fixture
+def small_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    monkeypatch.setattr(data, "CIFAR10_RECORDS", 4)
+    monkeypatch.setattr(fetch, "_CIFAR10_BATCH_BYTES", 4 * 3073)
+    write_cifar10(tmp_path / "original", 4)
+    return {f"cifar-10-batches-bin/{p.name}": p.read_bytes() for p in sorted((tmp_path / "original").iterdir())}
+
+
+def test_cifar10_archive_cannot_write_elsewhere(
+    tmp_path: Path, server: Server, small_cifar10: dict[str, bytes]
+) -> None:
+    evil = {"../escaped.bin": b"x", "/tmp/wball-escaped.bin": b"x", "cifar-10-batches-bin/../../up.bin": b"x"}
+    source = cifar10_source(server, tar(evil | small_cifar10))
+    root = tmp_path / "deep" / "root"
+    folder = wball.download("cifar10", root, source=source)
+    assert sorted(p.name for p in folder.iterdir()) == [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+    assert [p.name for p in root.iterdir()] == ["cifar-10-batches-bin"]
+    assert not (tmp_path / "deep" / "escaped.bin").exists() and not Path("/tmp/wball-escaped.bin").exists()
+    assert load_dataset("cifar10", root, "train")[0].shape == (20, 3, 32, 32)
+    count = len(server.requests)
+    wball.download("cifar10", root, source=source)
+    assert len(server.requests) == count
+
+
+def test_bad_cifar10_archives(tmp_path: Path, server: Server, small_cifar10: dict[str, bytes]) -> None:
+    first = next(iter(small_cifar10))
+    rest = {k: v for k, v in small_cifar10.items() if k != first}
+    cases = [
+        (tar(rest), f"{first} not in it"),
+        (tar(rest | {first: b"short"}), "is no file of"),
+        (tar(rest, links={first: "/etc/hostname"}), "is no file of"),
+        (tar(small_cifar10)[:2000], "truncated or corrupted"),
+    ]
+    for archive, message in cases:
+        with pytest.raises(ValueError, match=message):
+            wball.download("cifar10", tmp_path / "root", source=cifar10_source(server, archive))
+
+
+def test_known_sources_are_complete() -> None:
+    assert set(fetch.SOURCES) == set(data.datasets())
+    for source in fetch.SOURCES.values():
+        assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in source.files.values())
+        assert all(mirror.startswith("http") and mirror.endswith("/") for mirror in source.mirrors)
