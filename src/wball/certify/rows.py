@@ -1,0 +1,147 @@
+"""Linear functions of a layer's values, many at a time, each stored only where it can be non-zero.
+
+A bound is carried backwards through the network as rows ``a``: row ``n`` stands for ``<a_n, h>``, where ``h`` is the
+value of some layer for image ``image[n]``. A unit of a convolution sees a small patch of its input, so a row over a
+feature map keeps a patch of fixed size at its own position; a *dense* row keeps the whole map.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``N`` linear functions of a layer.
+
+    Attributes:
+        coeff: ``(N, D)`` over a vector layer, ``(N, C, h, w)`` over a feature map.
+        image: ``(N,)``, the image each row belongs to.
+        corner: top and left of each row's patch, two ``(N,)`` tensors, possibly outside the map (coefficients there
+            are 0); ``None`` if the rows are dense.
+    """
+
+    coeff: Tensor
+    image: Tensor
+    corner: tuple[Tensor, Tensor] | None = None
+
+    def like(self, coeff: Tensor) -> Rows:
+        """Other coefficients in the same places."""
+        return Rows(coeff, self.image, self.corner)
+
+    def read(self, layer: Tensor) -> Tensor:
+        """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``) where the rows live."""
+        image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
+        if self.corner is None:
+            return layer[image] if layer.shape[0] > 1 else layer.expand(self.coeff.shape[0], *layer.shape[1:])
+        height, width = self.coeff.shape[-2:]
+        return read_patches(layer, image, self.corner, (height, width))
+
+    def inside(self, shape: tuple[int, ...]) -> Tensor | None:
+        """``(N, 1, h, w)``, bool: which coefficients lie inside a map of that shape (``None``: all)."""
+        if self.corner is None:
+            return None
+        height, width = self.coeff.shape[-2:]
+        return inside(self.corner, (height, width), shape)
+
+    def dense(self, shape: tuple[int, ...]) -> Rows:
+        """The same rows over the whole map."""
+        if self.corner is None:
+            return self
+        top, left = self.corner
+        count, channels, height, width = self.coeff.shape
+        rows = top[:, None] + torch.arange(height, device=top.device)
+        columns = left[:, None] + torch.arange(width, device=top.device)
+        keep = self.inside(shape)
+        assert keep is not None
+        index = rows[:, :, None] * shape[2] + columns[:, None, :]
+        nowhere = shape[1] * shape[2]
+        index = torch.where(keep[:, 0], index, nowhere).reshape(count, 1, -1).expand(-1, channels, -1)
+        out = self.coeff.new_zeros((count, channels, nowhere + 1))
+        out = out.scatter(2, index, self.coeff.flatten(2))
+        return Rows(out[..., :-1].reshape(count, *shape), self.image)
+
+
+def read_patches(layer: Tensor, image: Tensor, corner: tuple[Tensor, Tensor], size: tuple[int, int]) -> Tensor:
+    """``(N, C, *size)``: the patch of ``layer[image[n]]`` at each corner, 0 outside the map."""
+    padded = F.pad(layer, (size[1], size[1], size[0], size[0]))
+    windows = padded.unfold(2, size[0], 1).unfold(3, size[1], 1)
+    top = (corner[0] + size[0]).clamp(0, windows.shape[2] - 1)
+    left = (corner[1] + size[1]).clamp(0, windows.shape[3] - 1)
+    return windows.permute(0, 2, 3, 1, 4, 5)[image, top, left]
+
+
+def inside(corner: tuple[Tensor, Tensor], size: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    """``(N, 1, *size)``, bool: which pixels of each patch lie inside a ``(C, H, W)`` map."""
+    rows = corner[0][:, None] + torch.arange(size[0], device=corner[0].device)
+    columns = corner[1][:, None] + torch.arange(size[1], device=corner[1].device)
+    rows_in = (rows >= 0) & (rows < shape[1])
+    columns_in = (columns >= 0) & (columns < shape[2])
+    return (rows_in[:, :, None] & columns_in[:, None, :])[:, None]
+
+
+def units(
+    shape: tuple[int, ...], image: Tensor, index: Tensor, sign: Tensor, like: Tensor, dense: bool = False
+) -> Rows:
+    """Rows that read ``sign[n]`` times unit ``index[n]`` (flat position in ``shape``) of a layer."""
+    count = index.shape[0]
+    if len(shape) != 3:
+        size = 1
+        for side in shape:
+            size *= side
+        coeff = torch.zeros((count, size), dtype=like.dtype, device=like.device)
+        coeff[torch.arange(count, device=index.device), index] = sign.to(like.dtype)
+        return Rows(coeff.reshape(count, *shape), image)
+    channels, height, width = shape
+    channel, place = index // (height * width), index % (height * width)
+    coeff = torch.zeros((count, channels, 1, 1), dtype=like.dtype, device=like.device)
+    coeff[torch.arange(count, device=index.device), channel, 0, 0] = sign.to(like.dtype)
+    rows = Rows(coeff, image, (place // width, place % width))
+    return rows.dense(shape) if dense else rows
+
+
+def trim(rows: Rows, shape: tuple[int, ...]) -> Rows:
+    """Zero what fell outside the map; go dense once the patch is no smaller than the map."""
+    if rows.corner is None:
+        return rows
+    height, width = rows.coeff.shape[-2:]
+    if height * width >= 0.7 * shape[1] * shape[2]:
+        return rows.dense(shape)
+    keep = rows.inside(shape)
+    assert keep is not None
+    return rows.like(rows.coeff * keep)
+
+
+def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:
+    """The sum of two sets of rows over the same layer."""
+    if first.corner is None and second.corner is None:
+        return first.like(first.coeff + second.coeff)
+    if first.corner is None or second.corner is None:
+        return add(first.dense(shape), second.dense(shape), shape)
+    top = torch.minimum(first.corner[0], second.corner[0])
+    left = torch.minimum(first.corner[1], second.corner[1])
+    spans = [
+        (int((r.corner[0] - top).max()), int((r.corner[1] - left).max()), *r.coeff.shape[-2:])
+        for r in (first, second)
+        if r.corner is not None
+    ]
+    constant = all(
+        bool((r.corner[0] - top == s[0]).all() and (r.corner[1] - left == s[1]).all())
+        for r, s in zip((first, second), spans, strict=True)
+        if r.corner is not None
+    )
+    if not constant:
+        return add(first.dense(shape), second.dense(shape), shape)
+    height, width = max(s[0] + s[2] for s in spans), max(s[1] + s[3] for s in spans)
+
+    def place(rows: Rows, span: tuple[int, int, int, int]) -> Tensor:
+        down, right, h, w = span
+        return F.pad(rows.coeff, (right, width - right - w, down, height - down - h))
+
+    return trim(Rows(place(first, spans[0]) + place(second, spans[1]), first.image, (top, left)), shape)
+
+

@@ -1,0 +1,273 @@
+"""Certificates: never above the exact minimum, equal to it where nothing is relaxed, the same in any batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from tests.certify.exact import euclidean, exact_margin
+from wball.certify import CertificateStatus, UnsupportedModule, certify
+
+WASSERSTEIN = ("interval", "dual", "crown", "alpha-crown")
+
+
+def dense_net(channels: int, side: int, hidden: tuple[int, ...], classes: int, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    sizes = [channels * side * side, *hidden, classes]
+    parts: list[nn.Module] = [nn.Flatten()]
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        parts += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def chain(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+    ]
+
+
+def images(count: int, channels: int, side: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand((count, channels, side, side), generator=generator)
+    return torch.where(torch.rand(x.shape, generator=generator) < 0.3, torch.zeros_like(x), x.sqrt())
+
+
+def referee(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall, cost: np.ndarray) -> list[float]:
+    budgets = ball.budget(x).tolist()
+    return [
+        exact_margin(chain(net), x[i].double().flatten(1).numpy(), int(y[i]), cost, budgets[i], ball.box)
+        for i in range(x.shape[0])
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_below_the_exact_minimum(seed: int) -> None:
+    channels, side = (1, 3) if seed % 2 else (2, 2)
+    net = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed)
+    x = images(3, channels, side, seed)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(torch.tensor([0.05, 0.2, 0.6]))
+    exact = torch.tensor(referee(net, x, y, ball, euclidean(side, side)), dtype=torch.float64)
+    for method in WASSERSTEIN:
+        margin = certify(net, x, y, ball, method).margin
+        assert bool((margin <= exact + 1e-7).all()), (method, margin, exact)
+
+
+@pytest.mark.parametrize("box", [(0.0, 1.0), None])
+def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(box: tuple[float, float] | None) -> None:
+    net = dense_net(1, 3, (6,), 3, 1)
+    with torch.no_grad():
+        net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, 9.0]))
+    x = images(3, 1, 3, 5)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.3, box=box)
+    exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
+    margin = certify(net, x, y, ball, "alpha-crown" if box else "crown", steps=300).margin
+    assert bool((margin <= exact + 1e-7).all())
+    torch.testing.assert_close(margin, exact, atol=2e-3 if box else 1e-6, rtol=0)
+
+
+def test_window_plans_are_a_smaller_set_and_exact_for_it() -> None:
+    net = dense_net(1, 4, (5,), 3, 3)
+    with torch.no_grad():
+        net[1].bias.fill_(9.0)
+    x = images(2, 1, 4, 3)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(2.0, wball.GridCost(window=3), box=None)
+    cost = euclidean(4, 4)
+    windowed = np.where(cost < 1.5, cost, np.inf)
+    for plans, matrix in (("full", cost), ("window", windowed)):
+        exact = torch.tensor(referee(net, x, y, ball, matrix), dtype=torch.float64)
+        margin = certify(net, x, y, ball, plans=plans).margin  # type: ignore[arg-type]
+        assert bool((margin <= exact + 1e-7).all())
+        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+
+
+def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
+    net = dense_net(1, 3, (6,), 3, 2)
+    x = images(4, 1, 3, 2)
+    y = net(x).argmax(1)
+    table = tuple(tuple(math.hypot(r, c) for c in range(-2, 3)) for r in range(-2, 3))
+    margins = [
+        certify(net, x, y, wball.WassersteinBall(0.2, cost)).margin
+        for cost in (wball.GridCost(5), wball.StencilCost(table), wball.DenseCost(torch.tensor(euclidean(3, 3))))
+    ]
+    torch.testing.assert_close(margins[0], margins[1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(margins[0], margins[2], atol=1e-6, rtol=0)
+
+
+class Residual(nn.Module):
+    """Normalisation, batch norm, a residual sum, strides, groups, dilation and both kinds of pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.4, 0.5]).view(1, 2, 1, 1))
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.left = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), nn.LeakyReLU(0.1), nn.Dropout(0.5))
+        self.right = nn.Conv2d(4, 4, 1, stride=2)
+        self.wide = nn.Conv2d(4, 3, 2, dilation=2)
+        self.pool = nn.MaxPool2d(2, stride=1)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.stem((x - self.mean) / 0.25)))
+        h = torch.relu(self.left(h) + self.right(h))
+        h = self.pool(self.wide(h))
+        return self.head(nn.functional.adaptive_avg_pool2d(h, 1).view(h.size(0), -1))
+
+
+def residual(seed: int) -> Residual:
+    torch.manual_seed(seed)
+    net = Residual()
+    net.norm.running_mean.normal_()
+    net.norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def conv_net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 4, 2, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["crown", "alpha-crown", "dual"])
+@pytest.mark.parametrize("kind", ["conv", "residual"])
+def test_no_point_of_the_ball_beats_the_bound(kind: str, method: str) -> None:
+    if kind == "conv":
+        net, x = conv_net(0), images(3, 1, 16, 0)
+    else:
+        net, x = residual(0), images(3, 2, 9, 0)  # type: ignore[assignment]
+    net.eval()
+    y = net(x).argmax(1)
+    for eps in (0.02, 0.2):
+        margin = certify(net, x, y, wball.WassersteinBall(eps), method, steps=5).margin  # type: ignore[arg-type]
+        lowest = torch.full_like(margin, math.inf)
+        z = x.clone()
+        for step in range(8):
+            z.requires_grad_(True)
+            gaps = gap(net(z), y)
+            lowest = torch.minimum(lowest, gaps.detach().double())
+            (g,) = torch.autograd.grad(gaps.sum(), z)
+            z = far_point(x, -g, eps) if step % 2 == 0 else 0.5 * (z.detach() + far_point(x, -g, eps))
+        assert bool((margin <= lowest + 1e-5).all()), (eps, margin, lowest)
+
+
+def gap(logits: Tensor, y: Tensor) -> Tensor:
+    others = logits.scatter(1, y[:, None], -math.inf).amax(1)
+    return logits.gather(1, y[:, None])[:, 0] - others
+
+
+def far_point(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    """Move mass greedily along the steepest neighbouring pixel while the budget lasts, inside the box."""
+    z = x.clone()
+    for b in range(x.shape[0]):
+        left = eps * float(x[b].sum()) * 0.999
+        slopes = []
+        for axis, shift in ((1, 1), (1, -1), (2, 1), (2, -1)):
+            rolled = torch.roll(g[b], -shift, axis)
+            edge = [slice(None)] * 3
+            edge[axis] = slice(-1, None) if shift == 1 else slice(0, 1)
+            rolled[tuple(edge)] = -math.inf
+            slopes.append(rolled - g[b])
+        gain = torch.stack(slopes)
+        for index in gain.flatten().argsort(descending=True).tolist():
+            k, c, r, s = np.unravel_index(index, gain.shape)
+            if left <= 0 or gain[k, c, r, s] <= 0:
+                break
+            to = [(r + 1, s), (r - 1, s), (r, s + 1), (r, s - 1)][k]
+            amount = min(left, float(z[b, c, r, s]), 1 - float(z[b, c, to[0], to[1]]), float(x[b, c, r, s]))
+            z[b, c, r, s] -= amount
+            z[b, c, to[0], to[1]] += amount
+            left -= amount
+    return z.clamp(0, 1)
+
+
+def test_patches_give_what_dense_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = conv_net(1), images(3, 1, 24, 1)
+    net[6] = nn.Linear(6 * 9, 8)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.05)
+    patched = certify(net, x, y, ball).margin
+    from wball.certify import relaxation
+
+    original = relaxation.units
+    monkeypatch.setattr(relaxation, "units", lambda *args: original(*args, dense=True))
+    torch.testing.assert_close(certify(net, x, y, ball).margin, patched, atol=1e-5, rtol=0)
+
+
+def test_batches_do_not_matter() -> None:
+    net, x = conv_net(2), images(5, 1, 16, 2)
+    y = net(x).argmax(1)
+    eps = torch.tensor([0.01, 0.02, 0.05, 0.1, 0.3])
+    whole = certify(net, x, y, wball.WassersteinBall(eps))
+    for i in range(5):
+        alone = certify(net, x[i : i + 1], y[i : i + 1], wball.WassersteinBall(float(eps[i])))
+        torch.testing.assert_close(alone.margin, whole.margin[i : i + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_methods_are_ordered_and_alpha_never_loses() -> None:
+    net, x = conv_net(3), images(4, 1, 16, 3)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.05)
+    margin = {m: certify(net, x, y, ball, m).margin for m in WASSERSTEIN}  # type: ignore[arg-type]
+    assert bool((margin["interval"] < margin["crown"]).all())
+    assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
+    assert bool((margin["alpha-crown"] >= margin["crown"]).all())
+
+
+def test_linf_ball_matches_its_closed_form_on_a_linear_model() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(9, 2))
+    x = images(4, 1, 3, 4)
+    y = net(x).argmax(1)
+    ball = wball.LinfBall(0.05)
+    weight = net[1].weight.double()
+    for i in range(4):
+        a = (weight[y[i]] - weight[1 - y[i]]).view(1, 1, 3, 3)
+        low = -ball.support(x[i : i + 1].double(), -a).value
+        constant = net[1].bias.double()[y[i]] - net[1].bias.double()[1 - y[i]]
+        result = certify(net, x[i : i + 1], y[i : i + 1], ball)
+        torch.testing.assert_close(result.margin, (low + constant).detach(), atol=1e-9, rtol=0)
+
+
+def test_statuses_mode_and_edges() -> None:
+    net, x = conv_net(4), images(3, 1, 16, 4)
+    x[1] = 0.0  # a ball of one point
+    net.train()
+    y = net(x).argmax(1)
+    y[2] = (y[2] + 1) % 4
+    result = certify(net, x, y, wball.WassersteinBall(0.0))
+    assert result.certified.tolist() == [True, True, False]
+    assert result.status[2] is CertificateStatus.MISCLASSIFIED
+    assert result.plans == "full" and result.method == "crown"
+    assert net.training
+    clean = gap(net.double()(x.double()), y).detach()
+    torch.testing.assert_close(result.margin, clean, atol=1e-4, rtol=0)
+    empty = certify(net.float(), x[:0], y[:0], wball.WassersteinBall(0.1))
+    assert empty.certified.shape == (0,)
+
+
+def test_unsupported_modules_are_named() -> None:
+    x, y = images(1, 1, 4, 0), torch.tensor([0])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Softplus(), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModule, match="'2'.*Softplus"):
+        certify(net, x, y, wball.WassersteinBall(0.1))
+
+    class Squared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * x).flatten(1)
+
+    with pytest.raises(UnsupportedModule, match="mul"):
+        certify(Squared(), x, y, wball.WassersteinBall(0.1))
+    with pytest.raises(ValueError, match="method"):
+        certify(net, x, y, wball.WassersteinBall(0.1), "crowning")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one integer label"):
+        certify(net, x, y.float(), wball.WassersteinBall(0.1))
