@@ -57,9 +57,9 @@ def show(console: Console, title: str, model: nn.Module, y: Tensor, z: Tensor, r
         "digit",
         "read as",
         "confidence",
-        f"distance [{report.unit}]",
-        "mass error",
-        "box violation",
+        f"distance ({report.unit})",
+        "mass error (of mass)",
+        "box violation (pixel value)",
         "audit",
     ):
         table.add_column(heading, justify="right")
@@ -80,8 +80,11 @@ def show(console: Console, title: str, model: nn.Module, y: Tensor, z: Tensor, r
 
 def save_picture(path: Path, rows: Sequence[tuple[str, Tensor]]) -> None:
     """One row of images each, as grey-scale PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install wball[report]") from error
 
     count = len(rows[0][1])
     figure = Figure(figsize=(1.1 * count, 1.3 * len(rows)), layout="constrained")
@@ -109,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     x, y = one_of_each_class(model)
     console.print(
         f"Ten digits that {options.model} reads right; an attacker may move mass at a cost of {options.eps:g} "
-        f"[{ball.unit}]\n(5 x 5 window, Euclidean distance), and no pixel may leave [0, 1].\n",
+        f"({ball.unit};\n5 x 5 window, Euclidean distance), and no pixel may leave [0, 1].\n",
         markup=False,
     )
     rows, valid = [("original", x)], True
