@@ -13,8 +13,8 @@ so its rows sum to ``x`` whatever the other quantities are, and five images desc
   steps on its logarithm. Moves of equal cost form a *ring*; once their logsumexp is known, a step costs one term a
   ring instead of one a move;
 * ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the multipliers of the box;
-* ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back along the arcs it came
-  by, a row that would leave less than ``lo`` sends less.
+* ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back along the arcs it
+  came by, a row that would leave less than ``lo`` sends less.
 
 No tensor with one entry per arc exists: every pass loops over the moves.
 """
@@ -155,7 +155,7 @@ class _MatrixMoves:
         start = torch.arange(size, device=matrix.device)
         by_move = torch.stack([matrix[start, (start + k) % size] for k in range(size)]).to(x.device)
         self.allowed = torch.isfinite(by_move).view(size, *self.shape)
-        by_move = torch.where(by_move.isfinite(), by_move, torch.zeros_like(by_move)).to(x.dtype).view(size, *self.shape)
+        by_move = by_move.nan_to_num(posinf=0.0).to(x.dtype).view(size, *self.shape)
         self.costs: list[float | Tensor] = list(by_move)
         self.reverse: list[int | None] = [(size - k) % size for k in range(size)]
         self.rings = [[k] for k in range(size)]

@@ -1,0 +1,423 @@
+"""What every attack shares: the call, the bookkeeping per image, and leaving the model as it was found.
+
+An attack holds settings only. The model comes at the call::
+
+    result = attack(model, x, y)                       # untargeted: success is argmax != y
+    result = attack(model, x, y, target=t)             # targeted:   success is argmax == t
+
+:meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory, puts the model in
+evaluation mode with frozen parameters, and restores the mode of every module, the parameters' flags and the random
+state afterwards, whatever happens. Subclasses write :meth:`Attack.run`, which sees one batch as a :class:`Climb` and
+tells it each candidate; the climb keeps the best **per image** and drops images that are done.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from wball import inputs
+from wball.attacks import objectives
+from wball.attacks.checks import check_logits
+from wball.ball import Ball
+from wball.solvers.batch import result_dtype
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Model = Callable[[Tensor], Tensor]
+
+DROP_EVERY = {"cpu": 1, "cuda": 10}
+"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
+
+PROGRESS_AFTER = 2_000_000
+"""Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
+
+
+class AttackStatus(Enum):
+    """How an attack ended for an image. The value is the explanation, with the remedy where there is one."""
+
+    FOUND = "an adversarial example was found"
+    ALREADY_WRONG = "the clean image already meets the goal: distance 0"
+    SURVIVED = "no adversarial example was found: more steps, restarts or StandardAttack may find one"
+    NO_GRADIENT = "the gradient was zero or not finite: the model may mask it; try another objective"
+
+    def __str__(self) -> str:
+        return f"{self.name.lower()}: {self.value}"
+
+
+_STATUS = tuple(AttackStatus)
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack found, in the order of the images.
+
+    Attributes:
+        images: per image the adversarial example, or the best attempt; always in the ball.
+        success: whether ``images`` meets the goal (``argmax != y``, or ``argmax == target``).
+        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit of ``eps``, float64.
+        loss: value of the objective at ``images`` (the cross-entropy, for that objective).
+        n_steps: steps used, per image.
+        status: how it ended, per image.
+        radius: radius of the ball each image was found in (or the last one tried), float64.
+        member: for ensembles, which attack found it (-1: none).
+    """
+
+    images: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: tuple[AttackStatus, ...]
+    radius: Tensor
+    member: Tensor | None = None
+
+    @property
+    def robust_accuracy(self) -> float:
+        """The share of images that no adversarial example was found for."""
+        return 1.0 - float(self.success.double().mean()) if self.success.numel() else 1.0
+
+
+class _Best(NamedTuple):
+    """The best candidate so far for each image of a batch."""
+
+    z: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: Tensor
+    radius: Tensor
+
+    def at(self, index: Tensor) -> _Best:
+        return _Best(*(field[index] for field in self))
+
+    def put(self, index: Tensor, part: _Best) -> None:
+        for field, value in zip(self, part, strict=True):
+            field[index] = value
+
+
+class Climb:
+    """One batch under attack: the goal, the gradient, and the best candidate per image.
+
+    Attributes:
+        ball: threat model of the images that are still in.
+        x, y, target: those images, their labels, and the target classes or ``None``.
+        steps_done: gradient evaluations so far.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ball: Ball,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        objective: objectives.Objective,
+        until_success: bool,
+        tick: Callable[[int], None] | None = None,
+    ) -> None:
+        self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
+        self.objective, self.until_success = objective, until_success
+        self.steps_done = 0
+        self._tick = tick
+        self._every = DROP_EVERY.get(x.device.type, 10)
+        with torch.no_grad():
+            logits = check_logits(model(x), x.shape[0])
+            self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
+            success, loss = self.reached(logits), self._loss(logits)
+        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        survived, wrong = _STATUS.index(AttackStatus.SURVIVED), _STATUS.index(AttackStatus.ALREADY_WRONG)
+        status = torch.where(success, wrong, survived)
+        steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        self._all = _Best(x.clone(), success, zero, loss, steps, status, zero + self._eps())
+        self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
+        self._active = torch.arange(x.shape[0], device=x.device)
+
+    def _eps(self) -> Tensor:
+        return torch.as_tensor(self.ball.eps, dtype=torch.float64, device=self.x.device)
+
+    def reached(self, logits: Tensor) -> Tensor:
+        """Whether logits meet the goal."""
+        top = logits.argmax(1)
+        return top == self.target if self.target is not None else top != self.y
+
+    def _loss(self, logits: Tensor) -> Tensor:
+        target = self.target if self.target is not None else self._aim
+        return self.objective(logits, self.y, target)
+
+    def start(self) -> Tensor | None:
+        """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
+        return self._drop()
+
+    def gradient(self, z: Tensor, distance: Tensor) -> Tensor:
+        """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
+        z = z.detach().requires_grad_(True)
+        with torch.enable_grad():
+            logits = check_logits(self.model(z), z.shape[0])
+            loss = self._loss(logits)
+            (gradient,) = torch.autograd.grad(loss.sum(), z)
+        finite = gradient.isfinite()
+        gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
+        self._consider(z.detach(), logits.detach(), loss.detach(), distance)
+        dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
+        status = torch.where(dead, _STATUS.index(AttackStatus.NO_GRADIENT), self._best.status)
+        self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
+        self.steps_done += 1
+        if self._tick is not None:
+            self._tick(z.shape[0])
+        return gradient
+
+    def offer(self, z: Tensor, distance: Tensor) -> Tensor:
+        """A candidate without its gradient. Returns which images it succeeds on."""
+        with torch.no_grad():
+            logits = self.model(z)
+            self._consider(z, logits, self._loss(logits), distance)
+            return self.reached(logits)
+
+    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor) -> None:
+        best, success = self._best, self.reached(logits)
+        better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
+        if self.until_success:
+            better = better & ~best.success
+        moved = distance > 0
+        status = torch.where(success & moved, _STATUS.index(AttackStatus.FOUND), best.status)
+        self._best = best._replace(
+            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
+            success=best.success | (better & success),
+            distance=torch.where(better, distance.to(best.distance), best.distance),
+            loss=torch.where(better, loss, best.loss),
+            status=torch.where(better, status, best.status),
+            radius=torch.where(best.success & ~better, best.radius, self._eps()),
+        )
+
+    def survivors(self) -> Tensor | None:
+        """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
+        return self._drop() if self.steps_done % self._every == 0 else None
+
+    def _drop(self) -> Tensor | None:
+        if not self.until_success:
+            return None
+        kept = (~self._best.success).nonzero().squeeze(1)
+        if kept.numel() == self._active.numel():
+            return None
+        self._all.put(self._active, self._best)
+        self._active, self._best = self._active[kept], self._best.at(kept)
+        self.x, self.y, self.ball = self.x[kept], self.y[kept], self.ball.take(kept)
+        self.target = None if self.target is None else self.target[kept]
+        self._aim = None if self._aim is None else self._aim[kept]
+        return kept
+
+    @property
+    def empty(self) -> bool:
+        return self._active.numel() == 0
+
+    def finish(self) -> _Best:
+        self._all.put(self._active, self._best)
+        return self._all
+
+
+@dataclass(frozen=True)
+class Attack(ABC):
+    """Settings of an attack, and its call.
+
+    Attributes:
+        ball: the threat model.
+        objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
+        until_success: stop at an image's first success. Otherwise go on to the end and return the success of highest
+            loss, which is what training wants.
+        batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs out.
+        progress: show a bar; ``None`` shows it on long runs.
+    """
+
+    ball: Ball
+    objective: str | objectives.Objective = "cross-entropy"
+    until_success: bool = True
+    batch_size: int | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        objectives.find(self.objective)
+        if self.batch_size is not None:
+            inputs.check_count("batch_size", self.batch_size)
+
+    @abstractmethod
+    def run(self, climb: Climb, generator: torch.Generator) -> None:
+        """Attack one batch: ask ``climb`` for gradients, tell it candidates that lie in its ball."""
+
+    @property
+    def n_gradients(self) -> int:
+        """Gradient steps an image costs if it is never broken, for the progress bar."""
+        return 1
+
+    def at(self, eps: float | Tensor) -> Attack:
+        """The same attack at another radius."""
+        return replace(self, ball=self.ball.at(eps))
+
+    def take(self, index: Tensor) -> Attack:
+        """The attack on a subset of the images (a ball can have one radius per image)."""
+        return replace(self, ball=self.ball.take(index))
+
+    def __call__(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        *,
+        target: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> AttackResult:
+        """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
+
+        ``generator`` seeds whatever is random; without it the same fixed seed is used each time. The global random
+        state is left as found.
+        """
+        x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
+        y = check_labels("y", y, x)
+        target = None if target is None else check_labels("target", target, x)
+        inputs.check_eps_count(self.ball.eps, x.shape[0])
+        if generator is None:
+            generator = torch.Generator(x.device).manual_seed(0)
+        x = x.to(result_dtype(x))
+        with as_found(model, x.device), torch.inference_mode(False):
+            x, y = x.clone(), y.clone()  # an inference tensor cannot carry gradients
+            with self._bar(x.shape[0]) as tick:
+                return self._in_batches(model, x, y, target, generator, tick)
+
+    def _in_batches(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        generator: torch.Generator,
+        tick: Callable[[int], None] | None,
+    ) -> AttackResult:
+        parts: list[AttackResult] = []
+        start, size = 0, self.batch_size or max(1, x.shape[0])
+        while start < x.shape[0] or not parts:
+            index = torch.arange(start, min(start + size, x.shape[0]), device=x.device)
+            seeds = generator.get_state()
+            try:
+                part = None if target is None else target[index]
+                parts.append(self.take(index)._batch(model, x[index], y[index], part, generator, tick))
+            except RuntimeError as error:
+                if not _out_of_memory(error) or size == 1:
+                    raise
+            else:
+                start += size
+                continue
+            # Outside the handler, so that the failed batch's tensors are released with the exception.
+            generator.set_state(seeds)
+            size = max(1, min(size, index.numel()) // 2)
+            warnings.warn(f"out of memory: going on with batches of {size} images", RuntimeWarning, stacklevel=4)
+            if x.is_cuda:
+                torch.cuda.empty_cache()
+        return _joined(parts)
+
+    def _batch(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        generator: torch.Generator,
+        tick: Callable[[int], None] | None,
+    ) -> AttackResult:
+        objective = objectives.find(self.objective)
+        if x.shape[0] == 0:
+            return _empty(x)
+        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, tick)
+        climb.start()
+        if not climb.empty:
+            self.run(climb, generator)
+        best = climb.finish()
+        loss = objectives.report(objective, best.loss, targeted=target is not None)
+        status = tuple(_STATUS[i] for i in best.status.tolist())
+        return AttackResult(best.z, best.success, best.distance, loss, best.n_steps, status, best.radius)
+
+    @contextmanager
+    def _bar(self, images: int) -> Iterator[Callable[[int], None] | None]:
+        total = images * self.n_gradients
+        show = self.progress if self.progress is not None else (self.until_success and total > PROGRESS_AFTER)
+        if not show:
+            yield None
+            return
+        with progress_bar() as bar:
+            task = bar.add_task(type(self).__name__, total=self.n_gradients)
+            left = [images, 0]
+
+            def tick(active: int) -> None:
+                left[1] += 1
+                bar.update(task, completed=left[1] % (self.n_gradients + 1), description=f"{active} images left")
+
+            yield tick
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr, which vanishes when it is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)
+
+
+def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
+    """Integer classes, one per image, on the images' device."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}")
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)")
+    if labels.shape != x.shape[:1]:
+        raise ValueError(f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}")
+    return labels.detach().to(device=x.device, dtype=torch.long)
+
+
+@contextmanager
+def as_found(model: Model, device: torch.device) -> Iterator[None]:
+    """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    modes, flags = [m.training for m in modules], [p.requires_grad for p in parameters]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for module in modules:
+                module.training = False
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+            for parameter, flag in zip(parameters, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "t allocate memory" in str(error)
+
+
+def _empty(x: Tensor) -> AttackResult:
+    none = torch.zeros(0, device=x.device)
+    counts = none.long()
+    return AttackResult(x.clone(), none.bool(), none.double(), none, counts, (), none.double())
+
+
+def _joined(parts: list[AttackResult]) -> AttackResult:
+    if len(parts) == 1:
+        return parts[0]
+    fields: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("images", "success", "distance", "loss", "n_steps", "radius")
+    }
+    return AttackResult(status=sum((part.status for part in parts), ()), **fields)

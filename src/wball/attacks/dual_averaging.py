@@ -1,0 +1,98 @@
+r"""Entropic dual averaging on the Wasserstein ball: the default attack.
+
+.. math::
+    b \leftarrow b + \eta_t\, \nabla \ell(z) / \|\nabla \ell(z)\|_\infty, \qquad
+    z \leftarrow \arg\max_{z = P^T 1} \; \langle b, z \rangle + H(P) \quad \text{over plans } P \text{ of the ball}
+
+Potentials accumulate gradients, and the next iterate is the entropic plan they propose
+(:class:`wball.solvers.oracle.TransportOracle`): mirror ascent in the geometry of plans, or the paper's conjugate step
+applied to the sum of all gradients instead of the last. As the potentials grow, the entropy matters less and the plan
+concentrates. Each iterate is in the ball, so there is nothing to project and each may be the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.attacks.base import Attack, Climb
+from wball.ball import WassersteinBall
+from wball.solvers.oracle import TransportOracle
+
+
+@dataclass(frozen=True)
+class DualAveraging(Attack):
+    """Entropic dual averaging.
+
+    Attributes:
+        steps: gradient steps.
+        step_size: ``eta``, in nats per step: the pixel with the largest gradient gains ``e^eta`` in weight.
+        decay: the step size falls linearly to ``(1 - decay) * step_size`` at the last step.
+        random_start: standard deviation of the potentials at the start, in nats; 0 starts at the clean image.
+        sweeps: coordinate steps on the box potentials per step.
+        newton: at most so many Newton steps on the price after each of them.
+    """
+
+    steps: int = 100
+    step_size: float = 3.0
+    decay: float = 0.0
+    random_start: float = 0.0
+    sweeps: int = 3
+    newton: int = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.ball, WassersteinBall):
+            raise TypeError(f"ball must be a WassersteinBall, got {type(self.ball).__name__}; PGD serves other balls")
+        inputs.check_count("steps", self.steps)
+        inputs.check_positive("step_size", self.step_size)
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        if not self.random_start >= 0:
+            raise ValueError(f"random_start must be >= 0, got {self.random_start}")
+
+    @property
+    def n_gradients(self) -> int:
+        return self.steps
+
+    def run(self, climb: Climb, generator: torch.Generator) -> None:
+        ball = climb.ball
+        assert isinstance(ball, WassersteinBall)
+        oracle = TransportOracle(ball, climb.x, sweeps=self.sweeps, newton=self.newton)
+        unit = unit_of(ball, climb.x)
+        b, z = torch.zeros_like(climb.x), climb.x
+        distance = torch.zeros_like(unit)
+        if self.random_start > 0:
+            noise = torch.randn(b.shape, generator=generator, device=generator.device, dtype=torch.float32)
+            b = self.random_start * noise.to(b)
+            point = oracle(b)
+            z, distance = point.z, point.cost / unit
+        for step in range(self.steps):
+            gradient = climb.gradient(z, distance)
+            eta = self.step_size * (1 - self.decay * step / max(1, self.steps - 1))
+            b = b + eta * normalised(gradient)
+            kept = climb.survivors()
+            if kept is not None:
+                if climb.empty:
+                    return
+                b, oracle, unit = b[kept], oracle.take(kept), unit[kept]
+            point = oracle(b)
+            z, distance = point.z, point.cost / unit
+        climb.offer(z, distance)
+
+
+def normalised(gradient: Tensor) -> Tensor:
+    """Each image's gradient divided by its largest entry (0 stays 0)."""
+    largest = gradient.flatten(1).abs().amax(1).view(-1, *[1] * (gradient.ndim - 1))
+    return gradient / largest.clamp(min=torch.finfo(gradient.dtype).tiny)
+
+
+def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
+    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    if ball.mass == "absolute":
+        return torch.ones_like(mass)
+    return mass.clamp(min=torch.finfo(torch.float64).tiny)

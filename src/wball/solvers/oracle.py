@@ -1,0 +1,99 @@
+r"""The attack step's oracle: from potentials to a point of the ball.
+
+Given potentials ``b`` (what the attacker has learnt so far about where mass should arrive), the oracle returns
+
+.. math::
+    z = x + t\,(P^T 1 - x), \qquad t = \min(1,\; budget / cost(\bar P)),
+
+where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
+the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
+bound. The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point, whatever ``b`` is.
+
+Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
+``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
+``kappa`` are carried from call to call: an attack changes its potentials slowly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from wball import kernels
+from wball.ball import WassersteinBall
+from wball.ground import DenseCost
+from wball.solvers.batch import result_dtype
+
+KAPPA = (0.5, 8.0)
+"""How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
+
+
+class _Carried(TypedDict):
+    psi: Tensor
+    q: Tensor
+    sweeps: int
+    newton: int
+
+
+@dataclass(frozen=True)
+class OraclePoint:
+    """A point of the ball.
+
+    Attributes:
+        z: images like ``x``.
+        cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper bound of the distance.
+        share: ``t`` above; below 1, the plan had to be scaled down to fit.
+    """
+
+    z: Tensor
+    cost: Tensor
+    share: Tensor
+
+
+class TransportOracle:
+    """Points of ``ball`` around ``x`` from potentials, with the state that makes the next call fast.
+
+    ``oracle(b)`` answers for all images, ``oracle.take(index)`` is the oracle of some of them.
+    """
+
+    def __init__(self, ball: WassersteinBall, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> None:
+        self.ball, self.sweeps, self.newton = ball, sweeps, newton
+        self.x = x.detach().to(result_dtype(x))
+        self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
+        self.budget = ball.budget(self.x)
+        if not isinstance(ball.cost, DenseCost):
+            self._moves = ball.cost.moves(int(self._grid.shape[-2]), int(self._grid.shape[-1]))
+        self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
+        self._q = torch.zeros_like(self._grid)
+        self._kappa = torch.ones_like(self.budget)
+
+    def __call__(self, b: Tensor) -> OraclePoint:
+        potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
+        raw = self.budget * self._kappa
+        box = self.ball.box
+        state = _Carried(psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton)
+        if isinstance(self.ball.cost, DenseCost):
+            plan = kernels.entropic_plan_dense(self._grid, potentials, raw, self.ball.cost.matrix, box, **state)
+        else:
+            plan = kernels.entropic_plan(self._grid, potentials, raw, self._moves, box, **state)
+        self._psi, self._q = plan.psi, plan.q
+        slack = self.budget / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
+        self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
+        share = slack.clamp(max=1.0)
+        step = share.to(self.x.dtype).view(-1, 1, 1, 1)
+        z = self._grid + step * (plan.z - self._grid)
+        if box is not None:
+            z = z.clamp(*box)  # rounding only
+        return OraclePoint(z.view(self.x.shape), share * plan.net_cost, share)
+
+    def take(self, index: Tensor) -> TransportOracle:
+        """The oracle of a subset of the images (``index``: positions or a mask)."""
+        part = object.__new__(TransportOracle)
+        part.__dict__.update(self.__dict__)
+        part.ball = self.ball.take(index)
+        for name in ("x", "_grid", "budget", "_psi", "_q", "_kappa"):
+            setattr(part, name, getattr(self, name)[index])
+        return part
