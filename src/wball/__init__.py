@@ -1,5 +1,6 @@
 """wball: robustness of image classifiers to moved mass (small Wasserstein distance)."""
 
+from wball.audit import AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
 from wball.checkpoint import load_weights, save_weights
 from wball.data import load_dataset, load_folder, load_sample, to_tensors
@@ -12,6 +13,7 @@ from wball.zoo import list_models, load_model, model_card
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditReport",
     "DenseCost",
     "GridCost",
     "LinfBall",
@@ -22,6 +24,7 @@ __all__ = [
     "SupportResult",
     "WassersteinBall",
     "architectures",
+    "audit",
     "build_model",
     "download",
     "list_models",

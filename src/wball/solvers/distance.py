@@ -25,10 +25,10 @@ much mass as the window permits, and does so at the least cost. The distance is 
 unmatched mass are at most ``MASS_TOL`` of the image's mass, and infinite otherwise.
 
 *Full plans* (``plans="full"``) are the same problem without the window. Where the cost is a metric (p <= 1), mass
-common to ``x`` and ``z`` can stay (replace ``i -> j -> k`` by ``i -> k``: not dearer, by the triangle inequality) and is
-removed first. This is *not* exact inside a window, where ``i -> k`` may be forbidden, nor for p > 1, so it is not done
-there. A small window is tried before the dense problem: if its dual prices respect every move outside it, it is the
-optimum of both.
+common to ``x`` and ``z`` can stay (replace ``i -> j -> k`` by ``i -> k``: not dearer, by the triangle inequality),
+and is removed first. This is *not* exact inside a window, where ``i -> k`` may be forbidden, nor for p > 1, so it is
+not done there. A small window is tried before the dense problem: if its dual prices respect every move outside it, it
+is the optimum of both.
 
 **Entropic** (finite ``reg``): see :func:`entropic`.
 """
@@ -45,10 +45,11 @@ import torch
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linprog
+from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from wball import inputs
-from wball.ground import Arcs, DenseCost, GridCost, GroundCost
+from wball.ground import DenseCost, GridCost, GroundCost
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -99,9 +100,9 @@ def distance(
     _check_size(cost, start.shape[2:])
     a, b = start.numpy(), end.numpy()
     totals = [_image(cost, a[k], b[k]) for k in range(len(a))]
-    total = torch.tensor(totals, dtype=torch.float64).reshape(-1)
     if math.isfinite(reg):
-        total = entropic(cost, _planes(x, x.device), _planes(z, x.device), reg, exact=total.to(x.device)).cpu()
+        totals = [entropic(cost, a[k], b[k], reg, totals[k]) for k in range(len(a))]
+    total = torch.tensor(totals, dtype=torch.float64).reshape(-1)
     if ball.mass == "relative":
         mass = start.flatten(1).sum(1)
         total = torch.where(total > 0, total / mass, total)  # black images: 0 stays 0 and inf / 0 is inf
@@ -126,7 +127,8 @@ def contains(ball: WassersteinBall, x: Tensor, z: Tensor, tol: float = 1e-4) -> 
     boxed = ((end >= lo - 1e-6) & (end <= hi + 1e-6)).flatten(1).all(1)
     _, _, prices = _moves(ball.cost, *_grid(x))
     shortest = float(prices[prices > 0].min()) if bool((prices > 0).any()) else 0.0
-    rounding = 0.5 * torch.finfo(z.dtype).eps * shortest * (1.0 if ball.mass == "relative" else mass)
+    ulp = min(torch.finfo(z.dtype).eps, torch.finfo(torch.float32).eps)
+    rounding = 0.5 * ulp * shortest * (1.0 if ball.mass == "relative" else mass)
     eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
     return (far <= eps * (1 + tol) + rounding) & boxed & (drift <= 1e-5 * mass)
 
@@ -229,7 +231,7 @@ def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tupl
     key, scale = i * len(demand) + j, float(supply.sum())
     order = np.argsort(key)
     plan = plan.tocoo()
-    found = order[np.searchsorted(key[order], plan.row.astype(np.int64) * len(demand) + plan.col)]
+    found = order[np.searchsorted(key, plan.row.astype(np.int64) * len(demand) + plan.col, sorter=order)]
     flow = np.zeros(len(c))
     np.add.at(flow, found, plan.data)
     rows = np.bincount(i, flow, len(supply)) - supply
@@ -237,16 +239,17 @@ def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tupl
     gap = float(flow @ c - u @ supply - v @ demand)
     violated = float((u[i] + v[j] - c).max())
     ceiling = float(c.max())
-    good = np.abs(rows).max() <= 1e-9 * scale and np.abs(columns).max() <= 1e-9 * scale
-    if good and abs(gap) <= 1e-9 * scale * ceiling and violated <= 1e-9 * ceiling:
+    good = np.abs(rows).max() <= 1e-12 * scale and np.abs(columns).max() <= 1e-12 * scale
+    if good and abs(gap) <= 1e-12 * scale * ceiling and violated <= 1e-12 * ceiling:
         return flow, u, v
-    arc = np.arange(len(c))
-    node = np.concatenate([i, j + len(supply)])
-    balance = sparse.csr_matrix((np.ones(2 * len(c)), (node, np.tile(arc, 2))))
-    answer = linprog(c, A_eq=balance, b_eq=np.concatenate([supply, demand]) / scale, method="highs")
+    # One balance follows from the others and is left out: with rounding it might contradict them.
+    balance = sparse.csr_matrix((np.ones(2 * len(c)), (np.append(i, j + len(supply)), np.tile(np.arange(len(c)), 2))))
+    wanted = np.append(supply, demand)[:-1] / scale
+    options = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
+    answer = linprog(c, A_eq=balance[:-1], b_eq=wanted, method="highs", options=options)
     if answer.x is None:
         raise RuntimeError(f"no optimal flow was found: network simplex {log['warning']}, HiGHS {answer.message}")
-    prices = np.asarray(answer.eqlin.marginals)
+    prices = np.append(answer.eqlin.marginals, 0.0)
     return np.asarray(answer.x) * scale, prices[: len(supply)], prices[len(supply) :]
 
 
@@ -277,72 +280,101 @@ def _full(cost: GridCost, a: Array, b: Array, width: int) -> float:
 
 
 def entropic(
-    cost: GroundCost,
-    x: Tensor,
-    z: Tensor,
-    reg: float,
-    *,
-    exact: Tensor,
-    tol: float = 1e-6,
-    max_iter: int = 1000,
-) -> Tensor:
-    r"""Cost ``<P, C>`` of the entropic plan between images ``(B, C, H, W)`` in float64, per image, in mass units.
+    cost: GroundCost, x: Array, z: Array, reg: float, exact: float, *, tol: float = 1e-8, max_iter: int = 200
+) -> float:
+    r"""Cost ``<P, C>`` of the entropic plan between two images ``(C, H, W)``, in mass units.
 
     .. math::
         \min_P\; \langle P, C \rangle + \tfrac{1}{\lambda} \sum P \log P, \qquad P 1 = x / m,\; P^T 1 = z / m
 
-    with ``lambda = reg`` in the units of a mass-1 image. Log-domain Sinkhorn on the allowed moves: with potentials
-    ``b``, rows ``P_ij = x_i softmax_j(b_j - reg C_ij)`` are exact at every step and no entry exceeds 1, then ``b_j``
-    grows by ``log z_j - log (P^T 1)_j``. ``reg`` rises fourfold from stage to stage, each starting where the last ended.
+    with ``lambda = reg`` in the units of a mass-1 image. The dual in the column potentials ``b`` is concave,
 
-    It stops, for each image, when the columns are right up to ``tol`` in l1 (relative to the mass), or at ``max_iter``
-    steps of the last stage. Sinkhorn slows down as ``reg`` grows, but the answer then hardly differs from the exact
-    one, ``0 <= <P, C> - W <= log(K) / reg`` for ``K`` moves per pixel: where that bound is below ``tol`` the exact
-    distance is returned. ``exact`` (in mass units) also tells which images no plan can reach, and is a floor.
+    .. math::
+        D(b) = \langle z, b \rangle - \sum_i x_i \log \sum_j e^{b_j - \lambda C_{ij}}, \qquad
+        P_{ij} = x_i \operatorname{softmax}_j(b_j - \lambda C_{ij}), \qquad \nabla D = z - P^T 1
+
+    so that rows are exact at every step, no entry exceeds the mass and nothing overflows at any ``reg``. Sinkhorn's
+    iteration (``b_j`` grows by ``log z_j - log (P^T 1)_j``) crawls at large ``reg``: here it only starts each stage. Damped
+    Newton steps follow, whose sparse Hessian ``diag(P^T 1) - P^T diag(1/x) P`` is factorised. ``reg`` rises fourfold from
+    stage to stage, and the potentials, asymptotically linear in ``reg``, are extrapolated from the last two.
+
+    A stage ends when the columns are right up to 1e-6 in l1 as a fraction of the mass (the last one: ``tol``) or after
+    ``max_iter`` steps. Converged or not, the result is kept between what theory allows for ``K`` moves per pixel:
+    ``W <= <P, C> <= W + log(K) / reg``, where ``W`` is the ``exact`` distance (inf if no plan exists at all).
     """
-    out = exact.clone()
-    mass = x.flatten(1).sum(1)
-    arcs = cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    count = len(arcs.allowed)
-    active = torch.isfinite(exact) & (mass > 0)
-    if count < 2 or math.log(count) / reg <= tol or not bool(active.any()):
-        return out
-    index = torch.nonzero(active)[:, 0]
-    total = mass[index].view(-1, 1, 1, 1)
-    start, end = x[index] / total, z[index].clamp(min=0)
-    end = end * torch.where(end.sum((2, 3), keepdim=True) > 0, start.sum((2, 3), keepdim=True), 0.0)
-    end = end / z[index].clamp(min=0).sum((2, 3), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    b, stage = end.log(), min(reg, 10.0)
-    while True:
-        last = stage >= reg
-        b, spent = _sinkhorn(arcs, start, end, b, stage, tol if last else 1e-3, max_iter if last else 100)
-        if last:
-            break
-        b = b * (min(4 * stage, reg) / stage)
-        stage = min(4 * stage, reg)
-    out[index] = torch.maximum(spent * mass[index], exact[index])
-    return out
+    mass = float(x.sum())
+    if mass == 0 or not math.isfinite(exact):
+        return exact
+    start, end, price = _moves(cost, x.shape[1], x.shape[2])
+    count = int(np.bincount(start).max())
+    total = 0.0
+    for a, b in zip(x.reshape(len(x), -1) / mass, np.clip(z, 0, None).reshape(len(z), -1) / mass, strict=True):
+        rows, columns = np.flatnonzero(a), np.flatnonzero(b)
+        if len(rows) and len(columns):
+            kept = (a[start] > 0) & (b[end] > 0)
+            i, j = np.searchsorted(rows, start[kept]), np.searchsorted(columns, end[kept])
+            total += _Semidual(i, j, price[kept], a[rows], b[columns] * (a.sum() / b.sum())).solve(reg, tol, max_iter)
+    return min(max(total * mass, exact), exact + mass * math.log(count) / reg)
 
 
-def _sinkhorn(
-    arcs: Arcs, x: Tensor, z: Tensor, b: Tensor, reg: float, tol: float, max_iter: int
-) -> tuple[Tensor, Tensor]:
-    """One stage from potentials ``b``: the new potentials and ``<P, C>`` per image. Finished images drop out."""
-    b, spent = b.clone(), x.new_zeros(len(x))
-    todo = torch.arange(len(x), device=x.device)
-    empty, forbidden = z == 0, ~arcs.allowed
-    for step in range(max_iter):
-        scores = (arcs.gather(b[todo]) - reg * arcs.cost).masked_fill(forbidden, -math.inf)
-        top = scores.amax(2, keepdim=True)
-        weights = (scores - top.masked_fill(top == -math.inf, 0.0)).exp()
-        plan = weights * (x[todo] / weights.sum(2).clamp(min=torch.finfo(x.dtype).tiny))[:, :, None]
-        columns = arcs.scatter(plan)
-        done = (columns - z[todo]).abs().flatten(1).sum(1) <= tol
-        if bool(done.any()) or step == max_iter - 1:
-            spent[todo] = (plan * arcs.cost).flatten(1).sum(1)
-        rise = z[todo].log() - columns.clamp(min=1e-300).log()
-        b[todo] = torch.where(empty[todo] | done.view(-1, 1, 1, 1), b[todo], b[todo] + rise)
-        todo = todo[~done]
-        if len(todo) == 0:
-            break
-    return b, spent
+class _Semidual:
+    """The dual of one channel's entropic problem in the column potentials, on the moves between pixels with mass."""
+
+    def __init__(self, i: Index, j: Index, price: Array, x: Array, z: Array) -> None:
+        # A row or column without a move is unmatched mass (rounding, or the distance would be infinite): leave it out.
+        rows, columns = np.unique(i), np.unique(j)
+        self.i, self.j, self.price = np.searchsorted(rows, i), np.searchsorted(columns, j), price
+        self.x, self.z = x[rows], z[columns]
+
+    def solve(self, reg: float, tol: float, max_iter: int) -> float:
+        b, stage = np.log(self.z), min(reg, 10.0)
+        before: tuple[float, Array] | None = None
+        while stage < reg:
+            b, _ = self._stage(b, stage, max(tol, 1e-6), max_iter)
+            following = min(4 * stage, reg)
+            slope = b / stage if before is None else (b - before[1]) / (stage - before[0])
+            before, b, stage = (stage, b), b + (following - stage) * slope, following
+        _, plan = self._stage(b, reg, tol, max_iter)
+        return float(plan @ self.price)
+
+    def _plan(self, b: Array, reg: float) -> tuple[Array, float]:
+        """The plan of potentials ``b`` and the dual there."""
+        scores = b[self.j] - reg * self.price
+        top = np.full(len(self.x), -math.inf)
+        np.maximum.at(top, self.i, scores)
+        weights = np.exp(scores - top[self.i])
+        sums = np.bincount(self.i, weights)
+        return weights * (self.x / sums)[self.i], float(self.z @ b - self.x @ (top + np.log(sums)))
+
+    def _stage(self, b: Array, reg: float, tol: float, max_iter: int) -> tuple[Array, Array]:
+        damping = 1e-3
+        plan, value = self._plan(b, reg)
+        for step in range(max_iter):
+            columns: Array = np.bincount(self.j, plan).astype(np.float64)
+            gradient = self.z - columns
+            if float(np.abs(gradient).sum()) <= tol:
+                break
+            moved = None
+            if step > 0 and float(columns.min()) > 1e-250:
+                direction = self._newton(plan, columns, gradient, damping)
+                gain = float(gradient @ direction)
+                for length in (1.0, 0.5, 0.25, 0.1, 0.03, 0.01):
+                    moved = b + length * direction
+                    plan, reached = self._plan(moved, reg)
+                    if reached >= value + 0.1 * length * gain:
+                        damping = max(damping / 10, 1e-12) if length == 1.0 else damping
+                        break
+                    moved, damping = None, min(damping * 3, 1.0)
+            if moved is None:  # Sinkhorn: never fails, and lifts columns that nothing reaches yet
+                moved = b + np.log(self.z) - np.log(np.maximum(columns, 1e-300))
+                plan, reached = self._plan(moved, reg)
+            b, value = moved, reached
+        return b, plan
+
+    def _newton(self, plan: Array, columns: Array, gradient: Array, damping: float) -> Array:
+        """The damped Newton direction, in potentials scaled so that the Hessian's diagonal is at most 1."""
+        scale = 1 / np.sqrt(columns)
+        shape = (len(self.x), len(self.z))
+        half = sparse.csr_matrix((plan / np.sqrt(self.x)[self.i] * scale[self.j], (self.i, self.j)), shape=shape)
+        hessian = (1 + damping) * sparse.identity(len(self.z), format="csc") - (half.T @ half).tocsc()
+        return np.asarray(scale * splu(hessian).solve(scale * gradient))

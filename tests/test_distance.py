@@ -1,0 +1,266 @@
+"""Transport distance: against convex references, dense POT and closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import wball
+from problems import (
+    KINDS,
+    Known,
+    Problem,
+    arc_list,
+    known,
+    problems,
+    random_problem,
+    random_problems,
+    reference_distance,
+    reference_support,
+)
+from wball import DenseCost, GridCost, StencilCost, WassersteinBall
+from wball.solvers import distance as module
+from wball.solvers.distance import contains, distance
+
+
+def moved(p: Problem, seed: int = 0) -> Tensor:
+    """A point of the window's reach: random rows of a plan, so that the exact distance is not what was spent."""
+    rng = np.random.default_rng(seed)
+    height, width = p.x.shape[2:]
+    x = p.x[0].reshape(p.x.shape[1], -1).numpy()
+    z = np.zeros_like(x)
+    arcs = arc_list(p.ball.cost, height, width)
+    by_source: dict[int, list[int]] = {}
+    for i, j, _ in arcs:
+        by_source.setdefault(i, []).append(j)
+    for i, targets in by_source.items():
+        for c in range(len(x)):
+            share = rng.dirichlet(np.full(len(targets), 0.3))
+            np.add.at(z[c], targets, x[c, i] * share)
+    return torch.from_numpy(z).reshape(p.x.shape)
+
+
+def dense_pot(p: Problem, z: Tensor) -> float:
+    """POT on the dense matrix, with a large price on forbidden moves."""
+    height, width = p.x.shape[2:]
+    matrix = np.full((height * width,) * 2, 1e4)
+    for i, j, c in arc_list(p.ball.cost, height, width):
+        matrix[i, j] = c
+    total = 0.0
+    for a, b in zip(p.x[0].reshape(-1, height * width).numpy(), z[0].reshape(-1, height * width).numpy(), strict=True):
+        if a.sum() > 0:
+            total += ot.emd2(a, b * a.sum() / b.sum(), matrix)
+    return total / (p.mass if p.ball.mass == "relative" else 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_distance_matches_clarabel_and_dense_pot(kind: str) -> None:
+    for seed in range(42):  # 126 problems in all
+        p = random_problem(seed, kind=kind, box=None, mass="relative" if seed % 2 else "absolute")  # type: ignore[arg-type]
+        z = moved(p, seed)
+        got = float(distance(p.ball, p.x, z))
+        assert got == pytest.approx(dense_pot(p, z), rel=1e-9, abs=1e-12), p.label
+        if seed % 3 == 0:
+            assert got == pytest.approx(reference_distance(p.ball, p.x, z), rel=1e-6, abs=1e-7), p.label
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0])
+def test_full_plans_match_the_dense_problem(p: float) -> None:
+    for seed in range(12):
+        q = random_problem(seed, p=p, box=None)
+        z = moved(q, seed) if seed % 2 else torch.from_numpy(np.random.default_rng(seed).permutation(q.x.flatten()))
+        z = z.reshape(q.x.shape) * (q.x.sum((2, 3), keepdim=True) / z.reshape(q.x.shape).sum((2, 3), keepdim=True))
+        full = Problem(WassersteinBall(0.1, q.ball.cost.full(*q.x.shape[2:]), box=None), q.x, q.w, q.g, q.label)
+        got = float(distance(q.ball, q.x, z, plans="full"))
+        assert got == pytest.approx(dense_pot(full, z), rel=1e-9, abs=1e-12), q.label
+        assert got <= float(distance(q.ball, q.x, z)) * (1 + 1e-9) + 1e-12, q.label
+
+
+@settings(max_examples=150, deadline=None)
+@given(known)
+def test_closed_forms(case: Known) -> None:
+    for mass in ("relative", "absolute"):
+        ball = case.ball(mass=mass)
+        want = case.relative if mass == "relative" else case.absolute
+        assert float(distance(ball, case.x, case.z)) == pytest.approx(want, rel=1e-9, abs=1e-12)
+        assert bool(contains(ball, case.x, case.z)) == math.isfinite(want)
+        if 0 < want < math.inf:
+            assert not bool(contains(ball.at(ball.eps * (1 - 3e-4)), case.x, case.z))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(side=5), st.integers(0, 1000))
+def test_triangle_scaling_and_symmetry(p: Problem, seed: int) -> None:
+    ball = WassersteinBall(0.1, GridCost(11, 1.0), box=None)  # covers the image: p = 1 is a metric
+    y, z = moved(p, seed), moved(Problem(p.ball, moved(p, seed), p.w, p.g, p.label), seed + 1)
+    xy, yz, xz = (float(distance(ball, a, b)) for a, b in ((p.x, y), (y, z), (p.x, z)))
+    assert xz <= xy + yz + 1e-9
+    assert float(distance(ball, y, p.x)) == pytest.approx(xy, rel=1e-9, abs=1e-12)
+    assert float(distance(ball, p.x, p.x + 0.3 * (y - p.x))) == pytest.approx(0.3 * xy, rel=1e-8, abs=1e-11)
+
+
+def test_common_mass_is_not_removed_inside_a_window() -> None:
+    """A chain: everything moves one pixel. Without the pixel in the middle the window would not reach."""
+    ball = WassersteinBall(1.0, GridCost(3, 1.0))
+    x = torch.tensor([[[[1.0, 1.0, 0.0]]]], dtype=torch.float64)
+    z = torch.tensor([[[[0.0, 1.0, 1.0]]]], dtype=torch.float64)
+    assert float(distance(ball, x, z)) == pytest.approx(1.0)
+    squared = WassersteinBall(1.0, GridCost(5, 2.0))
+    assert float(distance(squared, x, z)) == pytest.approx(1.0)  # two short moves (1 + 1), not one of 4
+
+
+def test_batch_equals_loop_and_dtype_and_histograms() -> None:
+    ps = random_problems(6, shape=(5, 6), channels=3, kind="grid")
+    x, z = torch.cat([p.x for p in ps]), torch.cat([moved(p, k) for k, p in enumerate(ps)])
+    ball = WassersteinBall(0.1, GridCost(5, 2.0), box=None)
+    together = distance(ball, x, z)
+    alone = torch.cat([distance(ball, x[k : k + 1], z[k : k + 1]) for k in range(6)])
+    assert torch.equal(together, alone)
+    assert together.dtype == torch.float64
+    assert torch.allclose(distance(ball, x.float(), z.float()), together, rtol=1e-5)
+    matrix = torch.full((30, 30), math.inf, dtype=torch.float64)
+    for i, j, c in arc_list(ball.cost, 5, 6):
+        matrix[i, j] = c
+    flat = WassersteinBall(0.1, DenseCost(matrix), box=None)
+    first = distance(flat, x[:, 0].reshape(6, 30), z[:, 0].reshape(6, 30))
+    assert torch.allclose(first, distance(ball, x[:, :1], z[:, :1]), rtol=1e-9)
+    assert distance(ball, x[:0], z[:0]).shape == (0,)
+    assert contains(ball, x[:0], z[:0]).shape == (0,)
+
+
+def test_directed_and_forbidden_moves() -> None:
+    right = StencilCost(((math.inf, 0.0, 2.0),))
+    ball = WassersteinBall(1.0, right)
+    x = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
+    assert float(distance(ball, x, x.flip(3))) == 2.0
+    assert float(distance(ball, x.flip(3), x)) == math.inf
+    one_way = DenseCost(torch.tensor([[0.0, 3.0], [math.inf, 0.0]]))
+    assert float(distance(WassersteinBall(1.0, one_way), x[0, 0], x.flip(3)[0, 0])) == 3.0
+    assert float(distance(WassersteinBall(1.0, one_way), x.flip(3)[0, 0], x[0, 0])) == math.inf
+
+
+def test_float32_islands_balance_up_to_rounding_and_lost_mass_is_far() -> None:
+    """Two islands that no move connects, each off by one float32 rounding, in opposite directions."""
+    ball = WassersteinBall(1.0, GridCost(3, 1.0))
+    x = torch.zeros(1, 1, 1, 9)
+    x[..., 1], x[..., 7] = 0.7, 0.3
+    z = torch.zeros_like(x)
+    z[..., 2], z[..., 7] = 0.7 * (1 + 1.2e-7), 0.3 * (1 - 1.2e-7)
+    assert float(distance(ball, x, z)) == pytest.approx(0.7, rel=1e-6)
+    assert bool(contains(ball, x, z))
+    assert float(distance(ball, x, z * (1 + 5e-5))) == pytest.approx(0.7, rel=1e-3)
+    assert not bool(contains(ball, x, z * (1 + 5e-5)))
+    assert float(distance(ball, x, z * 1.01)) == math.inf
+    swapped = z.clone()
+    swapped[..., 7] += 0.01  # same total, but the islands no longer balance
+    swapped[..., 2] -= 0.01
+    assert float(distance(ball, x, swapped)) == math.inf
+
+
+def test_mass_does_not_change_channel() -> None:
+    ball = WassersteinBall(1.0)
+    x = torch.full((1, 3, 4, 4), 0.5, dtype=torch.float64)
+    z = x.clone()
+    z[:, 0] += 0.1
+    z[:, 1] -= 0.1
+    assert float(distance(ball, x, z)) == math.inf
+    assert not bool(contains(ball, x, z))
+
+
+def test_black_images_and_negative_pixels() -> None:
+    ball = WassersteinBall(0.1)
+    black = torch.zeros(1, 1, 3, 3)
+    dot = black.clone()
+    dot[..., 1, 1] = 0.5
+    assert distance(ball, black, black).tolist() == [0.0]
+    assert distance(ball, black, dot).tolist() == [math.inf]
+    assert contains(ball, torch.cat([black, black]), torch.cat([black, dot])).tolist() == [True, False]
+    assert distance(ball, dot, dot - 3e-8).tolist()[0] < 1e-6
+    assert distance(ball, dot, dot - 0.1).tolist() == [math.inf]
+    assert distance(ball, black, black, reg=10.0).tolist() == [0.0]
+
+
+def test_contains_sees_the_box_and_the_radius_per_image() -> None:
+    x = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
+    x[..., 1, 1] = 1.0
+    x[..., 0, 0] = 1.0
+    z = x.clone()
+    z[..., 1, 1] -= 0.1
+    z[..., 1, 2] += 0.1
+    assert distance(WassersteinBall(1.0), x, z).tolist() == pytest.approx([0.05, 0.05])
+    assert contains(WassersteinBall([0.06, 0.04]), x, z).tolist() == [True, False]
+    over = x.clone()
+    over[..., 1, 1] -= 0.1
+    over[..., 0, 0] += 0.1
+    assert not contains(WassersteinBall(1.0), x, over).any()
+    assert contains(WassersteinBall(1.0, box=None), x, over).all()
+    with pytest.raises(ValueError, match="eps has 2 values for 1"):
+        contains(WassersteinBall([0.06, 0.04]), x[:1], z[:1])
+
+
+def test_bad_arguments() -> None:
+    ball, x = WassersteinBall(0.1), torch.full((1, 1, 3, 3), 0.5)
+    with pytest.raises(ValueError, match="plans"):
+        distance(ball, x, x, plans="local")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reg"):
+        distance(ball, x, x, reg=0.0)
+    with pytest.raises(ValueError, match="shape"):
+        distance(ball, x, x[..., :2])
+    with pytest.raises(ValueError, match="NaN"):
+        distance(ball, x, x * math.nan)
+    with pytest.raises(ValueError, match="tol"):
+        contains(ball, x, x, tol=-1.0)
+    with pytest.raises(ValueError, match="4 pixels"):
+        distance(WassersteinBall(0.1, DenseCost(torch.zeros(4, 4))), x, x)
+
+
+def test_a_wrong_answer_of_the_flow_solver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = random_problem(5, shape=(4, 4), channels=1)
+    z, emd = moved(p), ot.emd
+    right = float(distance(p.ball, p.x, z))
+
+    def lossy(*args: object, **kwargs: object) -> object:
+        plan, log = emd(*args, **kwargs)
+        return plan * 0.9, log
+
+    monkeypatch.setattr(module.ot, "emd", lossy)
+    assert float(distance(p.ball, p.x, z)) == pytest.approx(right, rel=1e-8)
+
+
+@pytest.mark.parametrize("reg", [1.0, 10.0, 100.0, 1e3, 1e5])
+def test_entropic_distance_matches_clarabel(reg: float) -> None:
+    for seed in range(8):
+        p = random_problem(seed, shape=((4, 4), (3, 5), (1, 6))[seed % 3], kind=KINDS[seed % 3], box=None)
+        z = moved(p, seed)
+        got = float(distance(p.ball, p.x, z, reg=reg))
+        assert got == pytest.approx(reference_distance(p.ball, p.x, z, reg), rel=1e-4, abs=1e-5), p.label
+
+
+def test_entropic_distance_falls_to_the_exact_one_without_overflow() -> None:
+    p = random_problem(2, shape=(6, 6), channels=3, kind="grid", box=None)
+    z = moved(p)
+    exact = float(distance(p.ball, p.x, z))
+    values = [float(distance(p.ball, p.x, z, reg=reg)) for reg in (1.0, 1e2, 1e4, 1e6, 1e8)]
+    assert all(math.isfinite(v) and v >= exact for v in values)
+    assert values[-1] == pytest.approx(exact, rel=1e-6)
+    assert all(b <= a + 1e-6 for a, b in itertools.pairwise(values))
+    far = torch.zeros(1, 1, 1, 9)
+    far[..., 0] = 1.0
+    assert distance(WassersteinBall(1.0), far, far.flip(3), reg=10.0).tolist() == [math.inf]
+
+
+def test_public_methods() -> None:
+    p = random_problem(3)
+    z = reference_support(p.ball, p.x, p.g).point
+    assert torch.equal(p.ball.distance(p.x, z), distance(p.ball, p.x, z))
+    assert bool(p.ball.contains(p.x, z))
+    assert float(p.ball.distance(p.x, z, plans="full")) <= float(p.ball.distance(p.x, z)) + 1e-9
+    assert wball.audit(p.ball, p.x, z).all_valid
