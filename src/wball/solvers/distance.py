@@ -294,9 +294,9 @@ def entropic(
         P_{ij} = x_i \operatorname{softmax}_j(b_j - \lambda C_{ij}), \qquad \nabla D = z - P^T 1
 
     so that rows are exact at every step, no entry exceeds the mass and nothing overflows at any ``reg``. Sinkhorn's
-    iteration (``b_j`` grows by ``log z_j - log (P^T 1)_j``) crawls at large ``reg``: here it only starts each stage. Damped
-    Newton steps follow, whose sparse Hessian ``diag(P^T 1) - P^T diag(1/x) P`` is factorised. ``reg`` rises fourfold from
-    stage to stage, and the potentials, asymptotically linear in ``reg``, are extrapolated from the last two.
+    iteration (``b_j`` grows by ``log z_j - log (P^T 1)_j``) crawls at large ``reg``: here it only starts each stage.
+    Damped Newton steps follow, whose sparse Hessian ``diag(P^T 1) - P^T diag(1/x) P`` is factorised. ``reg`` rises
+    fourfold from stage to stage, and the potentials, nearly linear in it, are extrapolated from the last two.
 
     A stage ends when the columns are right up to 1e-6 in l1 as a fraction of the mass (the last one: ``tol``) or after
     ``max_iter`` steps. Converged or not, the result is kept between what theory allows for ``K`` moves per pixel:
