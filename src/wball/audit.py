@@ -180,19 +180,19 @@ def audit(
     inputs.check_eps_count(ball.eps, len(x))
     start, end = _as_planes(x), _as_planes(z)
     eps = np.broadcast_to(torch.as_tensor(ball.eps, dtype=torch.float64).cpu().numpy(), (len(x),)).copy()
-    finite: NDArray[np.bool_] = np.asarray(np.isfinite(end).reshape(len(end), -1).all(1))
+    finite: NDArray[np.bool_] = np.asarray(np.isfinite(end).all((1, 2, 3)))
     end = np.where(finite[:, None, None, None], end, 0.0)
     box = _box_violation(end, ball.box if ball.box is not None else (0.0, math.inf))
     solved = np.ones(len(x), dtype=bool)
     if isinstance(ball, LinfBall):
         mass = np.zeros(len(x))
-        distance = np.abs(end - start).reshape(len(x), -1).max(1) if len(x) else np.zeros(0)
+        distance = np.abs(end - start).max((1, 2, 3), initial=0.0)
         rounding = np.full(len(x), _half_ulp(z))
     else:
         mass = _mass_error(start, end)
         moves = _Moves(ball.cost, start.shape[2], start.shape[3])
-        unit = start.reshape(len(x), -1).sum(1) if ball.mass == "relative" else np.ones(len(x))
-        whole = start.reshape(len(x), -1).sum(1)
+        whole = start.sum((1, 2, 3))
+        unit = whole if ball.mass == "relative" else np.ones(len(x))
         rounding = _half_ulp(z) * moves.cheapest * np.divide(whole, unit, out=np.ones(len(x)), where=unit > 0)
         allowed = eps * (1 + DISTANCE_TOL) + rounding
         distance = np.full(len(x), math.inf)
@@ -235,18 +235,13 @@ def _half_ulp(z: Tensor) -> float:
 
 
 def _mass_error(x: Array, z: Array) -> Array:
-    if len(x) == 0:
-        return np.zeros(0)
     off = np.abs(z.sum((2, 3)) - x.sum((2, 3))).max(1)
     mass = x.sum((1, 2, 3))
     return np.where(off == 0, 0.0, np.divide(off, mass, out=np.full(len(x), math.inf), where=mass > 0))
 
 
 def _box_violation(z: Array, box: tuple[float, float]) -> Array:
-    if len(z) == 0:
-        return np.zeros(0)
-    flat = z.reshape(len(z), -1)
-    return np.maximum(np.maximum(box[0] - flat.min(1), flat.max(1) - box[1]), 0.0)
+    return np.maximum(np.maximum(box[0] - z.min((1, 2, 3)), z.max((1, 2, 3)) - box[1]), 0.0)
 
 
 def _eps_units(total: Array, unit: Array) -> Array:
