@@ -1,0 +1,114 @@
+"""Transport plans: who sends how much where, and the proof that a point lies in the ball.
+
+A plan is an arc tensor ``flow >= 0`` (see :class:`wball.ground.Arcs`) with ``flow[i -> j]`` the mass that pixel ``i``
+sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point ``z``, and ``<flow, C>`` bounds the
+distance between them. Anyone can check these three sums without solving anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wball.ground import Arcs
+
+REPAIR_SWEEPS = 60
+"""Box sweeps before :meth:`Plan.repair` gives up on finesse and shrinks towards the centre."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A local or dense transport plan of a batch of images.
+
+    Attributes:
+        moves: the geometry: which moves exist and what they cost.
+        flow: ``(B, C, K, H, W)``, the mass on each move.
+    """
+
+    moves: Arcs
+    flow: Tensor
+
+    def arcs(self) -> Tensor:
+        """The mass on each move, ``(B, C, K, H, W)``."""
+        return self.flow
+
+    def rows(self) -> Tensor:
+        """What each pixel sends, itself included: the centre ``x``."""
+        return self.flow.sum(2)
+
+    def columns(self) -> Tensor:
+        """What each pixel receives, itself included: the point ``z``."""
+        return self.moves.scatter(self.flow)
+
+    def cost(self) -> Tensor:
+        """``<P, C>`` per image, in mass x pixels."""
+        return (self.flow * self.moves.cost).flatten(1).sum(1)
+
+    def cancelled(self) -> Plan:
+        """The plan without opposite flows: of ``i -> j`` and ``j -> i`` only the difference moves.
+
+        Rows and columns stay, because both ends keep what they no longer exchange. The cost never rises where the
+        cost is symmetric or not: both moves shrink by the same mass, and staying is free.
+        """
+        stay = self.moves.stay()
+        common = torch.minimum(self.flow, self.moves.opposite(self.flow))
+        common = torch.where(stay, torch.zeros_like(common), common)
+        return self._sending_back(common)
+
+    def toward_centre(self, share: Tensor) -> Plan:
+        """Every move scaled by ``share`` (per image, in [0, 1]), the rest staying: ``z = x + share (z - x)``."""
+        keep = share.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
+        moved = torch.where(self.moves.stay(), torch.zeros_like(self.flow), self.flow)
+        return self._sending_back(moved * (1 - keep))
+
+    def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
+        """The nearest cheap plan that is feasible to the last bit: columns in the box, cost within the budget.
+
+        Mass that overfills a pixel goes back along the moves it came by; a pixel drained below ``lo`` recalls what it
+        sent. Both only ever shrink moves, so the sweeps end at the identity at worst, and the identity is feasible.
+        What a finite number of sweeps leaves is removed by shrinking that image's moves towards the centre.
+        """
+        plan = self if box is None else self._into_box(*box)
+        cost, stay = plan.cost(), plan.moves.stay()
+        share = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
+        plan = plan.toward_centre(share) if bool((share < 1).any()) else plan
+        return replace(plan, flow=torch.where(stay, plan.flow, plan.flow.clamp(min=0)))
+
+    def _into_box(self, lo: float, hi: float) -> Plan:
+        plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
+        stay = self.moves.stay()
+        zero = torch.zeros_like(self.flow)
+        for sweep in range(REPAIR_SWEEPS):
+            z = plan.columns()
+            over, under = z > hi + rounding, z < lo - rounding
+            if not bool((over | under).any()):
+                return plan
+            staying = torch.where(stay, plan.flow, zero).sum(2)
+            moved = torch.where(stay, zero, plan.flow)
+            # Later sweeps overshoot on purpose: chains of full pixels would otherwise pass the excess on for ever.
+            slack = 1.0 if sweep < REPAIR_SWEEPS // 2 else 0.5
+            arriving, leaving = z - staying, moved.sum(2)
+            keep = slack * (hi - staying).clamp(min=0) / arriving.clamp(min=1e-300 if z.dtype == torch.float64 else 1e-37)
+            keep = torch.where(over, keep.clamp(max=1), torch.ones_like(z))
+            recall = ((lo - z) / (slack * leaving).clamp(min=1e-300 if z.dtype == torch.float64 else 1e-37)).clamp(max=1)
+            stays = torch.where(under, 1 - recall, torch.ones_like(z))
+            # A move survives if both its ends agree.
+            factor = torch.minimum(plan.moves.gather(keep), stays.unsqueeze(2))
+            plan = plan._sending_back(moved * (1 - factor))
+        z = plan.columns()
+        bad = ((z > hi + rounding) | (z < lo - rounding)).flatten(1).any(1)
+        return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
+
+    def _sending_back(self, returned: Tensor) -> Plan:
+        """The plan after ``returned`` (an arc tensor, zero where mass stays) was taken off its moves to stay."""
+        stay = self.moves.stay()
+        home = returned.sum(2, keepdim=True)
+        return replace(self, flow=torch.where(stay, self.flow + home, self.flow - returned))
+
+
+def identity(moves: Arcs, x: Tensor) -> Plan:
+    """The plan that moves nothing."""
+    flow = torch.where(moves.stay(), x.unsqueeze(2), torch.zeros((), dtype=x.dtype, device=x.device))
+    return Plan(moves, flow)

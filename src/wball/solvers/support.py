@@ -1,0 +1,265 @@
+r"""Support function of the Wasserstein ball: the largest ``<g, z>`` over its points. The paper calls it the conjugate.
+
+.. math::
+    \sigma(g) = \max_{z \in B(x, \epsilon)} \langle g, z \rangle
+    \;\Big[ - \tfrac{m}{\lambda} \sum_{ij} \hat P_{ij} \log \hat P_{ij} \Big]
+
+It is the Frank-Wolfe oracle of the attacks and the input bound of the certificates. Any prices give an upper bound:
+for ``psi >= 0`` on cost and any potential ``u`` on the columns
+
+.. math::
+    \sigma(g) \le \psi E + \sum_i x_i \max_j (u_j - \psi C_{ij}) + \sum_j \max_{lo \le z \le hi} (g_j - u_j) z,
+
+so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi`` is left: a convex,
+piecewise linear function whose kink is found exactly, and the maximiser mixes the two plans that meet there so that
+their cost is the budget. With a box the same pair is tried first; images whose pixels it overfills follow the entropic
+path (:mod:`wball.solvers.path`). Finite ``reg`` is the Conjugate Sinkhorn
+problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an image scaled to mass 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.ground import Arcs
+from wball.plan import Plan, identity
+from wball.result import SupportResult, statuses
+from wball.solvers import path
+from wball.solvers.batch import as_given, as_grid, chunks, result_dtype
+from wball.solvers.path import dot, per_image
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
+
+
+def support(
+    ball: WassersteinBall, x: Tensor, g: Tensor, *, reg: float = math.inf, tol: float = 1e-6, max_iter: int = 200
+) -> SupportResult:
+    """``max <g, z>`` over ``ball`` around ``x``.
+
+    Args:
+        ball: the threat model.
+        x: centres, ``(B, C, H, W)`` or ``(B, n)``.
+        g: directions of the same shape.
+        reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
+        tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-3 <|g|, x>)``.
+        max_iter: steps per image, of the search for the kink and of the path each.
+
+    Returns:
+        A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
+        maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
+    """
+    x = inputs.check_images("x", x, ball.box)
+    inputs.check_like("g", g, x)
+    reg = inputs.check_positive("reg", reg, inf=True)
+    tol = inputs.check_positive("tol", tol)
+    inputs.check_count("max_iter", max_iter)
+    budget = ball.budget(x)
+    grid, direction = as_grid(x), as_grid(g)
+    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    solved = [
+        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol).run(max_iter)
+        for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
+    ]
+    if not solved:
+        solved = [_Support(moves, grid, direction, budget, ball.box, reg, tol)]
+    flow = torch.cat([s.flow for s in solved])
+    point = as_given(Plan(moves, flow).columns(), x, ball.box)
+    value = dot(direction, as_grid(point))
+    upper = torch.maximum(torch.cat([s.upper for s in solved]), value)
+    return SupportResult(
+        point=point,
+        value=value,
+        upper=upper,
+        status=statuses(torch.cat([s.done for s in solved])),
+        n_iter=torch.cat([s.n_iter for s in solved]),
+        plan=Plan(moves, flow),
+    )
+
+
+class _Support:
+    """One chunk: keeps each image's best feasible plan and least upper bound."""
+
+    def __init__(
+        self, moves: Arcs, x: Tensor, g: Tensor, budget: Tensor, box: tuple[float, float] | None, reg: float, tol: float
+    ) -> None:
+        self.moves, self.x, self.g, self.budget, self.box, self.tol = moves, x, g, budget, box, tol
+        mass = x.flatten(1).sum(1)
+        self.tau = torch.full_like(mass, 0.0 if math.isinf(reg) else 1.0 / reg)
+        self.flow = identity(moves, x).flow
+        self.primal = dot(g, x)
+        # The entropic problem's own bound decides when it is solved; upper bounds the exact maximum.
+        self.upper, self.dual = torch.full_like(mass, math.inf), torch.full_like(mass, math.inf)
+        self.n_iter = torch.zeros_like(mass, dtype=torch.long)
+        self.single = (budget <= 0) | (mass <= 0)
+        self.upper = torch.where(self.single, self.primal, self.upper)
+        self.dual = torch.where(self.single, self.primal, self.dual)
+
+    def run(self, max_iter: int) -> _Support:
+        todo = (~self.single).nonzero().squeeze(1)
+        if todo.numel() and not bool(self.tau.any()):
+            self._kink(todo, max_iter)
+        elif todo.numel():
+            self._unboxed(todo)
+        left = (~self.done).nonzero().squeeze(1)
+        if left.numel() and self.box is not None:
+            self._follow_path(left, max_iter)
+        return self
+
+    @property
+    def done(self) -> Tensor:
+        return self.dual - self.primal <= self._allowed()
+
+    def _allowed(self, index: Tensor | None = None) -> Tensor:
+        x, g, primal = (self.x, self.g, self.primal) if index is None else (self.x[index], self.g[index], self.primal[index])
+        return self.tol * ((primal - dot(g, x)).abs() + 1e-3 * dot(g.abs(), x)) + 1e-300
+
+    def _kink(self, index: Tensor, max_iter: int) -> None:
+        """Exact, without box: bracket the slope's change of sign and intersect the two lines until they meet."""
+        x, g, budget, moves = self.x[index], self.g[index], self.budget[index], self.moves
+        ends = torch.where(moves.allowed, moves.gather(g), -math.inf)
+
+        def best(psi: Tensor, *, cheapest: bool) -> tuple[Tensor, Tensor, Tensor]:
+            score = ends - per_image(psi, ends) * moves.cost
+            top = score.amax(2, keepdim=True)
+            # Among equal moves take the cheapest or the dearest: the two sides of a kink.
+            tied = score >= top
+            toll = moves.cost.expand_as(score)
+            key = torch.where(tied, -toll if cheapest else toll, torch.full_like(score, -math.inf))
+            choice = key.argmax(2, keepdim=True)
+            cost = dot(x, toll.gather(2, choice).squeeze(2))
+            return choice, cost, psi * budget + dot(x, top.squeeze(2))
+
+        lo = torch.zeros_like(budget)
+        move_lo, cost_lo, h_lo = best(lo, cheapest=True)
+        free = cost_lo <= budget
+        spread = g.flatten(1).amax(1) - g.flatten(1).amin(1)
+        least = moves.cost[moves.cost > 0].amin() if bool((moves.cost > 0).any()) else torch.tensor(1.0)
+        hi = 2 * spread / least.to(spread) + 1e-30
+        move_hi, cost_hi, h_hi = best(hi, cheapest=True)
+        upper = torch.minimum(h_lo, h_hi)
+        move_hi = torch.where(per_image(free, move_hi), move_lo, move_hi)
+        cost_hi, hi = torch.where(free, cost_lo, cost_hi), torch.where(free, lo, hi)
+        settled, steps = free.clone(), torch.ones_like(index)
+        for step in range(max_iter):
+            if bool(settled.all()):
+                break
+            # Slopes budget - cost: negative on the left, not negative on the right.
+            meet = (h_lo - h_hi + (budget - cost_hi) * hi - (budget - cost_lo) * lo) / (cost_lo - cost_hi).clamp(min=1e-300)
+            middle = 0.5 * (lo + hi)
+            psi = meet if step % 3 < 2 else middle  # every third step halves, against creeping brackets
+            psi = torch.where((psi > lo) & (psi < hi), psi, middle)
+            move, cost, h = best(psi, cheapest=True)
+            line = h_lo + (budget - cost_lo) * (psi - lo)
+            upper = torch.where(settled, upper, torch.minimum(upper, h))
+            flat = h - torch.maximum(line, h_hi - (budget - cost_hi) * (hi - psi)) <= 1e-15 * (h.abs() + h_lo.abs())
+            right = cost <= budget
+            go_right, go_left = right & ~settled, ~right & ~settled
+            move_hi = torch.where(per_image(go_right, move), move, move_hi)
+            move_lo = torch.where(per_image(go_left, move), move, move_lo)
+            hi, cost_hi, h_hi = (torch.where(go_right, a, b) for a, b in ((psi, hi), (cost, cost_hi), (h, h_hi)))
+            lo, cost_lo, h_lo = (torch.where(go_left, a, b) for a, b in ((psi, lo), (cost, cost_lo), (h, h_lo)))
+            steps += (~settled).long()
+            settled = settled | (flat & (step % 3 < 2)) | (hi - lo <= 4e-16 * hi)
+        blend = torch.where(cost_lo > cost_hi, (budget - cost_hi) / (cost_lo - cost_hi).clamp(min=1e-300), torch.zeros_like(budget))
+        blend = torch.where(free, torch.zeros_like(blend), blend.clamp(0, 1))
+        flow = torch.zeros_like(ends)
+        flow.scatter_add_(2, move_hi, per_image(1 - blend, ends) * x.unsqueeze(2))
+        flow.scatter_add_(2, move_lo, per_image(blend, ends) * x.unsqueeze(2))
+        self.n_iter[index] += steps
+        self._offer(index, Plan(moves, flow), [])
+        rounding = 1e-14 * (upper.abs() + dot(g.abs(), x))
+        self.upper[index] = torch.minimum(self.upper[index], upper + rounding)
+        self.dual[index] = self.upper[index]
+
+    def _unboxed(self, index: Tensor) -> None:
+        """The entropic problem without box: ``u = g``, and ``psi`` is a scalar root."""
+        x, g, tau = self.x[index], self.g[index], self.tau[index]
+        psi = path.price_root(self._problem(index), g, tau, tol=0.1 * self.tol)
+        score = self.moves.gather(g) - per_image(psi, self.flow) * self.moves.cost
+        share = torch.softmax(torch.where(self.moves.allowed, score / per_image(tau, score), -math.inf), 2)
+        self.n_iter[index] += 1
+        self._offer(index, Plan(self.moves, x.unsqueeze(2) * share), [(g, psi)])
+
+    def _problem(self, index: Tensor) -> path.Problem:
+        lo, hi = self.box if self.box is not None else (0.0, math.inf)
+        return path.Problem(
+            self.x[index], self.budget[index], self.moves, path.Linear(self.g[index], lo, hi)
+        )
+
+    def _follow_path(self, index: Tensor, max_iter: int) -> None:
+        g = self.g[index]
+        spread = (g.flatten(1).amax(1) - g.flatten(1).amin(1)).clamp(min=1e-30)
+        tau_start = torch.maximum(0.25 * spread, self.tau[index])
+
+        def accept(part: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
+            return self._offer(index[part], plan, duals)
+
+        self.n_iter[index] += path.follow(self._problem(index), g, tau_start, self.tau[index], max_iter, accept)
+
+    def _offer(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Keep the plan, repaired, and the bounds where they are the best so far; who is within the tolerance?"""
+        plan = plan.repair(self.budget[index], self.box)
+        g, x, tau = self.g[index], self.x[index], self.tau[index]
+        primal = dot(g, plan.columns())
+        if bool(tau.any()):
+            share = plan.flow / x.unsqueeze(2).clamp(min=1e-300)
+            primal = primal - tau * (plan.flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
+        better = primal > self.primal[index]
+        self.primal[index] = torch.where(better, primal, self.primal[index])
+        self.flow[index] = torch.where(per_image(better, plan.flow), plan.flow, self.flow[index])
+        for u, psi in duals:
+            exact, entropic = self._bounds(index, u, psi)
+            self.upper[index] = torch.minimum(self.upper[index], exact)
+            self.dual[index] = torch.minimum(self.dual[index], entropic if bool(tau.any()) else exact)
+        return self.dual[index] - self.primal[index] <= self._allowed(index)
+
+    def _bounds(self, index: Tensor, u: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+        """Upper bounds of the exact and of the entropic maximum, sound for any ``u`` and ``psi >= 0``."""
+        x, g, tau = self.x[index], self.g[index], self.tau[index]
+        score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
+        score = torch.where(self.moves.allowed, score, -math.inf)
+        excess = g - u
+        if self.box is None:
+            rest = torch.where(excess == 0, torch.zeros_like(excess), torch.full_like(excess, math.inf)).flatten(1).sum(1)
+        else:
+            lo, hi = self.box
+            rest = (hi * excess.clamp(min=0) + lo * excess.clamp(max=0)).flatten(1).sum(1)
+        rows = score.amax(2)
+        common = psi * self.budget[index] + rest
+        # float64 sums of n terms: widen by far more than they can be off.
+        rounding = 1e-13 * (dot(rows.abs(), x) + common.abs())
+        exact = common + dot(x, rows) + rounding
+        if bool(tau.any()):
+            soft = per_image(tau, u) * torch.logsumexp(score / per_image(tau.clamp(min=1e-300), score), 2)
+            entropic = common + dot(x, soft)
+        else:
+            entropic = exact
+        bad = torch.full_like(exact, math.inf)
+        return torch.where(exact.isfinite(), exact, bad), torch.where(entropic.isfinite(), entropic, bad)
+
+
+def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A random point of the ball for each image.
+
+    Mass follows a random potential at a random share of the budget: pixels drift towards random neighbours, as far as
+    the radius allows. The draw does not depend on the batch an image is in only if the generator's state does not.
+    """
+    x = inputs.check_images("x", x, ball.box)
+    grid = as_grid(x)
+    device = generator.device if generator is not None else x.device
+    potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
+    share = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
+    budget = share * ball.budget(x)
+    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    points = []
+    for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
+        score = torch.where(moves.allowed, 3 * moves.gather(potential[part]) - moves.cost, -math.inf)
+        plan = Plan(moves, grid[part].unsqueeze(2) * torch.softmax(score, 2)).cancelled()
+        points.append(plan.repair(budget[part], ball.box).columns())
+    return as_given(torch.cat(points), x, ball.box) if points else x.to(result_dtype(x))
