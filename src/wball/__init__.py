@@ -1,5 +1,6 @@
 """wball: robustness of image classifiers to moved mass (small Wasserstein distance)."""
 
+from wball.attacks import PGD, AttackResult, DualAveraging, FrankWolfe, StandardAttack, minimal_radius
 from wball.audit import AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
 from wball.checkpoint import load_weights, save_weights
@@ -36,4 +37,10 @@ __all__ = [
     "model_card",
     "save_weights",
     "to_tensors",
+    "AttackResult",
+    "DualAveraging",
+    "FrankWolfe",
+    "PGD",
+    "StandardAttack",
+    "minimal_radius",
 ]

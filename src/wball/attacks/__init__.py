@@ -2,5 +2,21 @@
 
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.attacks.dual_averaging import DualAveraging
+from wball.attacks.frank_wolfe import FrankWolfe
+from wball.attacks.minimal_radius import MinimalRadius, minimal_radius
+from wball.attacks.pgd import PGD
+from wball.attacks.schedule import GrowingRadius
+from wball.attacks.standard import StandardAttack
 
-__all__ = ["Attack", "AttackResult", "AttackStatus", "DualAveraging"]
+__all__ = [
+    "Attack",
+    "AttackResult",
+    "AttackStatus",
+    "DualAveraging",
+    "FrankWolfe",
+    "GrowingRadius",
+    "MinimalRadius",
+    "PGD",
+    "StandardAttack",
+    "minimal_radius",
+]

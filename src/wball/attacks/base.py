@@ -7,12 +7,13 @@ An attack holds settings only. The model comes at the call::
 
 :meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory, puts the model in
 evaluation mode with frozen parameters, and restores the mode of every module, the parameters' flags and the random
-state afterwards, whatever happens. Subclasses write :meth:`Attack.run`, which sees one batch as a :class:`Climb` and
-tells it each candidate; the climb keeps the best **per image** and drops images that are done.
+state afterwards, whatever happens. Gradient attacks write :meth:`GradientAttack.run`, which sees one batch as a
+:class:`Climb` and tells it each candidate; the climb keeps the best **per image** and drops images that are done.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,18 +23,20 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.checks import check_logits
-from wball.ball import Ball
+from wball.attacks.model import Model, as_found, check_logits
+from wball.ball import Ball, WassersteinBall
 from wball.solvers.batch import result_dtype
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Model = Callable[[Tensor], Tensor]
+    from wball.plan import Plan
+
+Tick = Callable[[int], None]
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -54,7 +57,7 @@ class AttackStatus(Enum):
         return f"{self.name.lower()}: {self.value}"
 
 
-_STATUS = tuple(AttackStatus)
+STATUSES = tuple(AttackStatus)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,14 @@ class AttackResult:
     @property
     def robust_accuracy(self) -> float:
         """The share of images that no adversarial example was found for."""
-        return 1.0 - float(self.success.double().mean()) if self.success.numel() else 1.0
+        return self.accuracy_at(math.inf)
+
+    def accuracy_at(self, eps: float) -> float:
+        """The share of images that no adversarial example was found for at a radius up to ``eps``."""
+        if self.success.numel() == 0:
+            return 1.0
+        wrong = torch.tensor([s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device)
+        return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
 
 
 class _Best(NamedTuple):
@@ -124,7 +134,7 @@ class Climb:
         target: Tensor | None,
         objective: objectives.Objective,
         until_success: bool,
-        tick: Callable[[int], None] | None = None,
+        tick: Tick | None = None,
     ) -> None:
         self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
         self.objective, self.until_success = objective, until_success
@@ -136,7 +146,7 @@ class Climb:
             self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
             success, loss = self.reached(logits), self._loss(logits)
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        survived, wrong = _STATUS.index(AttackStatus.SURVIVED), _STATUS.index(AttackStatus.ALREADY_WRONG)
+        survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
         status = torch.where(success, wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         self._all = _Best(x.clone(), success, zero, loss, steps, status, zero + self._eps())
@@ -170,12 +180,17 @@ class Climb:
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
         self._consider(z.detach(), logits.detach(), loss.detach(), distance)
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
-        status = torch.where(dead, _STATUS.index(AttackStatus.NO_GRADIENT), self._best.status)
+        status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
         self.steps_done += 1
         if self._tick is not None:
             self._tick(z.shape[0])
         return gradient
+
+    def value(self, z: Tensor) -> Tensor:
+        """The objective at ``z``, which is not offered as a candidate."""
+        with torch.no_grad():
+            return self._loss(self.model(z))
 
     def offer(self, z: Tensor, distance: Tensor) -> Tensor:
         """A candidate without its gradient. Returns which images it succeeds on."""
@@ -189,8 +204,7 @@ class Climb:
         better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
         if self.until_success:
             better = better & ~best.success
-        moved = distance > 0
-        status = torch.where(success & moved, _STATUS.index(AttackStatus.FOUND), best.status)
+        status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
             success=best.success | (better & success),
@@ -232,32 +246,37 @@ class Attack(ABC):
 
     Attributes:
         ball: the threat model.
-        objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
-        until_success: stop at an image's first success. Otherwise go on to the end and return the success of highest
-            loss, which is what training wants.
         batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs out.
-        progress: show a bar; ``None`` shows it on long runs.
+        progress: show a bar on stderr; ``None`` shows it on long runs.
     """
 
     ball: Ball
-    objective: str | objectives.Objective = "cross-entropy"
-    until_success: bool = True
     batch_size: int | None = None
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        objectives.find(self.objective)
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
 
     @abstractmethod
-    def run(self, climb: Climb, generator: torch.Generator) -> None:
-        """Attack one batch: ask ``climb`` for gradients, tell it candidates that lie in its ball."""
+    def attack_batch(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        generator: torch.Generator,
+        tick: Tick | None = None,
+    ) -> AttackResult:
+        """Attack checked images that fit in memory, on a model that is ready for it."""
+
+    def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
+        """Called once with the model as found."""
 
     @property
+    @abstractmethod
     def n_gradients(self) -> int:
-        """Gradient steps an image costs if it is never broken, for the progress bar."""
-        return 1
+        """Gradient steps an image costs if it is never broken."""
 
     def at(self, eps: float | Tensor) -> Attack:
         """The same attack at another radius."""
@@ -285,6 +304,7 @@ class Attack(ABC):
         y = check_labels("y", y, x)
         target = None if target is None else check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
+        self.before(model, x, y)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
         x = x.to(result_dtype(x))
@@ -300,7 +320,7 @@ class Attack(ABC):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        tick: Callable[[int], None] | None,
+        tick: Tick | None,
     ) -> AttackResult:
         parts: list[AttackResult] = []
         start, size = 0, self.batch_size or max(1, x.shape[0])
@@ -309,7 +329,7 @@ class Attack(ABC):
             seeds = generator.get_state()
             try:
                 part = None if target is None else target[index]
-                parts.append(self.take(index)._batch(model, x[index], y[index], part, generator, tick))
+                parts.append(self.take(index).attack_batch(model, x[index], y[index], part, generator, tick))
             except RuntimeError as error:
                 if not _out_of_memory(error) or size == 1:
                     raise
@@ -324,31 +344,10 @@ class Attack(ABC):
                 torch.cuda.empty_cache()
         return _joined(parts)
 
-    def _batch(
-        self,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        generator: torch.Generator,
-        tick: Callable[[int], None] | None,
-    ) -> AttackResult:
-        objective = objectives.find(self.objective)
-        if x.shape[0] == 0:
-            return _empty(x)
-        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, tick)
-        climb.start()
-        if not climb.empty:
-            self.run(climb, generator)
-        best = climb.finish()
-        loss = objectives.report(objective, best.loss, targeted=target is not None)
-        status = tuple(_STATUS[i] for i in best.status.tolist())
-        return AttackResult(best.z, best.success, best.distance, loss, best.n_steps, status, best.radius)
-
     @contextmanager
-    def _bar(self, images: int) -> Iterator[Callable[[int], None] | None]:
+    def _bar(self, images: int) -> Iterator[Tick | None]:
         total = images * self.n_gradients
-        show = self.progress if self.progress is not None else (self.until_success and total > PROGRESS_AFTER)
+        show = total > PROGRESS_AFTER if self.progress is None else self.progress
         if not show:
             yield None
             return
@@ -361,6 +360,69 @@ class Attack(ABC):
                 bar.update(task, completed=left[1] % (self.n_gradients + 1), description=f"{active} images left")
 
             yield tick
+
+
+@dataclass(frozen=True)
+class GradientAttack(Attack):
+    """An attack that climbs one objective by its gradient. Subclasses write :meth:`run`.
+
+    Attributes:
+        objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
+        until_success: stop at an image's first success. Otherwise go on to the end and return the success of highest
+            loss, which is what training wants.
+    """
+
+    objective: str | objectives.Objective = "cross-entropy"
+    until_success: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        objectives.find(self.objective)
+
+    @abstractmethod
+    def run(self, climb: Climb, generator: torch.Generator) -> None:
+        """Attack one batch: ask ``climb`` for gradients, tell it candidates that lie in its ball."""
+
+    def attack_batch(
+        self,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        generator: torch.Generator,
+        tick: Tick | None = None,
+    ) -> AttackResult:
+        objective = objectives.find(self.objective)
+        if x.shape[0] == 0:
+            return _empty(x)
+        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, tick)
+        climb.start()
+        if not climb.empty:
+            self.run(climb, generator)
+        best = climb.finish()
+        loss = objectives.report(objective, best.loss, targeted=target is not None)
+        status = tuple(STATUSES[i] for i in best.status.tolist())
+        return AttackResult(best.z, best.success, best.distance, loss, best.n_steps, status, best.radius)
+
+
+def spread(per_image: Tensor, like: Tensor) -> Tensor:
+    """One value per image (or one for all), shaped to multiply ``like``."""
+    return per_image.view(-1, *[1] * (like.ndim - 1))
+
+
+def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -> Tensor:
+    """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
+    if plan is None or not isinstance(ball, WassersteinBall):
+        return ball.distance(x, z).to(torch.float64)
+    return plan.cancelled().cost().to(torch.float64) / unit_of(ball, x)
+
+
+def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
+    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    if ball.mass == "absolute":
+        return torch.ones_like(mass)
+    return mass.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def progress_bar() -> Progress:
@@ -380,27 +442,6 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
     if labels.shape != x.shape[:1]:
         raise ValueError(f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}")
     return labels.detach().to(device=x.device, dtype=torch.long)
-
-
-@contextmanager
-def as_found(model: Model, device: torch.device) -> Iterator[None]:
-    """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    modes, flags = [m.training for m in modules], [p.requires_grad for p in parameters]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for module in modules:
-                module.training = False
-            for parameter in parameters:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
-            for parameter, flag in zip(parameters, flags, strict=True):
-                parameter.requires_grad_(flag)
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

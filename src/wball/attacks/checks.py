@@ -23,10 +23,12 @@ FewClassesWarning           there are fewer than 4 classes            targeted D
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from wball.attacks import objectives
+from wball.attacks.model import Model, as_found, check_logits
 
 
 class ModelWarning(UserWarning):
@@ -57,25 +59,10 @@ class FewClassesWarning(ModelWarning):
     """Some objectives need more classes than the model has."""
 
 
-def check_logits(logits: Tensor, batch: int) -> Tensor:
-    """One row of at least two logits per image, or an error that says what came instead."""
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"the model must return a tensor of logits, got {type(logits).__name__}; wrap it to pick them")
-    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2:
-        raise ValueError(
-            f"the model must return logits of shape ({batch}, classes) with at least two classes, got "
-            f"{tuple(logits.shape)}; for a single-logit binary model return stack([0, logit])"
-        )
-    return logits
-
-
-def check_model(
-    model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, limit: int = 64
-) -> tuple[type[ModelWarning], ...]:
+def check_model(model: Model, x: Tensor, y: Tensor, *, limit: int = 64) -> tuple[type[ModelWarning], ...]:
     """Evaluate the model on up to ``limit`` images, warn about each sign found, and return their categories.
 
-    The model's mode is respected: call it on the model as it will be attacked (:func:`~wball.attacks.base.as_found`),
-    or as it came to find :class:`TrainModeWarning`.
+    The model is evaluated as attacks do, in evaluation mode, and left as found.
     """
     found: dict[type[ModelWarning], str] = {}
     x, y = x[:limit].detach(), y[:limit]
@@ -83,20 +70,12 @@ def check_model(
         return ()
     if isinstance(model, nn.Module) and any(module.training for module in model.modules()):
         found[TrainModeWarning] = "a module is in training mode; the attack evaluates the model in evaluation mode"
-    with torch.inference_mode(False), torch.enable_grad():
-        z = x.clone().requires_grad_(True)
-        logits = check_logits(model(z), z.shape[0])
-        score = torch.logsumexp(logits.scatter(1, y[:, None], -torch.inf), 1) - logits.gather(1, y[:, None]).squeeze(1)
-        gradient = torch.zeros_like(z)
-        if score.requires_grad:
-            gradient = torch.autograd.grad(score.sum(), z, allow_unused=True)[0]
-            gradient = torch.zeros_like(z) if gradient is None else gradient
-    with torch.no_grad():
-        again = model(x)
-    if not bool(torch.equal(torch.nan_to_num(again), torch.nan_to_num(logits.detach()))):
-        drift = float((again - logits.detach()).abs().max())
-        if drift > 1e-4 * float(1 + again.abs().max()):  # kernels may choose another order of summation
-            found[RandomModelWarning] = f"two evaluations of the same images differ by up to {drift:.3g}"
+    with as_found(model, x.device), torch.inference_mode(False):
+        logits, gradient = _evaluate(model, x.clone(), y)
+        with torch.no_grad():
+            drift = float((model(x.clone()) - logits).abs().nan_to_num().max())
+    if drift > 1e-4 * float(1 + logits.abs().nan_to_num().max()):  # kernels may choose another order of summation
+        found[RandomModelWarning] = f"two evaluations of the same images differ by up to {drift:.3g}"
     probabilities = (logits >= 0).all() & (logits <= 1).all() & ((logits.sum(1) - 1).abs() < 1e-4).all()
     if bool(probabilities):
         found[ProbabilitiesWarning] = "the outputs look like probabilities; return logits, softmax hides gradients"
@@ -108,5 +87,17 @@ def check_model(
     if logits.shape[1] < 4:
         found[FewClassesWarning] = f"the model has {logits.shape[1]} classes; targeted DLR needs 4 and uses the margin"
     for category, message in found.items():
-        warnings.warn(message, category, stacklevel=2)
+        warnings.warn(message, category, stacklevel=3)
     return tuple(found)
+
+
+def _evaluate(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and the gradient of the cross-entropy's log-odds; zero where the model cuts the graph."""
+    with torch.enable_grad():
+        z = x.requires_grad_(True)
+        logits = check_logits(model(z), z.shape[0])
+        score = objectives.cross_entropy(logits, y)
+        gradient = None
+        if score.requires_grad:
+            (gradient,) = torch.autograd.grad(score.sum(), z, allow_unused=True)
+    return logits.detach(), torch.zeros_like(x) if gradient is None else gradient

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, Climb
+from wball.attacks.base import Climb, GradientAttack, spread, unit_of
 from wball.ball import WassersteinBall
 from wball.solvers.oracle import TransportOracle
 
 
 @dataclass(frozen=True)
-class DualAveraging(Attack):
+class DualAveraging(GradientAttack):
     """Entropic dual averaging.
 
     Attributes:
@@ -86,13 +86,5 @@ class DualAveraging(Attack):
 
 def normalised(gradient: Tensor) -> Tensor:
     """Each image's gradient divided by its largest entry (0 stays 0)."""
-    largest = gradient.flatten(1).abs().amax(1).view(-1, *[1] * (gradient.ndim - 1))
+    largest = spread(gradient.flatten(1).abs().amax(1), gradient)
     return gradient / largest.clamp(min=torch.finfo(gradient.dtype).tiny)
-
-
-def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
-    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
-    mass = x.to(torch.float64).flatten(1).sum(1)
-    if ball.mass == "absolute":
-        return torch.ones_like(mass)
-    return mass.clamp(min=torch.finfo(torch.float64).tiny)

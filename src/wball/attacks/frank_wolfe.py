@@ -1,0 +1,98 @@
+r"""Frank-Wolfe: walk towards the farthest point of the ball in the direction of the gradient.
+
+.. math::
+    s = \arg\max_{s \in B(x, \epsilon)} \langle \nabla \ell(z), s \rangle, \qquad z \leftarrow z + \gamma\,(s - z)
+
+The ball is convex, so no projection is needed and every iterate is in it. The state is the image alone: no plan is
+kept, and the distance bound is carried along, ``(1 - gamma) d(z) + gamma d(s)``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.attacks.base import Climb, GradientAttack, distance_bound, spread
+from wball.attacks.dual_averaging import normalised
+from wball.ball import WassersteinBall
+
+LINE_SEARCH = tuple(0.5**k for k in range(7))
+"""Step lengths tried by the line search, all at once."""
+
+
+@dataclass(frozen=True)
+class FrankWolfe(GradientAttack):
+    """Frank-Wolfe on any ball.
+
+    Attributes:
+        steps: gradient steps.
+        rule: ``"harmonic"`` steps ``2 / (t + 2)``, or ``"line-search"`` the best of seven lengths from 1 down to 1/64
+            (seven forward passes a step).
+        reg: ``inf`` takes the exact farthest point; finite, the entropic one for the gradient scaled to a largest
+            entry of 1, the paper's conjugate.
+        random_start: start at a random point of the ball.
+        tol: tolerance of the oracle.
+        max_iter: iterations of the oracle.
+    """
+
+    steps: int = 40
+    rule: Literal["harmonic", "line-search"] = "harmonic"
+    reg: float = math.inf
+    random_start: bool = False
+    tol: float = 1e-3
+    max_iter: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("steps", self.steps)
+        inputs.check_positive("reg", self.reg, inf=True)
+        if self.rule not in ("harmonic", "line-search"):
+            raise ValueError(f'rule must be "harmonic" or "line-search", got {self.rule!r}')
+
+    @property
+    def n_gradients(self) -> int:
+        return self.steps
+
+    def run(self, climb: Climb, generator: torch.Generator) -> None:
+        z, distance = climb.x, torch.zeros(climb.x.shape[0], dtype=torch.float64, device=climb.x.device)
+        if self.random_start:
+            z = climb.ball.sample(climb.x, generator)
+            distance = distance_bound(climb.ball, climb.x, z)
+        for step in range(self.steps):
+            gradient = climb.gradient(z, distance)
+            kept = climb.survivors()
+            if kept is not None:
+                if climb.empty:
+                    return
+                z, gradient, distance = z[kept], gradient[kept], distance[kept]
+            corner, reach = self._farthest(climb, gradient)
+            if self.rule == "harmonic":
+                gamma = torch.full_like(distance, 2 / (step + 2))
+            else:
+                gamma = self._line_search(climb, z, corner)
+            share = spread(gamma.to(z.dtype), z)
+            z = z + share * (corner - z)
+            distance = distance + gamma * (reach - distance)
+        climb.offer(z, distance)
+
+    def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        options: dict[str, Any] = {}
+        if isinstance(climb.ball, WassersteinBall):
+            options = {"tol": self.tol, "max_iter": self.max_iter}
+        result = climb.ball.support(climb.x, normalised(gradient), self.reg, **options)
+        return result.point, distance_bound(climb.ball, climb.x, result.point, result.plan)
+
+    @staticmethod
+    def _line_search(climb: Climb, z: Tensor, corner: Tensor) -> Tensor:
+        best = torch.full((z.shape[0],), -torch.inf, dtype=z.dtype, device=z.device)
+        gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)
+        for length in LINE_SEARCH:
+            value = climb.value(z + length * (corner - z))
+            gamma = torch.where(value > best, length, gamma)
+            best = torch.maximum(best, value)
+        return gamma

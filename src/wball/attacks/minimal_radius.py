@@ -1,0 +1,126 @@
+r"""The smallest radius at which an attack succeeds, per image: the whole accuracy-versus-eps curve from one run.
+
+An example found at some radius is first pulled back towards its image: the ball is star-shaped around ``x``, and
+``x + s (z - x)`` has a distance of at most ``s`` times that of ``z``, so the smallest ``s`` that still fools the model,
+found with forward passes alone, is a smaller radius with its own proof. Then the interval between the largest radius
+at which the attack failed and the smallest proved one is halved, for all images at once, each at its own radius.
+
+Success is not monotone in ``eps`` for a heuristic attack, so ``radius`` is an upper bound of the smallest radius (with
+an example to show), and ``failed`` the largest radius tried in vain below it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.attacks.base import Attack, check_labels, spread
+from wball.attacks.model import Model, as_found
+from wball.solvers.batch import result_dtype
+
+PULL_BACK_STEPS = 8
+"""Halvings of the segment from an example to its image: 1/256 of its length."""
+
+
+@dataclass(frozen=True)
+class MinimalRadius:
+    """The smallest radius found per image, in the order of the images.
+
+    Attributes:
+        radius: smallest radius with an example, in the unit of ``eps``, float64; 0 where the clean image is already
+            wrong, ``inf`` where nothing was found up to ``hi``.
+        failed: largest radius below it at which the attack failed.
+        images: the example at ``radius``, or the clean image.
+        success: whether there is one.
+        n_attacks: attacks run, per image.
+    """
+
+    radius: Tensor
+    failed: Tensor
+    images: Tensor
+    success: Tensor
+    n_attacks: Tensor
+
+    def accuracy_at(self, eps: float) -> float:
+        """The share of images without an example at a radius up to ``eps``. Meaningful up to the search's ``hi``."""
+        return float((self.radius > eps).double().mean()) if self.radius.numel() else 1.0
+
+
+def minimal_radius(
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    attack: Attack,
+    lo: float = 0.0,
+    hi: float = 1.0,
+    *,
+    rounds: int = 6,
+    tol: float = 0.01,
+    target: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> MinimalRadius:
+    """Search, per image, the smallest radius in ``[lo, hi]`` at which ``attack`` succeeds.
+
+    Args:
+        model: images to logits.
+        x: images.
+        y: their labels.
+        attack: any attack; its ball's radius is replaced by those of the search.
+        lo: radius below which not to look.
+        hi: radius above which not to look.
+        rounds: halvings after the attack at ``hi``.
+        tol: an image is done when the interval is this small relative to its upper end.
+        target: target classes, for a targeted search.
+        generator: source of randomness.
+    """
+    if not 0 <= lo < hi < math.inf:
+        raise ValueError(f"lo and hi must satisfy 0 <= lo < hi < inf, got {lo} and {hi}")
+    inputs.check_count("rounds", rounds, 0)
+    inputs.check_positive("tol", tol)
+    x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, attack.ball.box)
+    x = x.to(result_dtype(x))
+    y = check_labels("y", y, x)
+    target = None if target is None else check_labels("target", target, x)
+    batch = x.shape[0]
+    radius = torch.full((batch,), math.inf, dtype=torch.float64, device=x.device)
+    failed = torch.full_like(radius, lo)
+    images, tried = x.clone(), torch.zeros(batch, dtype=torch.long, device=x.device)
+    todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
+    for _ in range(rounds + 1):
+        if todo.numel() == 0:
+            break
+        goal = None if target is None else target[todo]
+        result = attack.at(eps[todo])(model, x[todo], y[todo], target=goal, generator=generator)
+        tried[todo] += 1
+        found = todo[result.success]
+        goal = None if target is None else target[found]
+        nearer, share = _pull_back(model, x[found], result.images[result.success], y[found], goal)
+        distance = torch.minimum(result.distance[result.success], eps[found]) * share
+        radius[found], images[found] = distance, nearer
+        missed = todo[~result.success]
+        failed[missed] = torch.maximum(failed[missed], eps[missed])
+        # An example may turn up below a radius that once failed.
+        failed = torch.where(radius < failed, torch.full_like(failed, lo), failed)
+        open_interval = radius.isfinite() & (radius > lo) & (radius - failed > tol * radius)
+        todo = open_interval.nonzero().squeeze(1)
+        eps = torch.where(open_interval, (radius + failed) / 2, eps)
+    return MinimalRadius(radius, failed, images, radius.isfinite(), tried)
+
+
+def _pull_back(model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The nearest success on the segment from ``z`` to ``x``, by bisection, and its share of the way."""
+    low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+    high, best = torch.ones_like(low), z
+    with as_found(model, x.device), torch.no_grad():
+        for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
+            share = (low + high) / 2
+            point = x + spread(share.to(x.dtype), x) * (z - x)
+            top = model(point).argmax(1)
+            success = top == target if target is not None else top != y
+            low, high = torch.where(success, low, share), torch.where(success, share, high)
+            best = torch.where(spread(success, x), point, best)
+    return best, high
