@@ -3,6 +3,7 @@
 from wball.attacks import PGD, AttackResult, DualAveraging, FrankWolfe, StandardAttack, minimal_radius
 from wball.audit import AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
+from wball.certify import CertificateResult, certified_radius, certify
 from wball.checkpoint import load_weights, save_weights
 from wball.data import load_dataset, load_folder, load_sample, to_tensors
 from wball.fetch import download
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",
+    "CertificateResult",
     "DenseCost",
     "GridCost",
     "LinfBall",
@@ -27,6 +29,8 @@ __all__ = [
     "architectures",
     "audit",
     "build_model",
+    "certified_radius",
+    "certify",
     "download",
     "list_models",
     "load_dataset",

@@ -9,7 +9,8 @@ For a row ``a`` and a Wasserstein ball with budget ``E`` and box ``[lo, hi]``, e
 
 (weak duality: ``psi`` prices the transport budget, ``r`` the box, i.e. ``inf over a1 + a2 = a`` of
 ``sigma_ball(a1) + sigma_box(a2)``). So a search over ``psi`` and ``r`` may stop anywhere, and may run in float32: the
-bound that counts is one evaluation of the right-hand side in float64.
+bound that counts is one evaluation of the right-hand side in float64. Charges ``M_ij`` on moves, which an anchored
+relaxation brings along (:mod:`wball.certify.anchor`), are added to ``a_j``.
 
 Full plans on a large grid: moves shorter than a *reach* are listed, any other move costs at least the next distance
 ``far``, and the best it can do is ``max_j (a_j - r_j) - psi * far``. This only ever enlarges the bound.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.ball import Ball, LinfBall, Plans, WassersteinBall
+from wball.certify.anchor import Anchor, Charges, spread
 from wball.certify.rows import Rows, inside, read_patches, units
 from wball.ground import DenseCost, GridCost
 
@@ -34,15 +36,8 @@ NOWHERE = -1e30
 """Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Dual variables of ``max <a, z>``: ``psi`` (N,) for the budget, ``box`` per pixel (``None``: 0)."""
-
-    psi: Tensor
-    box: Tensor | None = None
-
-    def to(self, dtype: torch.dtype) -> Prices:
-        return Prices(self.psi.to(dtype), None if self.box is None else self.box.to(dtype))
+Charged = Sequence[tuple[Anchor, Rows]]
+"""Anchors with the weights that rows put on their units."""
 
 
 class InputSet(ABC):
@@ -51,28 +46,25 @@ class InputSet(ABC):
     shape: tuple[int, ...]  # of one image
 
     @abstractmethod
-    def search(self, rows: Rows, box: Tensor | None = None, steps: int = 14, reg: float = math.inf) -> Prices:
-        """Good dual variables for ``max <rows, z>``, given box prices. Not differentiable."""
+    def maximum(
+        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
+    ) -> Tensor:
+        """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
+
+        ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best.
+        """
 
     @abstractmethod
-    def upper(self, rows: Rows, prices: Prices) -> Tensor:
-        """A sound upper bound of ``max <rows, z>``, ``(N,)``, whatever the prices are."""
+    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """How :meth:`maximum` changes with the coefficients (an image ``z``, where the rows live) and with ``box``."""
 
     @abstractmethod
-    def maximiser(self, rows: Rows, prices: Prices) -> Tensor:
-        """Where the bound's slope points: ``z`` (in the places of ``rows.coeff``) with ``d upper / d coeff = z``."""
-
-    @abstractmethod
-    def zero_box_prices(self, rows: Rows) -> Tensor | None:
+    def box_prices(self, rows: Rows) -> Tensor | None:
         """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for them."""
 
     @abstractmethod
-    def box_slope(self, rows: Rows, prices: Prices) -> Tensor:
-        """``d upper / d box prices``."""
-
-    @abstractmethod
-    def floats(self, rows: Rows) -> int:
-        """About how many numbers the search keeps per row, to choose chunks that fit."""
+    def floats(self, rows: Rows, charged: bool = False) -> int:
+        """About how many numbers :meth:`maximum` keeps per row, to choose chunks that fit."""
 
 
 class IntervalSet(InputSet):
@@ -82,23 +74,22 @@ class IntervalSet(InputSet):
         self.low, self.high = low.to(torch.float64), high.to(torch.float64)
         self.shape = tuple(low.shape[1:])
 
-    def search(self, rows: Rows, box: Tensor | None = None, steps: int = 14, reg: float = math.inf) -> Prices:
-        return Prices(rows.coeff.new_zeros(rows.coeff.shape[0]))
+    def maximum(
+        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
+    ) -> Tensor:
+        if charged:
+            raise ValueError("an interval set has no plans to charge")
+        return (rows.coeff * self.slope(rows)[0]).flatten(1).sum(1)
 
-    def upper(self, rows: Rows, prices: Prices) -> Tensor:
-        return (rows.coeff * self.maximiser(rows, prices)).flatten(1).sum(1)
-
-    def maximiser(self, rows: Rows, prices: Prices) -> Tensor:
+    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         dtype = rows.coeff.dtype
-        return torch.where(rows.coeff > 0, rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype)))
+        high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
+        return torch.where(rows.coeff > 0, high, low), None
 
-    def zero_box_prices(self, rows: Rows) -> Tensor | None:
+    def box_prices(self, rows: Rows) -> Tensor | None:
         return None
 
-    def box_slope(self, rows: Rows, prices: Prices) -> Tensor:
-        raise NotImplementedError("an interval set has no box prices")
-
-    def floats(self, rows: Rows) -> int:
+    def floats(self, rows: Rows, charged: bool = False) -> int:
         return 3 * rows.coeff[0].numel()
 
 
@@ -106,15 +97,24 @@ class IntervalSet(InputSet):
 class _Field:
     """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
 
-    ``value`` covers the targets, ``(N, C, T)``; ``mass`` the sources, ``(N, C, S)``. ``base`` is each source's own
-    target index. The last source of each channel, if ``outside``, stands for all pixels far from the row's patch.
+    ``value`` covers the targets; ``mass`` and ``stay`` the sources, ``(N, C, S)``; ``levels`` the options, each with
+    its worth ``(N, C, S)`` and cost. ``far`` is the worth ``(N, C)`` of a far move from a pixel that no row touches,
+    and ``elsewhere`` how much mass such pixels hold.
     """
 
     value: Tensor
     mass: Tensor
     stay: Tensor
-    best: Tensor | None  # (N, C, 1): the best value anywhere in the channel, for far moves
     levels: list[tuple[Tensor, float | Tensor]]
+    far: Tensor | None = None
+    elsewhere: Tensor | None = None
+
+    def single(self) -> _Field:
+        """The same in float32, for searching."""
+        cast = [(v.float(), d.float() if isinstance(d, Tensor) else d) for v, d in self.levels]
+        far = None if self.far is None else self.far.float()
+        elsewhere = None if self.elsewhere is None else self.elsewhere.float()
+        return _Field(self.value, self.mass.float(), self.stay.float(), cast, far, elsewhere)
 
 
 class TransportSet(InputSet):
@@ -160,17 +160,17 @@ class TransportSet(InputSet):
 
     # ---- from rows to fields
 
-    def _patched(self, rows: Rows) -> Rows:
+    def _patched(self, rows: Rows, charged: Charged = ()) -> Rows:
         """Rows that are dense, unless their patch with its surroundings is clearly smaller than the image."""
-        coeff = rows.coeff
-        if coeff.ndim == 2:
-            rows = rows.like(coeff[:, None, None, :])
+        if rows.coeff.ndim == 2:
+            rows = rows.like(rows.coeff[:, None, None, :])
         if rows.corner is None:
             return rows
         height, width = rows.coeff.shape[-2:]
         wide = 2 * self.radius
-        if self.matrix is not None or (height + wide) * (width + wide) > 0.5 * self.x.shape[2] * self.x.shape[3]:
-            return rows.dense((self.x.shape[1], *self.x.shape[2:]))
+        large = (height + wide) * (width + wide) > 0.5 * self.x.shape[2] * self.x.shape[3]
+        if self.matrix is not None or large or not all(anchor.aligned(w, rows) for anchor, w in charged):
+            return rows.dense(tuple(self.x.shape[1:]))
         return rows
 
     def _targets(self, rows: Rows, box: Tensor | None) -> Tensor:
@@ -208,126 +208,156 @@ class TransportSet(InputSet):
         corner = (rows.corner[0] - radius, rows.corner[1] - radius)
         return read_patches(self.x.to(dtype), rows.image, corner, size).flatten(2)
 
-    def _field(self, rows: Rows, box: Tensor | None, reg: float = math.inf) -> _Field:
+    @property
+    def active(self) -> Tensor | None:
+        """Sources of dense rows, ``(B, C, S)``; ``None``: every pixel."""
+        return None if self._active is None else self._active[0]
+
+    def _charges(self, rows: Rows, charged: Charged) -> Charges | None:
+        total: Charges | None = None
+        for anchor, weights in charged:
+            if rows.corner is None and weights.corner is not None:
+                raise ValueError("dense image rows need dense weights")
+            part = anchor.charge(weights, rows, self.active)
+            total = part if total is None else total.plus(part)
+        return total
+
+    def _field(
+        self, rows: Rows, box: Tensor | None = None, charges: Charges | None = None, reg: float = math.inf
+    ) -> _Field:
         """What every pixel with mass can do. Moves of equal cost are merged: by their maximum, or softly for ``reg``."""
         mass = self._mass(rows)
+        levels: list[tuple[Tensor, float | Tensor]] = []
         if self.matrix is not None:
             value = (rows.coeff if box is None else rows.coeff - box).flatten(2)
-            listed: list[tuple[Tensor, float | Tensor]] = []
             for j in range(value.shape[2]):
                 free = torch.isfinite(self.matrix[:, j])
                 price = torch.where(free, self.matrix[:, j], 0.0).to(value.dtype)
-                listed.append((torch.where(free, value[:, :, j : j + 1], NOWHERE), price))
-            return _Field(value, mass, value, None, listed)
+                worth = torch.where(free, value[:, :, j : j + 1], NOWHERE)
+                levels.append((worth if charges is None else worth + charges.moves[:, :, j], price))
+            return _Field(value, mass, value, levels)
         padded = self._targets(rows, box)
         stay = self._sources(rows, self._slice(padded, 0, 0))
-        levels: list[tuple[Tensor, float | Tensor]] = []
-        for distance in self.distances:
-            ring = [self._slice(padded, r, c) for r, c, d in self.moves if d == distance and (r, c) != (0, 0)]
-            if not ring:
-                continue
-            top = ring[0]
-            for other in ring[1:]:
-                top = torch.maximum(top, other) if reg == math.inf else torch.logaddexp(reg * top, reg * other) / reg
-            levels.append((self._sources(rows, top), distance))
-        best: Tensor | None = None
-        if self.far is not None:
-            best = padded.flatten(2).amax(2, keepdim=True)
-            if rows.corner is not None:
-                best = best.clamp(min=0)
-            levels.append((best, self.far))
-        return _Field(padded, mass, stay, best, levels)
-
-    def _elsewhere(self, rows: Rows, field: _Field) -> Tensor | None:
-        """``(N, C)``: mass too far from the row's patch to see it; only far moves concern it."""
-        if rows.corner is None or self.far is None:
-            return None
-        total = self.x.flatten(2).sum(2).to(field.mass.dtype)[rows.image]
-        return (total - field.mass.sum(2)).clamp(min=0)
+        rings: dict[float, Tensor] = {}
+        listed = [m for m in self.moves if m[:2] != (0, 0)]
+        for k, (r, c, d) in enumerate(listed):
+            worth = self._slice(padded, r, c)
+            if charges is not None:
+                worth = self._sources(rows, worth) + charges.moves[:, :, k]
+            if d not in rings:
+                rings[d] = worth
+            elif reg == math.inf:
+                rings[d] = torch.maximum(rings[d], worth)
+            else:
+                rings[d] = torch.logaddexp(reg * rings[d], reg * worth) / reg
+        levels = [(ring if charges is not None else self._sources(rows, ring), d) for d, ring in rings.items()]
+        if self.far is None:
+            return _Field(padded, mass, stay, levels)
+        ends = padded if charges is None else self._slice(padded, 0, 0) + charges.into
+        best = ends.flatten(2).amax(2)
+        elsewhere = None
+        if rows.corner is not None:
+            best = best.clamp(min=0)
+            total = self.x.flatten(2).sum(2).to(mass.dtype)[rows.image]
+            elsewhere = (total - mass.sum(2)).clamp(min=0)
+        away = best[:, :, None] if charges is None else best[:, :, None] + charges.out
+        levels.append((away, self.far))
+        return _Field(padded, mass, stay, levels, best, elsewhere)
 
     # ---- the bound
 
-    @torch.no_grad()
-    def search(self, rows: Rows, box: Tensor | None = None, steps: int = 14, reg: float = math.inf) -> Prices:
-        rows = self._patched(rows)
-        budget = self.budget.to(rows.coeff.dtype)[rows.image]
-        if math.isfinite(reg):
-            return Prices(_entropic(self._field(rows, box, reg), budget, reg), box)
-        field = self._field(rows, box)
-        elsewhere = self._elsewhere(rows, field)
-
-        low = torch.zeros_like(budget)
-        value_low, cost_low = _evaluate(field, elsewhere, low)
-        least = min(d for d in self._costs() if d > 0) if any(d > 0 for d in self._costs()) else 1.0
-        top = torch.stack([v.amax((1, 2)) for v, _ in field.levels] or [field.stay.amax((1, 2))]).amax(0)
-        bottom = torch.where(field.stay > 0.5 * NOWHERE, field.stay, field.stay.new_tensor(math.inf)).amin((1, 2))
-        if elsewhere is not None:
-            bottom = bottom.clamp(max=0)
-        high = (torch.maximum(top, field.stay.amax((1, 2))) - bottom).clamp(min=0) / least
-        value_high, cost_high = (field.stay * field.mass).sum((1, 2)) + budget * high, torch.zeros_like(high)
-        best, psi = value_low, low
-        better = value_high < best
-        best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
-        for step in range(steps):
-            # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
-            slope_low, slope_high = budget - cost_low, budget - cost_high
-            drop = slope_high - slope_low
-            meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
-            trial = 0.5 * (low + high) if step % 2 else torch.where(drop > 0, meet, high)
-            trial = torch.maximum(torch.minimum(trial, high), low)
-            worth, cost = _evaluate(field, elsewhere, trial)
-            value = worth + budget * trial
-            better = value < best
-            best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
-            over = cost > budget
-            low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
-            high, value_high, cost_high = _choose(over, (high, value_high, cost_high), (trial, value, cost))
-        return Prices(psi, box)
-
-    def _costs(self) -> list[float]:
-        if self.matrix is not None:
-            return [float(v) for v in self.matrix[torch.isfinite(self.matrix)].unique()]
-        return [*self.distances, *([] if self.far is None else [self.far])]
-
-    def upper(self, rows: Rows, prices: Prices) -> Tensor:
-        rows = self._patched(rows)
-        field = self._field(rows, prices.box)
-        worth, _ = _evaluate(field, self._elsewhere(rows, field), prices.psi)
-        value = worth + prices.psi * self.budget.to(rows.coeff.dtype)[rows.image]
+    def maximum(
+        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
+    ) -> Tensor:
+        rows, charged = self._align(rows, charged)
+        charges = self._charges(rows, charged)
+        field = self._field(rows, box, charges)
+        budget = self.budget[rows.image]
+        with torch.no_grad():
+            if reg < math.inf:
+                psi = _entropic(self._field(rows, box, charges, reg).single(), budget.float(), reg)
+            else:
+                psi = _best_psi(field.single(), budget.float(), self.step)
+        psi = psi.to(rows.coeff.dtype)
+        value = _evaluate(field, psi)[0] + psi * budget.to(rows.coeff.dtype)
         if self.box is None:
             return value
         lo, hi = self.box
-        if prices.box is not None:
-            value = value + (hi * prices.box.clamp(min=0) + lo * prices.box.clamp(max=0)).flatten(1).sum(1)
+        if box is not None:
+            value = value + (hi * box.clamp(min=0) + lo * box.clamp(max=0)).flatten(1).sum(1)
+        if charges is not None:
+            return value
         # psi = 0 and r = a: the box alone.
         return torch.minimum(value, torch.maximum(hi * rows.coeff, lo * rows.coeff).flatten(1).sum(1))
+
+    def _align(self, rows: Rows, charged: Charged) -> tuple[Rows, Charged]:
+        """Rows and weights that are all patches, or all dense."""
+        rows = self._patched(rows, charged)
+        if rows.corner is None:
+            charged = [(anchor, w if w.corner is None else w.dense(anchor.layer)) for anchor, w in charged]
+        return rows, charged
+
+    def gains(self, rows: Rows, charged: Charged) -> tuple[Tensor, Tensor, Tensor]:
+        """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source, into a target."""
+        rows, charged = self._align(rows, charged)
+        charges = self._charges(rows, charged)
+        if self.matrix is not None:
+            value = rows.coeff.flatten(2)
+            moves = value[:, :, :, None] - value[:, :, None, :]
+            if charges is not None:
+                moves = moves + charges.moves
+            moves = torch.where(torch.isfinite(self.matrix.T), moves, 0.0)
+            return moves.clamp(min=0), torch.zeros_like(value), torch.zeros_like(rows.coeff)
+        padded = self._targets(rows, None)
+        stay = self._slice(padded, 0, 0)
+        listed = [m for m in self.moves if m[:2] != (0, 0)]
+        moves = torch.stack([self._sources(rows, self._slice(padded, r, c) - stay) for r, c, _ in listed], 2)
+        source = self._sources(rows, stay)
+        out, into = -source, stay
+        if charges is not None:
+            moves, out, into = moves + charges.moves, out + charges.out, into + charges.into
+        moves, out, into = moves.clamp(min=0), out.clamp(min=0), into.clamp(min=0)
+        if rows.corner is None:
+            return moves, out, into
+        # Outside the image NOWHERE - NOWHERE and -NOWHERE are meaningless: no mass starts there.
+        corner = (rows.corner[0] - self.radius, rows.corner[1] - self.radius)
+        size, shape = (stay.shape[2], stay.shape[3]), tuple(self.x.shape[1:])
+        maps = torch.cat([moves, out[:, :, None]], 2)
+        read = spread(maps.unflatten(3, size), corner, rows.image, self.active, shape)
+        return read[:, :, :-1], read[:, :, -1], Rows(into, rows.image, corner).dense(shape).coeff
+
+    @property
+    def step(self) -> float:
+        """The cheapest move that costs anything."""
+        if self.matrix is not None:
+            costs = self.matrix[torch.isfinite(self.matrix) & (self.matrix > 0)]
+            return float(costs.min()) if costs.numel() else 1.0
+        return min([d for d in (*self.distances, self.far or 0.0) if d > 0], default=1.0)
 
     # ---- slopes, for those who optimise what the rows depend on
 
     @torch.no_grad()
-    def maximiser(self, rows: Rows, prices: Prices) -> Tensor:
-        patched = self._patched(rows)
-        arrivals = self._arrivals(patched, prices)
-        radius = self.radius
+    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        patched, radius = self._patched(rows), self.radius
+        field = self._field(patched, box)
+        psi = _best_psi(field, self.budget[rows.image].to(rows.coeff.dtype), self.step, 8)
+        z = self._arrivals(patched, field, psi)
+        surplus: Tensor | None = None
+        if box is not None and self.box is not None:
+            lo, hi = self.box
+            surplus = torch.where(box >= 0, hi, lo) - z
         if rows.corner is None:
-            return arrivals.reshape(rows.coeff.shape)
+            return z.reshape(rows.coeff.shape), surplus
         if patched.corner is None:
-            return _read_rows(rows, arrivals)
-        return arrivals[..., radius:-radius, radius:-radius] if radius else arrivals
+            own = torch.arange(z.shape[0], device=z.device)
+            return read_patches(z, own, rows.corner, (rows.coeff.shape[2], rows.coeff.shape[3])), surplus
+        return (z[..., radius:-radius, radius:-radius] if radius else z), surplus
 
-    @torch.no_grad()
-    def box_slope(self, rows: Rows, prices: Prices) -> Tensor:
-        assert self.box is not None and prices.box is not None
-        lo, hi = self.box
-        return torch.where(prices.box >= 0, hi, lo) - self._arrivals(self._patched(rows), prices)
-
-    def zero_box_prices(self, rows: Rows) -> Tensor | None:
+    def box_prices(self, rows: Rows) -> Tensor | None:
         if self.box is None:
             return None
         rows = self._patched(rows)
-        if rows.corner is None:
-            return torch.zeros_like(rows.coeff)
-        return torch.zeros_like(F.pad(rows.coeff, (self.radius,) * 4))
+        return torch.zeros_like(rows.coeff if rows.corner is None else F.pad(rows.coeff, (self.radius,) * 4))
 
     def _options(self, rows: Rows, field: _Field) -> Iterator[tuple[Tensor, float | Tensor, int]]:
         """Every listed move: its value at each source, its cost, and how far away its target is in the layout."""
@@ -340,10 +370,9 @@ class TransportSet(InputSet):
             if (r, c) != (0, 0):
                 yield self._sources(rows, self._slice(field.value, r, c)), d, r * width + c
 
-    def _arrivals(self, rows: Rows, prices: Prices) -> Tensor:
+    def _arrivals(self, rows: Rows, field: _Field, price: Tensor) -> Tensor:
         """``z`` of the plan that attains the bound's inner maxima, on the sources' grid."""
-        field = self._field(rows, prices.box)
-        psi = prices.psi.view(-1, 1, 1)
+        psi = price.view(-1, 1, 1)
         n, channels = field.mass.shape[:2]
         if self.matrix is not None:
             base = torch.arange(field.value.shape[2], device=psi.device).expand(n, channels, -1)
@@ -366,30 +395,25 @@ class TransportSet(InputSet):
             return arrived.reshape(n, channels, *self.x.shape[2:])
         return self._slice(arrived.reshape(field.value.shape), 0, 0)
 
-    def floats(self, rows: Rows) -> int:
+    def floats(self, rows: Rows, charged: bool = False) -> int:
         rows = self._patched(rows)
         around = 0 if rows.corner is None else 4 * self.radius
         sources = rows.coeff.shape[1] * (rows.coeff.shape[2] + around) * (rows.coeff.shape[3] + around)
-        if rows.corner is None and self._active is not None:
-            listed = self._active[0].shape[1] * self._active[0].shape[2]
-        else:
-            listed = sources
-        levels = rows.coeff[0].numel() if self.matrix is not None else len(self.distances) + 4
-        return 2 * sources + levels * listed
-
-
-def _read_rows(rows: Rows, dense: Tensor) -> Tensor:
-    """The entries of per-row dense maps where patch rows live."""
-    own = torch.arange(dense.shape[0], device=dense.device)
-    assert rows.corner is not None
-    return read_patches(dense, own, rows.corner, (rows.coeff.shape[2], rows.coeff.shape[3]))
+        listed = sources
+        if rows.corner is None and self.active is not None:
+            listed = self.active.shape[1] * self.active.shape[2]
+        if self.matrix is not None:
+            return 4 * rows.coeff.shape[1] * self.matrix.numel()
+        if charged:
+            return 2 * sources + (2 * len(self.moves) + 6) * max(listed, sources // 2)
+        return 2 * sources + (len(self.distances) + 4) * listed
 
 
 def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
 
 
-def _evaluate(field: _Field, elsewhere: Tensor | None, psi: Tensor) -> tuple[Tensor, Tensor]:
+def _evaluate(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor]:
     """``sum_i x_i max_j (a_j - psi C_ij)`` and what the maximising plan pays, ``(N,)`` each."""
     price = psi.view(-1, 1, 1)
     best, paid = field.stay, torch.zeros_like(field.stay)
@@ -399,12 +423,47 @@ def _evaluate(field: _Field, elsewhere: Tensor | None, psi: Tensor) -> tuple[Ten
         best = torch.where(better, candidate, best)
         paid = torch.where(better, cost, paid)
     worth, total = (best * field.mass).sum((1, 2)), (paid * field.mass).sum((1, 2))
-    if elsewhere is not None and field.best is not None:
+    if field.elsewhere is not None and field.far is not None:
         far = field.levels[-1][1]
-        gain = field.best[..., 0] - price[..., 0] * far
-        worth = worth + (gain.clamp(min=0) * elsewhere).sum(1)
-        total = total + (torch.where(gain > 0, far, 0.0) * elsewhere).sum(1)
+        gain = field.far - price[..., 0] * far
+        worth = worth + (gain.clamp(min=0) * field.elsewhere).sum(1)
+        total = total + (torch.where(gain > 0, far, 0.0) * field.elsewhere).sum(1)
     return worth, total
+
+
+def _best_psi(field: _Field, budget: Tensor, step: float, rounds: int = 14) -> Tensor:
+    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds of search."""
+    low = torch.zeros_like(budget)
+    value_low, cost_low = _evaluate(field, low)
+    # Above the steepest gain per unit of cost nobody moves.
+    holds = (field.mass > 0).to(field.stay.dtype)
+    steepest = low
+    for value, price in field.levels:
+        apart = price if isinstance(price, float) and price > 0 else step
+        steepest = torch.maximum(steepest, ((value - field.stay) * holds).amax((1, 2)) / apart)
+    if field.far is not None and field.elsewhere is not None:
+        steepest = torch.maximum(steepest, field.far.amax(1) / step)
+    high = steepest * (1 + 1e-6)
+    value_high, cost_high = _evaluate(field, high)
+    value_high = value_high + budget * high
+    best, psi = value_low, low
+    better = value_high < best
+    best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
+    for k in range(rounds):
+        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
+        slope_low, slope_high = budget - cost_low, budget - cost_high
+        drop = slope_high - slope_low
+        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
+        trial = 0.5 * (low + high) if k % 2 else torch.where(drop > 0, meet, high)
+        trial = torch.maximum(torch.minimum(trial, high), low)
+        worth, cost = _evaluate(field, trial)
+        value = worth + budget * trial
+        better = value < best
+        best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
+        over = cost > budget
+        low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
+        high, value_high, cost_high = _choose(over, (high, value_high, cost_high), (trial, value, cost))
+    return psi
 
 
 def _entropic(field: _Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
@@ -451,6 +510,6 @@ def intervals(source: InputSet, images: int, device: torch.device, chunk: int = 
         for part in every.split(chunk):
             signs = torch.full((part.shape[0],), sign, dtype=torch.float64, device=device)
             rows = units(source.shape, part // size, part % size, signs, like)
-            found.append(sign * source.upper(rows, source.search(rows)))
+            found.append(sign * source.maximum(rows))
         ends.append(torch.cat(found).reshape(images, *source.shape))
     return IntervalSet(ends[0], ends[1])

@@ -9,10 +9,10 @@ holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded f
 and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its minimum over
 the ball is the support function of :mod:`wball.certify.input_set`. No interval of pixels ever appears.
 
-Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching runs in
-float32 and only one final evaluation per row counts: that one is in float64 (rows, constants, input maximum), from
-float64 bounds of earlier layers, and is lowered by ``ROUNDING`` times the sum of the magnitudes that entered it. The
-network that is certified is the one with the given weights in exact arithmetic.
+Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching may run
+in float32. The evaluation that counts is in float64 (rows, constants, charges, input maximum), from float64 bounds of
+earlier layers, and is lowered by ``ROUNDING`` times the sum of the magnitudes that entered it. The network that is
+certified is the one with the given weights in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from wball.certify.anchor import Anchor, Gains, UnitAnchor, conv_anchor
 from wball.certify.graph import Activation, Graph, MaxPool, back
-from wball.certify.input_set import InputSet, Prices
+from wball.certify.input_set import InputSet, TransportSet
 from wball.certify.rows import Rows, units
 
 ROUNDING = 1e-12
@@ -94,16 +95,23 @@ class Relaxation:
         budget: int = 2**22,
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
+        self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
     # ---- one batch of rows
 
     def _relax(
-        self, bounds: Bounds, slopes: dict[int, Tensor] | None, record: bool, scale: list[Tensor] | None = None
+        self,
+        bounds: Bounds,
+        slopes: dict[int, Tensor] | None = None,
+        record: bool = False,
+        charged: list[tuple[Anchor, Rows]] | None = None,
+        scale: list[Tensor] | None = None,
     ) -> Callable[[int, Rows], tuple[Tensor, Rows]]:
         """The relaxation step of :func:`wball.certify.graph.back`.
 
         ``slopes`` holds lower slopes per row and coefficient; missing ones take their initial value, and are
-        written into it if ``record``. ``scale`` collects the magnitudes of the constants.
+        written into it if ``record``. With ``charged``, units that have an anchor are bounded by it, and their weights
+        are added to the list. ``scale`` collects the magnitudes of the constants.
         """
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
@@ -115,14 +123,19 @@ class Relaxation:
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
             slope, shift = upper_line(low, up, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
+            initial = self._initial(low, up, slope, op.leak)
+            if charged is not None and position in self.anchors:
+                anchor, centre = self.anchors[position]
+                bend, slope, shift, inside = anchored_line(low, up, centre.to(dtype), op.leak, slope, shift)
+                initial = torch.where(inside, torch.where(centre > 0, 1.0, op.leak).to(dtype), initial)
+                charged.append((anchor, rows.like(-negative * rows.read(bend))))
             if slopes is not None and position in slopes:
-                under = slopes[position].to(dtype)
                 crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
-                under = torch.where(crossing, under, rows.read(slope))
+                under = torch.where(crossing, slopes[position].to(dtype), rows.read(slope))
             else:
-                under = rows.read(self._initial(low, up, slope, op.leak))
+                under = rows.read(initial)
                 if slopes is not None and record:
-                    slopes[position] = under.detach().clone()
+                    slopes[position] = under.detach().float()
             constant = (negative * rows.read(shift)).flatten(1).sum(1)
             if scale is not None:
                 scale.append(constant.abs())
@@ -136,63 +149,64 @@ class Relaxation:
         ends = torch.where(up > -low, 1.0, leak).to(slope.dtype)
         return torch.where((low < 0) & (up > 0), ends, slope)
 
-    def _final(self, target: int, rows: Rows, bounds: Bounds, slopes: dict[int, Tensor] | None, prices: Prices) -> Tensor:
-        """The bound that counts, in float64."""
-        wide = rows.like(rows.coeff.to(torch.float64))
-        scale: list[Tensor] = []
-        constant, at_input = back(self.graph, target, wide, self._relax(bounds, slopes, False, scale))
-        largest = self.source.upper(at_input.like(-at_input.coeff), prices.to(torch.float64))
-        size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
-        for part in scale:
-            size = size + part
-        return constant - largest - ROUNDING * size
-
     @torch.no_grad()
-    def lower_bound(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent | None = None) -> Tensor:
-        """A sound lower bound of each row over the value of operation ``target``, ``(N,)`` in float64."""
-        slopes: dict[int, Tensor] | None = {} if ascent is not None and ascent.steps > 0 else None
-        constant, at_input = back(self.graph, target, rows, self._relax(bounds, slopes, True))
-        prices = self.source.search(at_input.like(-at_input.coeff), reg=self.reg)
-        first = self._final(target, rows, bounds, slopes, prices)
-        if slopes is None or ascent is None:
-            return first
-        prices = self._climb(target, rows, bounds, slopes, at_input, ascent)
-        return torch.maximum(first, self._final(target, rows, bounds, slopes, prices))
-
-    def _climb(
+    def lower_bound(
         self,
         target: int,
         rows: Rows,
         bounds: Bounds,
-        slopes: dict[int, Tensor],
-        at_input: Rows,
-        ascent: Ascent,
-    ) -> Prices:
-        """Improve ``slopes`` in place by Adam on the sum of the rows' bounds; return matching prices."""
-        box = self.source.zero_box_prices(at_input) if ascent.box else None
+        *,
+        anchored: bool = False,
+        slopes: dict[int, Tensor] | None = None,
+        record: bool = False,
+        box: Tensor | None = None,
+    ) -> tuple[Tensor, Rows, list[tuple[Anchor, Rows]], Tensor]:
+        """A sound lower bound of each row over the value of operation ``target``, ``(N,)`` in float64.
+
+        Also returns the linear function of the image behind it: rows, charges and constant.
+        """
+        charged: list[tuple[Anchor, Rows]] = []
+        scale: list[Tensor] = []
+        relax = self._relax(bounds, slopes, record, charged if anchored else None, scale)
+        constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
+        negated = at_input.like(-at_input.coeff)
+        largest = self.source.maximum(negated, charged, None if box is None else box.to(torch.float64), self.reg)
+        size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
+        for part in scale:
+            size = size + part
+        return constant - largest - ROUNDING * size, at_input, charged, constant
+
+    @torch.no_grad()
+    def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent) -> Tensor:
+        """The same bound with slopes and box prices improved by Adam; never below the initial one."""
+        slopes: dict[int, Tensor] = {}
+        first, at_input, _, _ = self.lower_bound(target, rows, bounds, slopes=slopes, record=True)
+        at_input = at_input.like(at_input.coeff.float())
+        box = self.source.box_prices(at_input) if ascent.box else None
         unit = at_input.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
         variables = {k: v.requires_grad_(True) for k, v in slopes.items()}
-        steppers: list[dict[str, object]] = [{"params": list(variables.values()), "lr": ascent.rate}]
+        groups: list[dict[str, object]] = [{"params": list(variables.values()), "lr": ascent.rate}] if variables else []
         if box is not None:
             unit = unit.view(-1, *[1] * (box.ndim - 1))
-            share = torch.zeros_like(box).requires_grad_(True)
-            steppers.append({"params": [share], "lr": ascent.box_rate})
-        optimiser = torch.optim.Adam(steppers, betas=(0.9, 0.9))
+            box.requires_grad_(True)  # in units of the row's largest coefficient
+            groups.append({"params": [box], "lr": ascent.box_rate})
+        if not groups:
+            return first
+        optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
         decay = 0.1 ** (1.0 / max(1, ascent.steps))
         for _ in range(ascent.steps):
             with torch.enable_grad():
-                constant, image_rows = back(self.graph, target, rows, self._relax(bounds, variables, False))
-            negated = image_rows.like(-image_rows.coeff.detach())
-            price = None if box is None else share.detach() * unit
-            prices = self.source.search(negated, price, steps=8)
-            z = self.source.maximiser(negated, prices)
-            with torch.enable_grad():
-                # Envelope theorem: at the best psi the input maximum moves with the rows as <., z> does.
-                loss = -(constant.sum() + (image_rows.coeff * z).sum())
-            optimiser.zero_grad()
-            loss.backward()
+                constant, image_rows = back(self.graph, target, rows, self._relax(bounds, variables))
+            prices = None if box is None else box.detach() * unit
+            z, surplus = self.source.slope(image_rows.like(-image_rows.coeff.detach()), prices)
+            if variables:
+                with torch.enable_grad():
+                    # Envelope theorem: at the best psi the input maximum moves with the rows as <., z> does.
+                    loss = -(constant.sum() + (image_rows.coeff * z).sum())
+                optimiser.zero_grad()
+                loss.backward()
             if box is not None:
-                share.grad = self.source.box_slope(negated, prices)
+                box.grad = surplus
             optimiser.step()
             for group in optimiser.param_groups:
                 group["lr"] *= decay
@@ -201,36 +215,43 @@ class Relaxation:
                 assert isinstance(op, Activation)
                 slope.data.clamp_(op.leak, 1.0)
             if box is not None:
-                share.data.clamp_(min=0.0)
-        for position in slopes:
-            slopes[position] = slopes[position].detach()
-        _, image_rows = back(self.graph, target, rows, self._relax(bounds, slopes, False))
-        price = None if box is None else share.detach() * unit
-        return self.source.search(image_rows.like(-image_rows.coeff), price)
+                box.data.clamp_(min=0.0)
+        found = {k: v.detach() for k, v in variables.items()}
+        prices = None if box is None else box.detach() * unit
+        last = self.lower_bound(target, rows, bounds, slopes=found, box=prices)[0]
+        return torch.maximum(first, last)
 
     # ---- whole layers
 
-    def chunk(self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, count: int) -> int:
+    def _chunk(self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool) -> int:
         """How many rows over ``target`` fit into the budget, from a trial with one."""
-        if count == 0:
-            return 1
         largest = [1]
+        step = self._relax(bounds)
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
-            largest.append(rows.coeff[0].numel())
-            constant, out = self._relax(bounds, None, False)(position, rows)
-            largest.append(out.coeff[0].numel())
+            constant, out = step(position, rows)
+            largest.extend((rows.coeff[0].numel(), out.coeff[0].numel()))
             return constant, out
 
         with torch.no_grad():
             _, at_input = back(self.graph, target, rows_of(torch.zeros(1, dtype=torch.long)), relax)
-        return max(1, self.budget // max(sum(largest), self.source.floats(at_input)))
+        return max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored)))
 
     @torch.no_grad()
-    def bound_layer(self, position: int, bounds: Bounds, images: int, like: Tensor, ascent: Ascent | None = None) -> None:
-        """Bound what relaxed operation ``position`` reads, for all images; with ``ascent`` only its unstable units.
+    def bound_layer(
+        self,
+        position: int,
+        bounds: Bounds,
+        images: int,
+        like: Tensor,
+        *,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+    ) -> None:
+        """Bound what relaxed operation ``position`` reads: all units at first, then only its unstable units again.
 
-        New bounds replace old ones only where they are tighter.
+        New bounds replace old ones only where they are tighter. ``anchored`` uses the anchors of earlier layers and
+        leaves one for this layer.
         """
         target = self.graph.ops[position].inputs[0]
         shape = self.graph.ops[target].shape
@@ -243,30 +264,30 @@ class Relaxation:
             bounds.lower[position], bounds.upper[position] = -empty, empty
             every = torch.arange(images * size, device=like.device)
             image, unit = every // size, every % size
-        image, unit = image.repeat(2), unit.repeat(2)
-        sign = torch.ones(image.shape[0], device=like.device)
-        sign[: image.shape[0] // 2] = -1
+        low, up = (b[position].view(images, size) for b in (bounds.lower, bounds.upper))
+        gains = _Collector(self, position, images, shape, like) if anchored else None
 
-        def rows_of(index: Tensor) -> Rows:
-            index = index.to(like.device)
-            return units(shape, image[index], unit[index], sign[index], like)
+        for sign, store in ((-1.0, up), (1.0, low)):
+            sign_of = torch.full((1,), sign, device=like.device)
 
-        step = self.chunk(target, rows_of, bounds, image.shape[0])
-        parts = [
-            self.lower_bound(target, rows_of(index), bounds, ascent)
-            for index in torch.arange(image.shape[0]).split(step)
-        ]
-        if not parts:
-            return
-        half = image.shape[0] // 2
-        found = torch.cat(parts)
-        place = (image[:half], unit[:half])
-        for store, value, tighter in (
-            (bounds.upper[position], -found[:half], torch.minimum),
-            (bounds.lower[position], found[half:], torch.maximum),
-        ):
-            flat = store.view(images, size)
-            flat[place] = tighter(flat[place], value)
+            def rows_of(index: Tensor, sign_of: Tensor = sign_of) -> Rows:
+                index = index.to(like.device)
+                return units(shape, image[index], unit[index], sign_of.expand(index.shape[0]), like)
+
+            if image.shape[0] == 0:
+                break
+            step = self._chunk(target, rows_of, bounds, anchored)
+            for index in torch.arange(image.shape[0], device=like.device).split(step):
+                rows, place = rows_of(index), (image[index], unit[index])
+                if ascent is not None:
+                    found = self.climb(target, rows, bounds, ascent)
+                else:
+                    found, at_input, charged, constant = self.lower_bound(target, rows, bounds, anchored=anchored)
+                    if gains is not None and sign < 0:
+                        gains.add(place, at_input, charged, constant)
+                store[place] = torch.minimum(store[place], -found) if sign < 0 else torch.maximum(store[place], found)
+        if gains is not None:
+            gains.finish()
 
     def bound_all(self, images: int, like: Tensor) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
@@ -276,7 +297,9 @@ class Relaxation:
         return bounds
 
     @torch.no_grad()
-    def margins(self, y: Tensor, bounds: Bounds, like: Tensor, ascent: Ascent | None = None) -> Tensor:
+    def margins(
+        self, y: Tensor, bounds: Bounds, like: Tensor, *, anchored: bool = False, ascent: Ascent | None = None
+    ) -> Tensor:
         """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``."""
         target = len(self.graph.ops) - 1
         classes = self.graph.ops[target].shape[0]
@@ -293,12 +316,77 @@ class Relaxation:
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
 
-        step = self.chunk(target, rows_of, bounds, image.shape[0])
         out = torch.full((images, classes), math.inf, dtype=torch.float64, device=like.device)
-        for index in torch.arange(image.shape[0]).split(step):
-            value = self.lower_bound(target, rows_of(index), bounds, ascent)
-            out[image[index.to(like.device)], other[index.to(like.device)]] = value
+        if image.shape[0] == 0:
+            return out
+        for index in torch.arange(image.shape[0], device=like.device).split(
+            self._chunk(target, rows_of, bounds, anchored)
+        ):
+            if ascent is not None:
+                value = self.climb(target, rows_of(index), bounds, ascent)
+            else:
+                value = self.lower_bound(target, rows_of(index), bounds, anchored=anchored)[0]
+            out[image[index], other[index]] = value
         return out
+
+
+class _Collector:
+    """Gathers a layer's upper rows into its anchor."""
+
+    LIMIT = 2**28
+    """Numbers the gains of one layer may hold; a layer that needs more keeps the usual upper lines."""
+
+    def __init__(self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor) -> None:
+        self.relaxation, self.position, self.images, self.shape = relaxation, position, images, shape
+        source = relaxation.source
+        assert isinstance(source, TransportSet)
+        self.source = source
+        self.centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=like.device)
+        self.ready = conv_anchor(relaxation.graph, position, source.moves) if source.matrix is None else None
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self.held = 0
+
+    def add(self, place: tuple[Tensor, Tensor], at_input: Rows, charged: list[tuple[Anchor, Rows]], constant: Tensor) -> None:
+        """Rows that bound ``-v``: their value at the image, and, for units with gains of their own, the gains."""
+        image, unit = place
+        centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
+        self.centre[place] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        if self.ready is not None or self.held > self.LIMIT:
+            return
+        moves, out, into = self.source.gains(at_input.like(-at_input.coeff), charged)
+        self.held += moves.numel()
+        self.parts.append((image, unit, moves, out, into))
+
+    def finish(self) -> None:
+        """Register the anchor, unless it is too large."""
+        anchor: Anchor | None = self.ready
+        if anchor is None and self.parts and self.held <= self.LIMIT:
+            image, unit, moves, out, into = (torch.cat(part) for part in zip(*self.parts, strict=True))
+            each = [(image == k).nonzero()[:, 0] for k in range(self.images)]
+            anchor = UnitAnchor(self.shape, [Gains(unit[i], moves[i], out[i], into[i]) for i in each])
+        if anchor is not None:
+            self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
+
+
+def anchored_line(
+    low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where there is one.
+
+    Where the unit is stable or its centre is not strictly inside, the given line stays, without a bend.
+    """
+    inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
+    at = torch.where(inside, centre, 0.5 * (low + up))
+    value = torch.where(at > 0, at, leak * at)
+    left = (value - leak * low) / (at - low)
+    right = (up - value) / (up - at)
+    bend = torch.where(inside, right - left, torch.zeros_like(slope))
+    return (
+        bend.clamp(min=0),
+        torch.where(inside, left, slope),
+        torch.where(inside, value - left * at, shift),
+        inside,
+    )
 
 
 def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,222 @@
+r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that moves.
+
+The usual upper line of an unstable unit lies above the activation at *every* point, so each of hundreds of unstable units
+costs something even if nothing moves, as if the attacker could spend the whole budget on all of them at once. In
+terms of a transport plan ``P`` this is avoidable. Let ``v`` be the unit's input, ``v0`` its value at the image, and
+``l <= v <= u`` over the ball. Interpolating the convex activation ``f`` at ``l``, ``v0`` and ``u`` gives
+
+.. math::
+    f(v) \le f(v_0) + \beta\,(v - v_0) + \omega\,(v - v_0)^+, \qquad
+    \beta = \frac{f(v_0) - f(l)}{v_0 - l}, \quad \beta + \omega = \frac{f(u) - f(v_0)}{u - v_0}
+
+and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then ``(v - v0)^+ <= sum_ij P_ij max(g_ij, 0)``. So a
+row that multiplies the unit by ``-b < 0`` is bounded by a linear function of the image minus
+``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a *charge* that depends on where it comes from
+and where it goes, and its minimum over the ball is the same scalar search over ``psi`` as before, with charges added
+to the gains of the moves:
+
+.. math::
+    \max_P \sum_{ij} P_{ij} (a_j + M_{ij}) \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
+
+An :class:`Anchor` knows ``max(g_ij, 0)`` for the units of one activation. In a first convolution ``g_ij = w_j - w_i``
+is the same for all positions, so the charges are one transposed convolution; for later layers ``g`` comes from the
+units' own backward bounds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wball.certify.graph import Conv2d, Diagonal, Graph, Input
+from wball.certify.rows import Rows
+
+Moves = list[tuple[int, int, float]]
+
+
+@dataclass(frozen=True)
+class Charges:
+    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each source.
+
+    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h, w) for its target.
+    """
+
+    moves: Tensor
+    out: Tensor
+    into: Tensor
+
+    def plus(self, other: Charges) -> Charges:
+        return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
+
+
+class Anchor(ABC):
+    """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""
+
+    layer: tuple[int, ...]
+
+    @abstractmethod
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows can always be charged."""
+
+    @abstractmethod
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        """Charges for weights ``b * omega >= 0`` on the units, on the sources of image rows ``rows``.
+
+        ``active`` lists the sources ``(B, C, S)`` of dense rows (``None``: all pixels).
+        """
+
+
+class ConvAnchor(Anchor):
+    """The units of a convolution of the image: the same gains at every position, for every image."""
+
+    def __init__(
+        self,
+        layer: tuple[int, ...],
+        kernel: Tensor,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        shape: tuple[int, ...],
+        moves: Moves,
+    ) -> None:
+        self.layer, self.stride, self.padding, self.shape = layer, stride, padding, shape
+        self.moves = [m for m in moves if m[:2] != (0, 0)]
+        self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
+        self.size = (kernel.shape[2], kernel.shape[3])
+        around = self.radius
+        wide = F.pad(kernel, (around,) * 4)
+        wider = F.pad(kernel, (2 * around,) * 4)
+        height, width = wide.shape[2:]
+        parts = [
+            wider[..., around + r : around + r + height, around + c : around + c + width] - wide
+            for r, c, _ in self.moves
+        ]
+        parts += [-wide, wide]
+        stacked = torch.stack(parts, 2).clamp(min=0)  # (units, C, K + 2, h, w)
+        self.kernel = stacked.flatten(1, 2)
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        if weights.corner is None or rows.corner is None:
+            return False
+        for k in (0, 1):
+            side = (weights.coeff.shape[2 + k] - 1) * self.stride[k] + self.size[k]
+            corner = weights.corner[k] * self.stride[k] - self.padding[k]
+            if side != rows.coeff.shape[2 + k] or not torch.equal(corner, rows.corner[k]):
+                return False
+        return True
+
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        kernel = self.kernel.to(weights.coeff.dtype)
+        count, channels = len(self.moves), self.shape[0]
+        if rows.corner is not None:
+            raw = F.conv_transpose2d(weights.coeff, kernel, stride=self.stride)
+        else:
+            raw = F.conv_transpose2d(weights.coeff, kernel, stride=self.stride)
+            top, left = (self.padding[k] + self.radius for k in (0, 1))
+            bottom = self.shape[1] + top - raw.shape[2]
+            right = self.shape[2] + left - raw.shape[3]
+            raw = F.pad(raw, (-left, right, -top, bottom))
+        raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
+        moves, out, into = raw[:, :, :count].flatten(3), raw[:, :, count].flatten(2), raw[:, :, count + 1]
+        if rows.corner is None and active is not None:
+            place = active[rows.image]
+            moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
+            out = out.gather(2, place)
+        return Charges(moves, out, into)
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Positive gains of some units of one image, on the sources of dense rows."""
+
+    unit: Tensor  # (U,), flat positions in the layer
+    moves: Tensor  # (U, C, K, S)
+    out: Tensor  # (U, C, S)
+    into: Tensor  # (U, C, H, W)
+
+
+class UnitAnchor(Anchor):
+    """Units with gains of their own, listed image by image; units that are not listed must not be charged."""
+
+    def __init__(self, layer: tuple[int, ...], images: list[Gains]) -> None:
+        self.layer, self.images = layer, images
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        return False
+
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        flat = weights.coeff.flatten(1)
+        first = self.images[0]
+        dtype, count = flat.dtype, flat.shape[0]
+        moves = flat.new_zeros((count, *first.moves.shape[1:]))
+        out = flat.new_zeros((count, *first.out.shape[1:]))
+        into = flat.new_zeros((count, *first.into.shape[1:]))
+        for image in rows.image.unique().tolist():
+            mine = (rows.image == image).nonzero()[:, 0]
+            gains = self.images[image]
+            weight = flat[mine][:, gains.unit]
+            for total, part in ((moves, gains.moves), (out, gains.out), (into, gains.into)):
+                total[mine] = (weight @ part.flatten(1).to(dtype)).reshape(-1, *total.shape[1:])
+        return Charges(moves, out, into)
+
+
+def conv_anchor(graph: Graph, position: int, moves: Moves) -> ConvAnchor | None:
+    """The anchor of an activation that reads a convolution of the image (up to scaling of channels), else ``None``."""
+    before, after = None, None
+    convolution: Conv2d | None = None
+    place = graph.ops[position].inputs[0]
+    while not isinstance(graph.ops[place], Input):
+        op = graph.ops[place]
+        if isinstance(op, Diagonal) and op.scale.shape[2:] == (1, 1):
+            scale = op.scale.to(torch.float64).flatten()
+            if convolution is None:
+                after = scale if after is None else after * scale
+            else:
+                before = scale if before is None else before * scale
+        elif isinstance(op, Conv2d) and convolution is None:
+            convolution = op
+        else:
+            return None
+        place = op.inputs[0]
+    if convolution is None or len(graph.ops[place].shape) != 3:
+        return None
+    kernel = _ungrouped(convolution)
+    if after is not None:
+        kernel = kernel * after.view(-1, 1, 1, 1)
+    if before is not None:
+        kernel = kernel * before.view(1, -1, 1, 1)
+    layer = graph.ops[position].shape
+    return ConvAnchor(layer, kernel, convolution.stride, convolution.padding, graph.ops[place].shape, moves)
+
+
+def _ungrouped(op: Conv2d) -> Tensor:
+    """The kernel in float64 without groups or dilation: zeros where they skip."""
+    weight = op.weight.detach().to(torch.float64)
+    units, each, height, width = weight.shape
+    tall, broad = op.dilation[0] * (height - 1) + 1, op.dilation[1] * (width - 1) + 1
+    out = weight.new_zeros((units, each * op.groups, tall, broad))
+    per = units // op.groups
+    for g in range(op.groups):
+        mine = slice(g * per, (g + 1) * per)
+        out[mine, g * each : (g + 1) * each, :: op.dilation[0], :: op.dilation[1]] = weight[mine]
+    return out
+
+
+def spread(patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
+    size = (patches.shape[-2], patches.shape[-1])
+    if active is None:
+        place = torch.arange(shape[1] * shape[2], device=image.device).expand(image.shape[0], patches.shape[1], -1)
+    else:
+        place = active[image]
+    row = place // shape[2] - corner[0].view(-1, 1, 1)
+    column = place % shape[2] - corner[1].view(-1, 1, 1)
+    keep = (row >= 0) & (row < size[0]) & (column >= 0) & (column < size[1])
+    index = torch.where(keep, row * size[1] + column, 0)
+    found = patches.flatten(3).gather(3, index[:, :, None].expand(-1, -1, patches.shape[2], -1))
+    return found * keep[:, :, None]
+
+
