@@ -1,0 +1,240 @@
+r"""What the Triton kernels share: images staged with a halo, tables of moves, and passes over a stencil.
+
+Triton cannot gather from registers, so what neighbours must see (potentials, row terms, factors) is *staged* in a
+small global buffer per image that stays in the first-level cache. Rows are ``W + rc`` apart and planes ``H + rr`` rows
+apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of a row is also the halo to the left of
+the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
+no bounds are checked, and a buffer is little larger than the images. Halos hold ``-inf`` in logs: no mass.
+
+Moves come as a table ordered by ring, the centre alone in ring 0. Rings are unrolled (each is a tensor in registers),
+the moves inside a ring are a loop, so that large windows compile as fast as small ones.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Move = tuple[int, int, float]
+
+MAX_ON_CHIP = 4096
+"""Images up to this many values are solved by one program that keeps them in registers."""
+TILE = 1024
+"""Values per program of a larger image."""
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """Moves on images of one shape, as the kernels read them.
+
+    Attributes:
+        shape: ``(C, H, W)``.
+        reach: largest row and column offset ``(rr, rc)``.
+        ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
+        offset: address offset of each move, int32.
+        price: cost of each move, float32.
+        pair_offset: offsets of pairs of opposite moves, each pair once.
+        pair_price: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
+    """
+
+    shape: tuple[int, int, int]
+    reach: tuple[int, int]
+    ends: tuple[int, ...]
+    offset: Tensor
+    price: Tensor
+    pair_offset: Tensor
+    pair_price: Tensor
+
+    @property
+    def values(self) -> int:
+        channels, height, width = self.shape
+        return channels * height * width
+
+    @property
+    def guard(self) -> int:
+        """Staged values before the first pixel."""
+        return self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
+
+    @property
+    def staged(self) -> int:
+        """Staged values per image."""
+        channels, height, width = self.shape
+        return channels * (height + self.reach[0]) * (width + self.reach[1])
+
+    def stage(self, count: int, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+        """``count`` buffers for a batch, each starting at its first pixel."""
+        buffers = torch.empty((count, self.guard + batch * self.staged), dtype=torch.float32, device=device)
+        return tuple(buffers[k, self.guard :] for k in range(count))
+
+    def unstage(self, buffer: Tensor, batch: int) -> Tensor:
+        """The pixels of a staged buffer, as a view ``(B, C, H, W)``."""
+        channels, height, width = self.shape
+        row = width + self.reach[1]
+        plane = (height + self.reach[0]) * row
+        return buffer.as_strided(
+            (batch, channels, height, width), (channels * plane, plane, row, 1), buffer.storage_offset()
+        )
+
+
+def stencil(moves: Sequence[Move], x: Tensor) -> Stencil:
+    """The tables for images like ``x`` (built once per shape and device)."""
+    return _stencil(tuple(moves), tuple(int(n) for n in x.shape[1:]), x.device)
+
+
+@lru_cache(maxsize=64)
+def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch.device) -> Stencil:
+    if not moves or moves[0] != (0, 0, 0.0):
+        raise ValueError(f"moves must start with (0, 0, 0.0), the move that stays, got {moves[:1]}")
+    rr, rc = max(abs(r) for r, _, _ in moves), max(abs(c) for _, c, _ in moves)
+    row = shape[2] + rc
+    ends, rest = [0, 1], sorted(moves[1:], key=lambda move: move[2])
+    for k, move in enumerate(rest):
+        if k + 1 == len(rest) or rest[k + 1][2] != move[2]:
+            ends.append(k + 2)
+    ordered = [moves[0], *rest]
+    cost = {(r, c): price for r, c, price in rest}
+    pairs = []
+    for r, c, price in rest:
+        back = cost.get((-r, -c))
+        if back is None:
+            pairs.append((r * row + c, price, -1.0))
+        elif (r, c) > (-r, -c):
+            pairs.append((r * row + c, price, back))
+
+    def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    return Stencil(
+        shape,
+        (rr, rc),
+        tuple(ends),
+        table([r * row + c for r, c, _ in ordered], torch.int32),
+        table([price for *_, price in ordered], torch.float32),
+        table([p[0] for p in pairs] or [0], torch.int32),
+        table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
+    )
+
+
+@triton.jit
+def staged_position(index, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
+    """Address of pixel ``index`` (counted without halos) in an image's staged buffer."""
+    inside = index % (H * W)
+    return index // (H * W) * ((H + RR) * (W + RC)) + inside // W * (W + RC) + inside % W
+
+
+@triton.jit
+def is_halo(place, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
+    """Whether a staged address (from ``-guard`` on) is no pixel."""
+    ahead = tl.maximum(place, 0)
+    return (place < 0) | (ahead % ((H + RR) * (W + RC)) // (W + RC) >= H) | (ahead % (W + RC) >= W)
+
+
+@triton.jit
+def ring_prices(price_ptr, ENDS: tl.constexpr):
+    """The cost of each ring, as a tuple of scalars."""
+    prices = (0.0,)
+    for d in tl.static_range(1, len(ENDS) - 1):
+        prices = prices + (tl.load(price_ptr + ENDS[d]),)
+    return prices
+
+
+@triton.jit
+def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr):
+    """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the centre."""
+    rings = (own,)
+    for d in tl.static_range(1, len(ENDS) - 1):
+        top = tl.load(s_ptr + place + tl.load(offset_ptr + ENDS[d]))
+        for k in tl.range(ENDS[d] + 1, ENDS[d + 1]):
+            top = tl.maximum(top, tl.load(s_ptr + place + tl.load(offset_ptr + k)))
+        top = tl.maximum(top, -3.0e38)  # a ring that lies outside the image has no top to subtract
+        total = tl.zeros_like(own)
+        for k in tl.range(ENDS[d], ENDS[d + 1]):
+            total += tl.exp(tl.load(s_ptr + place + tl.load(offset_ptr + k)) - top)
+        rings = rings + (top + tl.log(total),)
+    return rings
+
+
+@triton.jit
+def ring_moments(rings, prices, psi):
+    """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that moves."""
+    top = rings[0]
+    for d in tl.static_range(1, len(rings)):
+        top = tl.maximum(top, rings[d] - psi * prices[d])
+    stay = tl.exp(rings[0] - top)
+    moving = tl.zeros_like(top)
+    first = tl.zeros_like(top)
+    second = tl.zeros_like(top)
+    for d in tl.static_range(1, len(rings)):
+        weight = tl.exp(rings[d] - psi * prices[d] - top)
+        moving += weight
+        first += prices[d] * weight
+        second += prices[d] * prices[d] * weight
+    total = stay + moving
+    mean = first / total
+    # Digits are lost where all of a row moves by one ring; the variance only steers a bracketed search.
+    variance = tl.maximum(second / total - mean * mean, 0.0)
+    return mean, variance, top + tl.log(total), moving / total
+
+
+@triton.jit
+def newton_step(psi, low, high, cost, slope, budget, tolerance):
+    """One bracketed Newton step on ``log(cost)``; returns ``(psi, low, high, done)`` with psi kept where done."""
+    inside = cost <= budget
+    done = inside & ((cost >= budget * (1 - tolerance)) | (psi == 0.0))
+    low = tl.where(inside, low, psi)
+    high = tl.where(inside, psi, high)
+    step = psi + cost * tl.log(cost / (budget * (1 - tolerance / 2))) / slope
+    step = tl.maximum(step, 0.0)
+    middle = tl.where(high == float("inf"), 2 * psi + 1, 0.5 * (tl.maximum(low, 0.0) + high))
+    step = tl.where((step > low) & (step < high), step, middle)
+    return tl.where(done, psi, step), low, high, done
+
+
+@triton.jit
+def arriving(t_ptr, place, own, psi, offset_ptr, price_ptr, MOVES: tl.constexpr):
+    """What arrives at each pixel from others: ``sum_k exp(t[i - k] + own - psi c_k)``."""
+    total = tl.zeros_like(own)
+    for k in tl.range(1, MOVES):
+        start = tl.load(t_ptr + place - tl.load(offset_ptr + k))
+        total += tl.exp(start + own - psi * tl.load(price_ptr + k))
+    return total
+
+
+@triton.jit
+def exchange(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, offset_ptr, price_ptr, MOVES: tl.constexpr):
+    """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
+    sent = tl.zeros_like(s)
+    received = tl.zeros_like(s)
+    for k in tl.range(1, MOVES):
+        offset = tl.load(offset_ptr + k)
+        toll = psi * tl.load(price_ptr + k)
+        ahead, behind = place + offset, place - offset
+        sent += tl.exp(t + tl.load(s_ptr + ahead) - toll) * tl.load(keep_ptr + ahead)
+        received += tl.exp(tl.load(t_ptr + behind) + s - toll) * tl.load(give_ptr + behind)
+    return sent, received
+
+
+@triton.jit
+def pair_costs(
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr
+):
+    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel."""
+    cost = tl.zeros_like(s)
+    net = tl.zeros_like(s)
+    for k in tl.range(0, PAIRS):
+        ahead = place + tl.load(offset_ptr + k)
+        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
+        out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
+        into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back) * (keep * tl.load(give_ptr + ahead))
+        into = tl.where(back >= 0, into, 0.0)
+        back = tl.maximum(back, 0.0)
+        cost += there * out + back * into
+        net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
+    return cost, net
