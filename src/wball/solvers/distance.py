@@ -28,7 +28,7 @@ unmatched mass are at most ``MASS_TOL`` of the image's mass, and infinite otherw
 common to ``x`` and ``z`` can stay (replace ``i -> j -> k`` by ``i -> k``: not dearer, by the triangle inequality),
 and is removed first. This is *not* exact inside a window, where ``i -> k`` may be forbidden, nor for p > 1, so it is
 not done there. A small window is tried before the dense problem: if its dual prices respect every move outside it, it
-is the optimum of both.
+is the optimum of both. Measured for points of an attack: 4 ms (MNIST), 40 ms (CIFAR, p = 1), 90 ms (CIFAR, p = 2).
 
 **Entropic** (finite ``reg``): see :func:`entropic`.
 """
@@ -63,6 +63,7 @@ MASS_TOL = 1e-4
 _TRY_RADIUS = 3.7  # first window of a full plan: moves of an attack with a 5 x 5 window that were chained twice
 _PRICE_TOL = 1e-10  # dual prices may be violated by this fraction of the largest cost
 _MAX_PIVOTS = 10_000_000
+_SHORT_PATH = 64  # unmatched mass is priced like a path of so many moves at first
 
 
 def distance(
@@ -207,28 +208,32 @@ def _local(start: Index, end: Index, price: Array, a: Array, b: Array) -> _Flow:
     n, m = len(rows), len(columns)
     kept = (a[start] > 0) & (b[end] > 0)
     i, j, c = np.searchsorted(rows, start[kept]), np.searchsorted(columns, end[kept]), price[kept]
-    # Node n of the rows and node m of the columns take what has no move. An alternating path that would place it has at
-    # most min(n, m) forward moves, and replaces two arcs at price M: so this M is dearer than any such path.
-    dear = float(price.max()) * min(n, m) + 1.0
+    # Node n of the rows and node m of the columns take what has no move.
     i = np.concatenate([i, np.arange(n), np.full(m, n), [n]])
     j = np.concatenate([j, np.full(n, m), np.arange(m), [m]])
-    c = np.concatenate([c, np.full(n + m, dear), [0.0]])
     reserve = float(a.sum())
     supply, demand = np.append(a[rows], reserve), np.append(b[columns], reserve)
-    flow, u, v = _simplex(i, j, c, supply, demand)
-    outer = (i == n) | (j == m)
-    unmatched = float(flow[outer & (c > 0)].sum()) / 2
-    return _Flow(float(flow[~outer] @ c[~outer]), unmatched, u[:-1], v[:-1])
+    # An alternating path that would place unmatched mass has at most min(n, m) forward moves and replaces two arcs at
+    # price M, so M = min(n, m) * max(C) is dear enough. It also costs digits. Less is as good if it matches all mass.
+    for length in sorted({min(n, m, _SHORT_PATH), min(n, m)}):
+        dear = float(price.max()) * length + 1.0
+        flow, u, v = _simplex(i, j, np.concatenate([c, np.full(n + m, dear), [0.0]]), supply, demand)
+        unmatched = float(flow[len(c) : -1].sum()) / 2
+        if unmatched <= 1e-12 * reserve:
+            break
+    return _Flow(float(flow[: len(c)] @ c), unmatched, u[:-1], v[:-1])
 
 
 def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tuple[Array, Array, Array]:
     """Flow on each arc and the dual prices, by network simplex; by HiGHS should that not return an optimum."""
+    scale = float(supply.sum())  # the solvers' tolerances are absolute: give them masses that sum to 1
+    supply, demand = supply / scale, demand / scale
     costs = sparse.coo_matrix((c, (i, j)), shape=(len(supply), len(demand)))
     plan, log = ot.emd(
         supply, demand, costs, numItermax=_MAX_PIVOTS, log=True, center_dual=False, check_marginals=False
     )
     u, v = np.asarray(log["u"]), np.asarray(log["v"])
-    key, scale = i * len(demand) + j, float(supply.sum())
+    key = i * len(demand) + j
     order = np.argsort(key)
     plan = plan.tocoo()
     found = order[np.searchsorted(key, plan.row.astype(np.int64) * len(demand) + plan.col, sorter=order)]
@@ -238,16 +243,16 @@ def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tupl
     columns = np.bincount(j, flow, len(demand)) - demand
     gap = float(flow @ c - u @ supply - v @ demand)
     violated = float((u[i] + v[j] - c).max())
-    ceiling = float(c.max())
-    good = np.abs(rows).max() <= 1e-12 * scale and np.abs(columns).max() <= 1e-12 * scale
-    if good and abs(gap) <= 1e-12 * scale * ceiling and violated <= 1e-12 * ceiling:
-        return flow, u, v
+    ceiling = float(c.max())  # prices are sums along the tree of the simplex: they err in proportion
+    good = np.abs(rows).max() <= 1e-12 and np.abs(columns).max() <= 1e-12
+    if good and abs(gap) <= 1e-12 * ceiling and violated <= 1e-11 * ceiling:
+        return flow * scale, u, v
     # One balance follows from the others and is left out: with rounding it might contradict them.
     balance = sparse.csr_matrix((np.ones(2 * len(c)), (np.append(i, j + len(supply)), np.tile(np.arange(len(c)), 2))))
-    wanted = np.append(supply, demand)[:-1] / scale
+    wanted = np.append(supply, demand)[:-1]
     options = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
     answer = linprog(c, A_eq=balance[:-1], b_eq=wanted, method="highs", options=options)
-    if answer.x is None:
+    if answer.status != 0:
         raise RuntimeError(f"no optimal flow was found: network simplex {log['warning']}, HiGHS {answer.message}")
     prices = np.append(answer.eqlin.marginals, 0.0)
     return np.asarray(answer.x) * scale, prices[: len(supply)], prices[len(supply) :]
@@ -272,15 +277,16 @@ def _full(cost: GridCost, a: Array, b: Array, width: int) -> float:
         excess = np.add.outer(near.row_price, near.column_price) - price
         if float(excess.max()) <= _PRICE_TOL * float(price.max()):
             return near.cost
-    plan = ot.emd(a[rows], b[columns], price, numItermax=_MAX_PIVOTS, check_marginals=False)
-    return float((plan * price).sum())
+    mass = float(a.sum())
+    plan = ot.emd(a[rows] / mass, b[columns] / mass, price, numItermax=_MAX_PIVOTS, check_marginals=False)
+    return mass * float((plan * price).sum())
 
 
 # Entropic -------------------------------------------------------------------------------------------------------
 
 
 def entropic(
-    cost: GroundCost, x: Array, z: Array, reg: float, exact: float, *, tol: float = 1e-8, max_iter: int = 200
+    cost: GroundCost, x: Array, z: Array, reg: float, exact: float, *, tol: float = 1e-7, max_iter: int = 200
 ) -> float:
     r"""Cost ``<P, C>`` of the entropic plan between two images ``(C, H, W)``, in mass units.
 
@@ -300,13 +306,17 @@ def entropic(
 
     A stage ends when the columns are right up to 1e-6 in l1 as a fraction of the mass (the last one: ``tol``) or after
     ``max_iter`` steps. Converged or not, the result is kept between what theory allows for ``K`` moves per pixel:
-    ``W <= <P, C> <= W + log(K) / reg``, where ``W`` is the ``exact`` distance (inf if no plan exists at all).
+    ``W <= <P, C> <= W + log(K) / reg``, where ``W`` is the ``exact`` distance (inf if no plan exists at all). Where
+    that leaves less than ``tol``, there is nothing to compute. Measured: 10 ms (reg 1) to 0.3 s (reg 1e6) for an MNIST
+    image, 0.15 s to 11 s for a CIFAR image.
     """
     mass = float(x.sum())
     if mass == 0 or not math.isfinite(exact):
         return exact
     start, end, price = _moves(cost, x.shape[1], x.shape[2])
-    count = int(np.bincount(start).max())
+    room = math.log(int(np.bincount(start).max())) / reg
+    if room <= tol:
+        return exact
     total = 0.0
     for a, b in zip(x.reshape(len(x), -1) / mass, np.clip(z, 0, None).reshape(len(z), -1) / mass, strict=True):
         rows, columns = np.flatnonzero(a), np.flatnonzero(b)
@@ -314,7 +324,7 @@ def entropic(
             kept = (a[start] > 0) & (b[end] > 0)
             i, j = np.searchsorted(rows, start[kept]), np.searchsorted(columns, end[kept])
             total += _Semidual(i, j, price[kept], a[rows], b[columns] * (a.sum() / b.sum())).solve(reg, tol, max_iter)
-    return min(max(total * mass, exact), exact + mass * math.log(count) / reg)
+    return min(max(total * mass, exact), exact + mass * room)
 
 
 class _Semidual:
@@ -377,4 +387,5 @@ class _Semidual:
         shape = (len(self.x), len(self.z))
         half = sparse.csr_matrix((plan / np.sqrt(self.x)[self.i] * scale[self.j], (self.i, self.j)), shape=shape)
         hessian = (1 + damping) * sparse.identity(len(self.z), format="csc") - (half.T @ half).tocsc()
-        return np.asarray(scale * splu(hessian).solve(scale * gradient))
+        factors = splu(hessian, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options={"SymmetricMode": True})
+        return np.asarray(scale * factors.solve(scale * gradient))
