@@ -459,6 +459,7 @@ def _joined(parts: list[AttackResult]) -> AttackResult:
         return parts[0]
     fields: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("images", "success", "distance", "loss", "n_steps", "radius")
+        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member")
+        if getattr(parts[0], name) is not None
     }
     return AttackResult(status=sum((part.status for part in parts), ()), **fields)

@@ -1,0 +1,308 @@
+"""What every attack promises, tried on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack
+from wball.attacks import Attack, AttackStatus
+from wball.ball import WassersteinBall
+
+Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
+BALL = WassersteinBall(0.3)
+
+ATTACKS: dict[str, Attack] = {
+    "dual averaging": DualAveraging(BALL, steps=8),
+    "dual averaging, random start": DualAveraging(BALL, steps=5, random_start=5.0, objective="margin"),
+    "pgd": PGD(BALL, steps=3),
+    "pgd, entropic, l2": PGD(BALL, steps=3, step="l2", step_size=0.5, reg=1e4, random_start=True),
+    "pgd, conjugate step": PGD(BALL, steps=2, step="wasserstein", step_size=0.1),
+    "frank-wolfe": FrankWolfe(BALL, steps=3),
+    "frank-wolfe, line search": FrankWolfe(BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"),
+    "fast": StandardAttack(BALL, version="fast"),
+    "linf pgd": PGD(LinfBall(0.1), steps=5, random_start=True),
+    "linf frank-wolfe": FrankWolfe(LinfBall(0.1), steps=5),
+}
+every_attack = pytest.mark.parametrize("name", ATTACKS)
+SOLVERS = [name for name in ATTACKS if name.startswith(("pgd", "frank"))]
+WRONG, BLACK = 5, 3  # positions in the fixtures
+
+
+def chosen(name: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """All images, or a few for attacks that solve a convex program at each step."""
+    keep = [0, BLACK, WRONG, 1] if name in SOLVERS else list(range(10))
+    return images[keep], labels[keep], keep
+
+
+def assert_same(a: AttackResult, b: AttackResult, tol: float = 1e-5) -> None:
+    torch.testing.assert_close(a.images, b.images, atol=tol, rtol=0)
+    assert torch.equal(a.success, b.success) and torch.equal(a.n_steps, b.n_steps)
+    assert a.status == b.status
+    torch.testing.assert_close(a.distance, b.distance, atol=1e-4, rtol=0)
+
+
+@every_attack
+def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+    attack = ATTACKS[name]
+    images, labels, keep = chosen(name, images, labels)
+    wrong, black = keep.index(WRONG), keep.index(BLACK)
+    before = images.clone()
+    result = attack(net, images, labels)
+    assert torch.equal(images, before)
+    check_valid(attack.ball, images, result.images)
+    with torch.no_grad():
+        top = net(result.images).argmax(1)
+    assert torch.equal(top != labels, result.success)
+    assert int(result.success.sum()) > 1, "nothing was broken: the test shows nothing"
+    assert result.success[wrong] and result.distance[wrong] == 0
+    assert result.status[wrong] is AttackStatus.ALREADY_WRONG and torch.equal(result.images[wrong], images[wrong])
+    assert (result.distance <= torch.as_tensor(attack.ball.eps, dtype=torch.float64) * (1 + 1e-6)).all()
+    exact = attack.ball.distance(images, result.images)
+    moving = images.flatten(1).sum(1) > 0
+    assert (result.distance[moving] >= exact[moving].double() - 1e-5).all()
+    if isinstance(attack.ball, WassersteinBall):
+        assert torch.equal(result.images[black], images[black])  # a ball of one point
+    for i, status in enumerate(result.status):
+        assert (status in (AttackStatus.FOUND, AttackStatus.ALREADY_WRONG)) == bool(result.success[i])
+    assert result.robust_accuracy == pytest.approx(1 - float(result.success.float().mean()))
+
+
+@every_attack
+def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+    attack = ATTACKS[name]
+    images, labels, _ = chosen(name, images, labels)
+    with torch.no_grad():
+        target = net(images).topk(2, 1).indices[:, 1]
+    result = attack(net, images, labels, target=target)
+    check_valid(attack.ball, images, result.images)
+    with torch.no_grad():
+        assert torch.equal(net(result.images).argmax(1) == target, result.success)
+    assert result.success.any()
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if not getattr(ATTACKS[name], "random_start", False)])
+def test_a_batch_is_a_loop(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack, count = ATTACKS[name], 2 if name in SOLVERS else 5
+    together = attack(net, images[:count], labels[:count])
+    for i in range(count):
+        alone = attack(net, images[i : i + 1], labels[i : i + 1])
+        assert bool(alone.success[0]) == bool(together.success[i])
+        torch.testing.assert_close(alone.images[0], together.images[i], atol=2e-3, rtol=0)
+
+
+@every_attack
+def test_same_seed_same_result(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = ATTACKS[name]
+    images, labels, _ = chosen(name, images, labels)
+    results = [attack(net, images, labels, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert_same(*results, tol=0)
+
+
+@pytest.mark.parametrize("name", ["dual averaging", "linf pgd", "linf frank-wolfe", "fast"])
+def test_model_is_left_as_found(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    net.train()
+    net.drop.eval()  # modes may differ between modules
+    net.head.weight.requires_grad_(False)
+    net.conv.weight.grad = torch.ones_like(net.conv.weight)
+    running, state = net.norm.running_mean.clone(), torch.get_rng_state()
+    attack = ATTACKS[name]
+    with pytest.warns(wball.attacks.checks.TrainModeWarning) if name == "fast" else torch.no_grad():
+        attack(net, images, labels)
+    assert net.training and net.conv.training and not net.drop.training
+    assert not net.head.weight.requires_grad and net.conv.weight.requires_grad
+    assert torch.equal(net.conv.weight.grad, torch.ones_like(net.conv.weight))
+    assert torch.equal(net.norm.running_mean, running)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_model_is_left_as_found_when_it_fails(images: Tensor) -> None:
+    class Fails(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 2:
+                raise ZeroDivisionError
+            return x.flatten(1)[:, :4]
+
+    model, state = Fails().train(), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        DualAveraging(BALL, steps=5)(model, images, torch.zeros(10, dtype=torch.long))
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_grad_and_inference_mode_around_the_call(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = ATTACKS["dual averaging"]
+    plain = attack(net, images, labels)
+    with torch.no_grad():
+        assert_same(attack(net, images, labels), plain, tol=0)
+    with torch.inference_mode():
+        inside = attack(net, images.clone(), labels.clone())
+    assert_same(inside, plain, tol=0)
+
+
+@pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe", "fast"])
+def test_radius_zero_returns_the_clean_images(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    images, labels, keep = chosen(name, images, labels)
+    result = ATTACKS[name].at(0.0)(net, images, labels)
+    torch.testing.assert_close(result.images, images, atol=1e-6, rtol=0)
+    assert result.success.nonzero().flatten().tolist() == [keep.index(WRONG)]
+
+
+@pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe"])
+def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+    images, labels, keep = chosen(name, images, labels)
+    eps = torch.linspace(0, 0.5, len(keep), dtype=torch.float64)
+    attack = replace(ATTACKS[name].at(eps), batch_size=3)
+    result = attack(net, images, labels)
+    check_valid(BALL.at(eps), images, result.images)
+    assert (result.distance <= eps * (1 + 1e-6)).all()
+    assert torch.equal(result.radius[result.distance > 0], eps[result.distance > 0])
+
+
+def test_larger_radius_breaks_more(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    accuracy = [DualAveraging(BALL.at(eps), steps=20)(net, images, labels).robust_accuracy for eps in (0.02, 0.2, 0.8)]
+    assert accuracy[0] > accuracy[1] >= accuracy[2]
+
+
+def test_histograms_with_a_matrix_cost(check_valid: Valid) -> None:
+    torch.manual_seed(0)
+    line = (torch.arange(12.0)[:, None] - torch.arange(12.0)[None, :]).abs()
+    ball = WassersteinBall(0.4, DenseCost(line), box=None)
+    x, model = torch.rand(6, 12), nn.Linear(12, 3)
+    y = model(x).argmax(1)
+    for attack in (DualAveraging(ball, steps=15), FrankWolfe(ball, steps=5)):
+        result = attack(model, x, y)
+        check_valid(ball, x, result.images)
+        assert result.success.any()
+
+
+@pytest.mark.parametrize(
+    "ball",
+    [
+        WassersteinBall(0.4, GridCost(3, 2.0)),
+        WassersteinBall(8.0, mass="absolute"),
+        WassersteinBall(0.4, box=(0.2, 0.9)),
+        WassersteinBall(0.4, box=None),
+        WassersteinBall(0.4, GridCost(15)),
+    ],
+)
+def test_other_balls(ball: WassersteinBall, check_valid: Valid) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(5, 3, 6, 7).clamp(*(ball.box or (0, 1)))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(126, 4))
+    result = DualAveraging(ball, steps=10)(model, x, model(x).argmax(1))
+    check_valid(ball, x, result.images)
+    assert result.success.any()
+
+
+def test_double_and_half(net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+    attack = ATTACKS["dual averaging"]
+    double = attack(net.double(), images.double(), labels)
+    assert double.images.dtype == torch.float64
+    half = images.half()
+    result = attack(net.float(), half, labels)
+    assert result.images.dtype == torch.float32
+    check_valid(BALL, half.float(), result.images)
+
+
+def test_until_success_false_raises_the_loss_further(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    first = DualAveraging(BALL, steps=20)(net, images, labels)
+    hardest = DualAveraging(BALL, steps=20, until_success=False)(net, images, labels)
+    broken = first.success & hardest.success
+    assert (hardest.loss >= first.loss - 1e-4)[broken].all()
+    assert hardest.loss[broken].mean() > first.loss[broken].mean() + 0.1
+    assert (hardest.n_steps <= 20).all()
+
+
+def test_loss_is_the_cross_entropy(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    result = ATTACKS["dual averaging"](net, images, labels)
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(net(result.images), labels, reduction="none")
+    torch.testing.assert_close(result.loss, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_confident_model_still_has_a_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Cross-entropy in float32 is flat for logits like these; what the attack climbs is not."""
+    scaled = lambda z: 1e4 * net(z)
+    plain, confident = ATTACKS["dual averaging"](net, images, labels), ATTACKS["dual averaging"](scaled, images, labels)
+    assert int(confident.success.sum()) >= int(plain.success.sum()) - 1
+    assert AttackStatus.NO_GRADIENT not in confident.status[:3]
+
+
+def test_flat_and_broken_models_are_reported(images: Tensor, labels: Tensor) -> None:
+    flat = lambda z: (z.flatten(1)[:, :5] * 0.0) + nn.functional.one_hot(labels[:1], 5) * torch.ones(z.shape[0], 1)
+    y = labels[:1].expand(10)
+    result = ATTACKS["dual averaging"](flat, images, y)
+    assert not result.success.any()
+    assert set(result.status) == {AttackStatus.NO_GRADIENT}
+
+    def broken(z: Tensor) -> Tensor:
+        return flat(z) + z.flatten(1)[:, :1].sqrt() * 0.1  # infinite slope at 0
+
+    result = ATTACKS["dual averaging"](broken, images, y)
+    assert torch.isfinite(result.images).all()
+
+
+def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    def greedy(z: Tensor) -> Tensor:
+        if z.shape[0] > 3:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return net(z)
+
+    attack = ATTACKS["dual averaging"]
+    with pytest.warns(RuntimeWarning, match="batches of 2"):
+        result = attack(greedy, images, labels)
+    assert_same(result, attack(net, images, labels), tol=1e-3)
+    with pytest.raises(RuntimeError, match="shapes"):  # other errors are the user's to see
+        attack(lambda z: net(z) @ torch.ones(3, 3), images, labels)
+
+
+def test_empty_batch(net: nn.Module) -> None:
+    for attack in (ATTACKS["dual averaging"], ATTACKS["fast"], ATTACKS["linf pgd"]):
+        result = attack(net, torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long))
+        assert result.images.shape == (0, 1, 8, 8) and result.status == () and result.robust_accuracy == 1.0
+
+
+def test_progress_bar_is_silent_unless_asked(
+    net: nn.Module, images: Tensor, labels: Tensor, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ATTACKS["dual averaging"](net, images, labels)
+    assert capfd.readouterr().err == ""
+    shown = replace(ATTACKS["dual averaging"], progress=True)(net, images, labels)
+    assert_same(shown, ATTACKS["dual averaging"](net, images, labels), tol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda net, x, y: DualAveraging(BALL)(net, x, y.float()), "integer class indices"),
+        (lambda net, x, y: DualAveraging(BALL)(net, x, y[:3]), "one class per image"),
+        (lambda net, x, y: DualAveraging(BALL)(net, x * 255, y), "outside"),
+        (lambda net, x, y: DualAveraging(BALL.at([0.1, 0.2]))(net, x, y), "2 values for 10 images"),
+        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y), "logits of shape"),
+        (lambda net, x, y: DualAveraging(BALL)(net, x, y, target=y[:2]), "target"),
+        (lambda net, x, y: DualAveraging(LinfBall(0.1)), "WassersteinBall"),
+        (lambda net, x, y: DualAveraging(BALL, steps=0), "steps"),
+        (lambda net, x, y: DualAveraging(BALL, step_size=-1.0), "step_size"),
+        (lambda net, x, y: DualAveraging(BALL, decay=2.0), "decay"),
+        (lambda net, x, y: DualAveraging(BALL, objective="hinge"), "objective"),
+        (lambda net, x, y: PGD(BALL, step="l1"), "step"),
+        (lambda net, x, y: PGD(LinfBall(0.1), step="wasserstein"), "WassersteinBall"),
+        (lambda net, x, y: PGD(BALL, mode="paper"), "finite reg"),
+        (lambda net, x, y: PGD.paper("imagenet"), "dataset"),
+        (lambda net, x, y: FrankWolfe(BALL, rule="newton"), "rule"),
+        (lambda net, x, y: StandardAttack(BALL, version="best"), "version"),
+    ],
+)
+def test_errors_say_what_is_wrong(
+    call: Callable[..., object], message: str, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(net, images, labels)

@@ -1,0 +1,69 @@
+"""Objectives by their definitions, and by finite differences where gradients matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from wball.attacks import objectives
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(6, 5, dtype=torch.float64) * 3
+
+
+Y = torch.tensor([0, 1, 2, 3, 4, 0])
+T = torch.tensor([1, 2, 3, 4, 0, 2])
+
+
+def test_cross_entropy_is_an_increasing_function_of_the_usual_one(logits: torch.Tensor) -> None:
+    usual = F.cross_entropy(logits, Y, reduction="none")
+    score = objectives.cross_entropy(logits, Y)
+    torch.testing.assert_close(objectives.report(objectives.cross_entropy, score, targeted=False), usual)
+    towards = objectives.cross_entropy(logits, Y, T)
+    usual = -F.cross_entropy(logits, T, reduction="none")
+    torch.testing.assert_close(objectives.report(objectives.cross_entropy, towards, targeted=True), usual)
+
+
+def test_cross_entropy_has_the_direction_of_the_usual_gradient(logits: torch.Tensor) -> None:
+    free = logits.clone().requires_grad_(True)
+    (ours,) = torch.autograd.grad(objectives.cross_entropy(free, Y).sum(), free)
+    (usual,) = torch.autograd.grad(F.cross_entropy(free, Y, reduction="sum"), free)
+    torch.testing.assert_close(F.normalize(ours, dim=1), F.normalize(usual, dim=1))
+
+
+def test_margin_is_positive_exactly_on_success(logits: torch.Tensor) -> None:
+    assert torch.equal(objectives.margin(logits, Y) > 0, logits.argmax(1) != Y)
+    assert torch.equal(objectives.margin(logits, Y, T) > 0, logits.argmax(1) == T)
+    assert torch.equal(objectives.dlr(logits, Y) > 0, logits.argmax(1) != Y)
+
+
+def test_dlr_does_not_depend_on_scale_or_shift(logits: torch.Tensor) -> None:
+    for target in (None, T):
+        plain, moved = objectives.dlr(logits, Y, target), objectives.dlr(7 * logits + 3, Y, target)
+        torch.testing.assert_close(plain, moved)
+
+
+def test_dlr_with_two_classes_is_the_margin(logits: torch.Tensor) -> None:
+    two, y = logits[:, :2], Y.clamp(max=1)
+    torch.testing.assert_close(objectives.dlr(two, y), objectives.margin(two, y))
+
+
+def test_runner_up_aims_at_the_clean_ranking() -> None:
+    clean = torch.tensor([[5.0, 1.0, 3.0, 2.0]])
+    y = torch.tensor([0])
+    assert [int(objectives.RunnerUp(k).rival(clean, y)) for k in (1, 2, 3, 9)] == [2, 3, 1, 1]
+    assert float(objectives.RunnerUp(2)(clean, y, torch.tensor([3]))) == -3.0
+
+
+def test_names() -> None:
+    assert objectives.find("margin") is objectives.margin
+    assert objectives.find("runner-up-12") == objectives.RunnerUp(12)
+    own = lambda o, y, t: o[:, 0]
+    assert objectives.find(own) is own
+    for bad in ("runner-up-0", "ce", 3):
+        with pytest.raises(ValueError, match="objective"):
+            objectives.find(bad)

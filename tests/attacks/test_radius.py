@@ -1,0 +1,134 @@
+"""Growing and minimal radii, and the ensemble."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wball import PGD, DualAveraging, LinfBall, StandardAttack, WassersteinBall, minimal_radius
+from wball.attacks import GrowingRadius
+
+BALL = WassersteinBall(0.3)
+Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
+
+
+def test_growing_radius_schedule() -> None:
+    growth = GrowingRadius(factor=2.0, every=3)
+    assert [growth.at(0.1, step) for step in (0, 2, 3, 6)] == pytest.approx([0.1, 0.1, 0.2, 0.4])
+    for bad in ({"factor": 0.9}, {"every": 0}):
+        with pytest.raises(ValueError):
+            GrowingRadius(**bad)
+
+
+def test_pgd_with_growing_radius_gives_a_curve(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = PGD(LinfBall(0.01), steps=30, step_size=0.02, growth=GrowingRadius(1.5, 3))
+    result = attack(net, images, labels)
+    assert result.success.sum() > 3
+    change = (result.images - images).flatten(1).abs().amax(1)
+    assert (change <= result.radius + 1e-6).all()
+    curve = [result.accuracy_at(eps) for eps in (0.0, 0.01, 0.05, 0.1, 1.0)]
+    assert curve == sorted(curve, reverse=True) and curve[0] == pytest.approx(0.9) and curve[-1] < 0.7
+
+
+def test_paper_presets() -> None:
+    mnist, cifar = PGD.paper("mnist"), PGD.paper("cifar10", steps=50)
+    assert (mnist.ball.eps, mnist.growth.factor, mnist.steps, mnist.reg) == (0.3, 1.1, 200, 1000)
+    assert (cifar.ball.eps, cifar.growth.factor, cifar.steps, cifar.reg) == (0.001, 1.17, 50, 3000)
+    assert mnist.ball.cost.window == cifar.ball.cost.window == 5
+    assert mnist.mode == "paper" and mnist.step == "linf" and mnist.step_size == 0.1
+
+
+def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    keep = torch.tensor([0, 1, 2, 4])
+    result = PGD.paper("mnist", steps=4)(net, images[keep], labels[keep])
+    moved = result.n_steps > 0
+    assert result.distance[result.success & moved].isnan().all()  # its points lie in no ball, so none is claimed
+    assert (result.images >= 0).all() and (result.images <= 1).all()
+
+
+def test_minimal_radius_is_proved_and_consistent(
+    net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
+    attack = DualAveraging(BALL, steps=15)
+    found = minimal_radius(net, images, labels, attack, 0.0, 0.5, rounds=4)
+    with torch.no_grad():
+        wrong = net(found.images).argmax(1) != labels
+    assert torch.equal(wrong, found.success) and torch.equal(found.success, found.radius.isfinite())
+    assert found.radius[5] == 0 and torch.equal(found.images[5], images[5])
+    assert (found.failed <= found.radius).all() and found.success.sum() > 3
+    check_valid(BALL.at(found.radius.clamp(max=0.5)), images, found.images)
+    # at the radius found the attack's ball holds an example; the curve cannot be above one run at a fixed radius
+    for eps in (0.1, 0.5):
+        assert found.accuracy_at(eps) <= attack.at(eps)(net, images, labels).robust_accuracy + 0.11
+    curve = [found.accuracy_at(eps) for eps in (0.0, 0.05, 0.1, 0.2, 0.4)]
+    assert curve == sorted(curve, reverse=True)
+
+
+def test_more_rounds_only_improve(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = DualAveraging(BALL, steps=10)
+    radii = [minimal_radius(net, images, labels, attack, 0.0, 0.5, rounds=r).radius for r in (0, 2, 4)]
+    assert (radii[1] <= radii[0]).all() and (radii[2] <= radii[1]).all()
+    finite = radii[0].isfinite() & (radii[0] > 0)
+    assert radii[2][finite].mean() < radii[0][finite].mean()
+
+
+def test_minimal_radius_of_a_linear_model_on_linf() -> None:
+    """Closed form: the margin over the l1 norm of the difference of weights."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 2, bias=False), 0.3 + 0.4 * torch.rand(8, 6)
+    x = x[:, None, None, :]
+    flat = nn.Sequential(nn.Flatten(), model)
+    with torch.no_grad():
+        logits = flat(x)
+        y = logits.argmax(1)
+        exact = (logits[:, 0] - logits[:, 1]).abs() / (model.weight[0] - model.weight[1]).abs().sum()
+    found = minimal_radius(flat, x, y, PGD(LinfBall(0.1), steps=10), 0.0, 0.3, rounds=10, tol=1e-3)
+    near = exact < 0.25
+    assert near.any()
+    torch.testing.assert_close(found.radius[near], exact[near].double(), rtol=5e-3, atol=1e-4)
+
+
+def test_minimal_radius_errors(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = DualAveraging(BALL, steps=1)
+    for lo, hi in ((0.2, 0.1), (-1, 0.1), (0, math.inf)):
+        with pytest.raises(ValueError, match="lo and hi"):
+            minimal_radius(net, images, labels, attack, lo, hi)
+
+
+def test_standard_breaks_what_its_members_break(
+    net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
+    ball = BALL.at(0.06)
+    attack = StandardAttack(ball, version="standard", batch_size=4)
+    result = attack(net, images, labels)
+    check_valid(ball, images, result.images)
+    members = attack.members()
+    assert result.member is not None
+    alone = members[0](net, images, labels)
+    assert torch.equal(alone.success, result.member == 0)
+    assert torch.equal(result.member >= 0, result.success)
+    assert (result.success | ~alone.success).all()
+    survivors = ~result.success
+    assert survivors.any() and (result.n_steps[survivors & (images.flatten(1).sum(1) > 0)] == attack.n_gradients).all()
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net(result.images), labels, reduction="none")
+    torch.testing.assert_close(result.loss, loss, atol=1e-4, rtol=1e-4)
+
+
+def test_standard_on_another_ball(net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+    ball = LinfBall(0.05)
+    result = StandardAttack(ball, version="fast")(net, images, labels)
+    check_valid(ball, images, result.images)
+    assert result.success.sum() > 1
+
+
+def test_versions_are_fixed() -> None:
+    """A named ensemble must not depend on settings: changing a member is a new version."""
+    names = [(m.objective, m.steps, m.step_size) for m in StandardAttack(BALL).members()]
+    assert names == [(m.objective, m.steps, m.step_size) for m in replace(StandardAttack(BALL), batch_size=7).members()]
+    assert not any(str(m.objective).startswith("runner-up") for m in StandardAttack(BALL).members(targeted=True))
