@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wball.ground import Arcs
 
-REPAIR_SWEEPS = 60
+REPAIR_SWEEPS = 200
 """Box sweeps before :meth:`Plan.repair` gives up on finesse and shrinks towards the centre."""
 
 
@@ -85,21 +85,35 @@ class Plan:
             over, under = z > hi + rounding, z < lo - rounding
             if not bool((over | under).any()):
                 return plan
-            staying = torch.where(stay, plan.flow, zero).sum(2)
             moved = torch.where(stay, zero, plan.flow)
-            # Later sweeps overshoot on purpose: chains of full pixels would otherwise pass the excess on for ever.
-            slack = 1.0 if sweep < REPAIR_SWEEPS // 2 else 0.5
-            arriving, leaving = z - staying, moved.sum(2)
-            keep = slack * (hi - staying).clamp(min=0) / arriving.clamp(min=1e-300 if z.dtype == torch.float64 else 1e-37)
-            keep = torch.where(over, keep.clamp(max=1), torch.ones_like(z))
-            recall = ((lo - z) / (slack * leaving).clamp(min=1e-300 if z.dtype == torch.float64 else 1e-37)).clamp(max=1)
-            stays = torch.where(under, 1 - recall, torch.ones_like(z))
-            # A move survives if both its ends agree.
-            factor = torch.minimum(plan.moves.gather(keep), stays.unsqueeze(2))
-            plan = plan._sending_back(moved * (1 - factor))
+            # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+            more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
+            excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
+            # Send back first to where there is room, recall first from where there is plenty.
+            back = plan._shared(excess, torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2)), moved)
+            recall = plan._recalled(lack, torch.minimum(moved, plan.moves.gather((z - lo).clamp(min=0))), moved)
+            plan = plan._sending_back(torch.minimum(torch.maximum(back, recall), moved))
         z = plan.columns()
         bad = ((z > hi + rounding) | (z < lo - rounding)).flatten(1).any(1)
         return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
+
+    def _shared(self, amount: Tensor, first: Tensor, moved: Tensor) -> Tensor:
+        """Take ``amount`` off the moves that end at each pixel, in proportion to ``first`` where that suffices."""
+        tiny = torch.finfo(amount.dtype).tiny
+        easy, all_of_it = self.moves.scatter(first), self.moves.scatter(moved)
+        enough = easy >= amount
+        rate = torch.where(enough, amount / easy.clamp(min=tiny), torch.zeros_like(amount))
+        rest = torch.where(enough, torch.zeros_like(amount), amount / all_of_it.clamp(min=tiny))
+        return first * self.moves.gather(rate) + moved * self.moves.gather(rest)
+
+    def _recalled(self, amount: Tensor, first: Tensor, moved: Tensor) -> Tensor:
+        """The same for the moves that start at each pixel."""
+        tiny = torch.finfo(amount.dtype).tiny
+        easy, all_of_it = first.sum(2), moved.sum(2)
+        enough = easy >= amount
+        rate = torch.where(enough, amount / easy.clamp(min=tiny), torch.zeros_like(amount))
+        rest = torch.where(enough, torch.zeros_like(amount), amount / all_of_it.clamp(min=tiny))
+        return first * rate.unsqueeze(2) + moved * rest.unsqueeze(2)
 
     def _sending_back(self, returned: Tensor) -> Plan:
         """The plan after ``returned`` (an arc tensor, zero where mass stays) was taken off its moves to stay."""

@@ -169,13 +169,16 @@ class _Projection:
 
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""
-        entropy = self.entropic(flow, index)
-        at_centre = self.at_centre if index is None else self.at_centre[index]
-        # primal = distance + entropy with entropy <= 0: the two parts' sizes set the scale, not their difference.
-        return self.tol * (primal - 2 * entropy) + self.tol**2 * at_centre
+        pick = slice(None) if index is None else index
+        objective, parts = (primal + self.offset[pick]).abs(), primal - 2 * self.entropic(flow, index)
+        # The entropic objective may cross zero, where nothing is small in proportion to it: its parts set a floor.
+        floor = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
+        return self.tol * torch.maximum(objective, 1e-3 * parts) + self.tol**2 * self.at_centre[pick] + floor
 
     def accept(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Keep the plan, repaired, and the duals where they are the best so far; who is within the tolerance?"""
+        # Opposite flows are waste, but the entropy asks for them.
+        plan = plan if bool(self.tau.any()) else plan.cancelled()
         plan = plan.repair(self.budget[index], self.box)
         z, w = plan.columns(), self.w[index]
         primal = 0.5 * (w - z).square().flatten(1).sum(1) + self.entropic(plan.flow, index)

@@ -47,7 +47,7 @@ def support(
         x: centres, ``(B, C, H, W)`` or ``(B, n)``.
         g: directions of the same shape.
         reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
-        tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-3 <|g|, x>)``.
+        tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
         max_iter: steps per image, of the search for the kink and of the path each.
 
     Returns:
@@ -117,7 +117,7 @@ class _Support:
 
     def _allowed(self, index: Tensor | None = None) -> Tensor:
         x, g, primal = (self.x, self.g, self.primal) if index is None else (self.x[index], self.g[index], self.primal[index])
-        return self.tol * ((primal - dot(g, x)).abs() + 1e-3 * dot(g.abs(), x)) + 1e-300
+        return self.tol * ((primal - dot(g, x)).abs() + 1e-2 * dot(g.abs(), x)) + 1e-300
 
     def _kink(self, index: Tensor, max_iter: int) -> None:
         """Exact, without box: bracket the slope's change of sign and intersect the two lines until they meet."""
@@ -204,6 +204,8 @@ class _Support:
 
     def _offer(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Keep the plan, repaired, and the bounds where they are the best so far; who is within the tolerance?"""
+        # Opposite flows are waste, but the entropy asks for them.
+        plan = plan if bool(self.tau.any()) else plan.cancelled()
         plan = plan.repair(self.budget[index], self.box)
         g, x, tau = self.g[index], self.x[index], self.tau[index]
         primal = dot(g, plan.columns())
