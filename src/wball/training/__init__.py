@@ -1,0 +1,25 @@
+"""Training: standard, adversarial with any attack of the library, and provable in the l-inf ball."""
+
+from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, TrainConfig, describe
+from wball.training.evaluate import accuracy, robust_accuracy, verified_accuracy
+from wball.training.loop import TrainResult, train
+from wball.training.noise import flow_noise
+from wball.training.presets import preset, presets
+
+__all__ = [
+    "Adversary",
+    "Evaluation",
+    "Loss",
+    "Optimisation",
+    "Provable",
+    "TrainConfig",
+    "TrainResult",
+    "accuracy",
+    "describe",
+    "flow_noise",
+    "preset",
+    "presets",
+    "robust_accuracy",
+    "train",
+    "verified_accuracy",
+]

@@ -1,0 +1,134 @@
+r"""Differentiable bounds over an l-inf ball, for training: intervals, and CROWN on top of them.
+
+Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and ``|W| r``. CROWN goes
+backward from the margins ``f_y - f_k`` and relaxes each ReLU between the two lines its interval allows
+(:mod:`wball.certify.relaxation`); the linear function of the image that remains has its minimum at a corner. The mix
+
+.. math::
+    \underline m = \beta\, \underline m_{CROWN} + (1 - \beta)\, \underline m_{interval}
+
+is sound for every ``beta`` in [0, 1] (CROWN-IBP; Zhang et al., 2020). Computed in the images' precision without
+outward rounding: good for training and for following it. Certificates come from :func:`wball.certify.certify`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wball.certify.graph import (
+    Activation,
+    Conv2d,
+    Diagonal,
+    Graph,
+    Input,
+    Linear,
+    Reshape,
+    Sum,
+    UnsupportedModule,
+    back,
+    trace,
+)
+from wball.certify.relaxation import upper_line
+from wball.certify.rows import Rows
+
+Interval = tuple[Tensor, Tensor]  # centre and radius
+
+
+class LinfBounds:
+    """Bounds of a model's margins over ``{z : |z - x| <= eps, 0 <= z <= 1}``.
+
+    The model is traced once; its parameters may change afterwards, and gradients reach them.
+    """
+
+    def __init__(self, model: nn.Module, like: Tensor) -> None:
+        self.graph: Graph = trace(model, like)
+        for op in self.graph.ops:
+            if not isinstance(op, (Input, Linear, Conv2d, Diagonal, Sum, Reshape, Activation)):
+                raise UnsupportedModule(
+                    f"provable training has no interval bound for {op.name!r} ({type(op).__name__}); "
+                    "use Linear, Conv2d, ReLU, Flatten, sums and normalisation by constants"
+                )
+
+    def margins(self, x: Tensor, y: Tensor, eps: float, crown: float = 0.0) -> Tensor:
+        """Lower bounds of ``f_y - f_k``, ``(B, classes)``, 0 at ``k = y``."""
+        low, high = (x - eps).clamp(min=0.0), (x + eps).clamp(max=1.0)
+        values = self._intervals(((low + high) / 2, (high - low) / 2))
+        out = x.new_zeros(())
+        if crown < 1:
+            out = out + (1 - crown) * self._interval_margins(values, y)
+        if crown > 0:
+            out = out + crown * self._crown_margins(values, y)
+        return out
+
+    def _intervals(self, image: Interval) -> list[Interval]:
+        values: list[Interval] = []
+        for op in self.graph.ops:
+            sources = [values[k] for k in op.inputs]
+            values.append(image if isinstance(op, Input) else _through(op, sources))
+        return values
+
+    def _interval_margins(self, values: list[Interval], y: Tensor) -> Tensor:
+        last = self.graph.ops[-1]
+        if isinstance(last, Linear):  # the differences of its rows, so that what f_y and f_k share cancels
+            centre, radius = values[last.inputs[0]]
+            rows = last.weight[y][:, None] - last.weight
+            bias = 0.0 if last.bias is None else last.bias[y][:, None] - last.bias
+            return (rows @ centre[..., None] - rows.abs() @ radius[..., None]).squeeze(-1) + bias
+        centre, radius = values[-1]
+        margin = (centre - radius).gather(1, y[:, None]) - (centre + radius)
+        return margin.scatter(1, y[:, None], 0.0)
+
+    def _crown_margins(self, values: list[Interval], y: Tensor) -> Tensor:
+        classes, batch = self.graph.ops[-1].shape[0], y.shape[0]
+        eye = torch.eye(classes, dtype=values[0][0].dtype, device=y.device)
+        rows = Rows(
+            (eye[y][:, None] - eye).reshape(-1, classes),
+            torch.arange(batch, device=y.device).repeat_interleave(classes),
+        )
+
+        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+            op = self.graph.ops[position]
+            assert isinstance(op, Activation)
+            centre, radius = values[op.inputs[0]]
+            low, up = centre - radius, centre + radius
+            slope, shift = upper_line(low, up, op.leak)
+            under = torch.where((low < 0) & (up > 0), torch.where(up > -low, 1.0, op.leak).to(slope.dtype), slope)
+            positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
+            constant = (negative * rows.read(shift)).flatten(1).sum(1)
+            return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
+
+        constant, at_image = back(self.graph, len(self.graph.ops) - 1, rows, relax)
+        centre, radius = (at_image.read(v) for v in values[0])
+        least = (at_image.coeff * centre - at_image.coeff.abs() * radius).flatten(1).sum(1)
+        return (constant + least).view(batch, classes)
+
+
+def _through(op: object, sources: list[Interval]) -> Interval:
+    centre, radius = sources[0]
+    if isinstance(op, Linear):
+        return F.linear(centre, op.weight, op.bias), F.linear(radius, op.weight.abs())
+    if isinstance(op, Conv2d):
+        weight = op.weight.to(centre.dtype)  # average pooling keeps its kernel in float64
+        settings = (op.stride, op.padding, op.dilation, op.groups)
+        return F.conv2d(centre, weight, op.bias, *settings), F.conv2d(radius, weight.abs(), None, *settings)
+    if isinstance(op, Diagonal):
+        scale, shift = op.scale.to(centre.dtype), op.shift.to(centre.dtype)
+        return scale * centre + shift, scale.abs() * radius
+    if isinstance(op, Sum):
+        return centre + op.sign * sources[1][0], radius + sources[1][1]
+    if isinstance(op, Reshape):
+        return centre.reshape(-1, *op.shape), radius.reshape(-1, *op.shape)
+    assert isinstance(op, Activation)
+    low, up = (F.leaky_relu(v, op.leak) for v in (centre - radius, centre + radius))
+    return (low + up) / 2, (up - low) / 2
+
+
+@torch.no_grad()
+def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
+    """Which images are proved right over the l-inf ball, by intervals or by CROWN on them (bool, ``(B,)``)."""
+    bounds = LinfBounds(model, x)
+    wrong = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
+    best = [bounds.margins(x, y, eps, crown).masked_fill(wrong, torch.inf).amin(1) for crown in (0.0, 1.0)]
+    return torch.maximum(*best) > 0

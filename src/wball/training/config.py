@@ -1,0 +1,264 @@
+"""Settings of a training run. All are frozen, and :func:`describe` turns them into JSON for the model card."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from wball import inputs
+from wball.attacks import Attack
+from wball.data import dataset_info
+from wball.models import architectures
+
+Schedule = Literal["constant", "step", "one-cycle"]
+LossKind = Literal["cross-entropy", "trades", "mart"]
+RadiusRule = Literal["fixed", "uniform", "per-image"]
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """How weights move.
+
+    Attributes:
+        method: ``"sgd"`` (momentum) or ``"adamw"``.
+        lr: learning rate; the peak for ``"one-cycle"``.
+        momentum, nesterov: of SGD.
+        weight_decay: on all parameters.
+        schedule: ``"step"`` divides the rate by 10 after ``drop_epochs``; ``"one-cycle"`` rises linearly over the
+            first ``warmup`` share of the run and falls linearly to 0.
+        clip: largest gradient norm, or ``None``.
+        ema: decay per step of the averaged weights that are evaluated and saved; 0 keeps the last weights.
+        bf16: run the network in bfloat16 where autocast allows it.
+        channels_last: memory layout of images and kernels.
+        cuda_graph: replay the adversary's forward and backward pass as one CUDA graph (attacks that keep the batch).
+    """
+
+    method: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 5e-4
+    schedule: Schedule = "step"
+    drop_epochs: int = 10
+    warmup: float = 0.2
+    clip: float | None = None
+    ema: float = 0.0
+    bf16: bool = False
+    channels_last: bool = False
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        inputs.check_positive("lr", self.lr)
+        if self.method not in ("sgd", "adamw"):
+            raise ValueError(f'method must be "sgd" or "adamw", got {self.method!r}')
+        if self.schedule not in ("constant", "step", "one-cycle"):
+            raise ValueError(f'schedule must be "constant", "step" or "one-cycle", got {self.schedule!r}')
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps")
+        if not 0 < self.warmup < 1:
+            raise ValueError(f"warmup must be a share of the run in (0, 1), got {self.warmup}")
+
+    def lr_at(self, progress: float, epochs: int) -> float:
+        """The learning rate at a share ``progress`` of the run.
+
+        >>> Optimisation().lr_at(0.5, epochs=15), Optimisation().lr_at(0.7, epochs=15)
+        (0.1, 0.01)
+        """
+        if self.schedule == "constant":
+            return self.lr
+        if self.schedule == "step":
+            return self.lr if progress * epochs < self.drop_epochs else self.lr / 10
+        rise = min(1.0, progress / self.warmup)
+        fall = min(1.0, (1 - progress) / (1 - self.warmup))
+        return self.lr * max(min(rise, fall), 1e-4)
+
+
+@dataclass(frozen=True)
+class Loss:
+    r"""What is minimised, given clean images ``x`` and what the adversary made of them, ``z``.
+
+    ======================  =========================================================================
+    ``"cross-entropy"``     :math:`(1 - c)\, CE(f(z), y) + c\, CE(f(x), y)`
+    ``"trades"``            :math:`CE(f(x), y) + \beta\, KL(p(x) \| p(z))`
+    ``"mart"``              :math:`BCE(p(z), y) + \beta\, KL(p(x) \| p(z))\, (1 - p_y(x))`
+    ======================  =========================================================================
+
+    with ``c = clean``. Without an adversary the first is the usual cross-entropy of ``x``.
+    """
+
+    kind: LossKind = "cross-entropy"
+    clean: float = 0.0
+    beta: float = 5.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cross-entropy", "trades", "mart"):
+            raise ValueError(f'kind must be "cross-entropy", "trades" or "mart", got {self.kind!r}')
+        if not 0 <= self.clean <= 1:
+            raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """Who makes the training images, and in which ball.
+
+    Attributes:
+        attack: any attack of the library. Its ball's ``eps`` is the (largest) radius. ``until_success=True`` stops at
+            an image's first success, as in the paper; ``False`` goes on to the highest loss.
+        radius: ``"fixed"``; ``"uniform"``, drawn per image and step from ``[low, eps]``; or ``"per-image"``: each
+            training image has a radius of its own that grows by ``move`` when it withstood and shrinks when it fell,
+            within ``[low, eps]``.
+        low: smallest radius.
+        move: see ``radius``.
+        ramp: share of the run over which all radii grow from 0 to their value.
+    """
+
+    attack: Attack
+    radius: RadiusRule = "fixed"
+    low: float = 0.0
+    move: float = 0.02
+    ramp: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.attack, Attack):
+            raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball), got {self.attack!r}")
+        if isinstance(self.attack.ball.eps, Tensor):
+            raise ValueError("the attack's ball has one eps per image; training needs a single number")
+        if self.radius not in ("fixed", "uniform", "per-image"):
+            raise ValueError(f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}')
+        if not 0 <= self.low <= self.attack.ball.eps:
+            raise ValueError(f"low must be in [0, eps] = [0, {self.attack.ball.eps:g}], got {self.low}")
+        inputs.check_positive("move", self.move)
+        if not 0 <= self.ramp <= 1:
+            raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
+
+    @property
+    def eps(self) -> float:
+        return float(self.attack.ball.eps)
+
+
+@dataclass(frozen=True)
+class Provable:
+    """Provable robustness in the l-inf ball: interval bounds mixed with CROWN (:mod:`wball.training.bounds`).
+
+    The loss is ``kappa CE(f(x)) + (1 - kappa) CE(worst logits)``. During the ramp the radius grows from 0 to ``eps``,
+    ``kappa`` falls from 1 to its value, and the bounds pass from CROWN to pure intervals.
+
+    Attributes:
+        eps: radius in pixel values.
+        kappa: weight of the clean loss at the end.
+        ramp: the shares of the run at which the ramp begins and ends.
+        crown: share of CROWN in the bounds when the ramp begins (0: intervals only), and
+        crown_end: when it ends.
+    """
+
+    eps: float
+    kappa: float = 0.5
+    ramp: tuple[float, float] = (0.05, 0.5)
+    crown: float = 1.0
+    crown_end: float = 0.0
+
+    def __post_init__(self) -> None:
+        inputs.check_positive("eps", self.eps)
+        if not 0 <= self.ramp[0] < self.ramp[1] <= 1:
+            raise ValueError(f"ramp must be two rising shares of the run in [0, 1], got {self.ramp}")
+        for name in ("kappa", "crown", "crown_end"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def ramped(self, progress: float) -> float:
+        """How far the ramp is, in [0, 1]."""
+        begin, end = self.ramp
+        return min(1.0, max(0.0, (progress - begin) / (end - begin)))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured while training, on the test images and the weights that would be saved.
+
+    Attributes:
+        every: epochs between evaluations; the last epoch always has one.
+        attack: an attack to measure robust accuracy with, or ``None``.
+        eps: its radii.
+        images: how many test images are attacked.
+    """
+
+    every: int = 1
+    attack: Attack | None = None
+    eps: tuple[float, ...] = ()
+    images: int = 1000
+
+    def __post_init__(self) -> None:
+        inputs.check_count("every", self.every)
+        inputs.check_count("images", self.images)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        name: of the run and of the model it makes.
+        dataset: a named data set; only the command line uses it, :func:`~wball.training.train` takes tensors.
+        architecture: a name of :func:`wball.build_model`.
+        epochs: passes over the training images.
+        batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
+        seed: of everything random.
+        augment: shift by up to so many pixels, and mirror if ``flip``.
+        noise: scale of Laplace noise in the flow domain (:mod:`wball.training.noise`), 0 for none.
+        optimisation, loss, adversary, provable, evaluation: see there.
+        summary: a sentence for the card.
+    """
+
+    name: str
+    dataset: str
+    architecture: str
+    epochs: int = 15
+    batch_size: int = 128
+    seed: int = 0
+    augment: int = 0
+    flip: bool = False
+    noise: float = 0.0
+    optimisation: Optimisation = field(default_factory=Optimisation)
+    loss: Loss = field(default_factory=Loss)
+    adversary: Adversary | None = None
+    provable: Provable | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        dataset_info(self.dataset)
+        if self.architecture not in architectures():
+            raise ValueError(
+                f"unknown architecture {self.architecture!r}; known are {', '.join(architectures())} "
+                "(any model can be passed to train)"
+            )
+        inputs.check_count("epochs", self.epochs)
+        inputs.check_count("batch_size", self.batch_size)
+        inputs.check_count("augment", self.augment, least=0)
+        if not (self.noise >= 0 and math.isfinite(self.noise)):
+            raise ValueError(f"noise must be >= 0 and finite, got {self.noise}")
+        if self.adversary is not None and self.provable is not None:
+            raise ValueError("give an adversary or a provable loss, not both")
+        if self.loss.kind != "cross-entropy" and self.adversary is None:
+            raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
+
+
+def describe(settings: Any) -> Any:
+    """Settings as JSON values: dataclasses become dictionaries with their type's name."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        fields = {f.name: describe(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+        return {"type": type(settings).__name__, **fields}
+    if isinstance(settings, (tuple, list)):
+        return [describe(v) for v in settings]
+    if isinstance(settings, float) and not math.isfinite(settings):
+        return str(settings)
+    if settings is None or isinstance(settings, (bool, int, float, str)):
+        return settings
+    return getattr(settings, "__name__", None) or repr(settings)

@@ -1,0 +1,411 @@
+"""The training loop, from the data to the weights: read :func:`train` from top to bottom."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wball import inputs
+from wball.checkpoint import save_weights
+from wball.data import RandomCropFlip, to_tensors
+from wball.models import build_model
+from wball.training import distributed
+from wball.training.config import Optimisation, TrainConfig, describe
+from wball.training.evaluate import measure
+from wball.training.losses import Objective
+from wball.training.noise import flow_noise
+from wball.training.opponent import Opponent
+from wball.training.state import (
+    Average,
+    MetricsLog,
+    generator,
+    load_state,
+    pack_optimizer,
+    save_state,
+    unpack_optimizer,
+    write_whole,
+)
+
+Record = dict[str, Any]
+
+CHECKPOINT_SHARE = 0.02
+"""Share of the time that may go into checkpoints when their interval is left open."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run made.
+
+    Attributes:
+        model: in evaluation mode, with averaged weights if the run averages them.
+        history: one record per epoch, as in ``metrics.jsonl``.
+        card: the settings and the last measurements, as in ``NAME.json``.
+    """
+
+    model: nn.Module
+    history: list[Record]
+    card: dict[str, Any]
+
+
+def train(
+    config: TrainConfig,
+    data: Any,
+    test: Any = None,
+    *,
+    model: nn.Module | None = None,
+    out: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
+    checkpoint_every: int | None = None,
+    time_limit: float | None = None,
+    progress: bool | None = None,
+    on_epoch: Callable[[Record], None] | None = None,
+) -> TrainResult:
+    """Train a model as ``config`` says, and go on where an earlier run with the same ``out`` was killed.
+
+    Under ``torchrun`` (with a process group that is initialised) the processes share each batch. With a fixed seed on a
+    CPU the weights are the same, bit for bit, whether or not and wherever a run was interrupted, unless ``time_limit``
+    is set.
+
+    Args:
+        config: the settings; :func:`~wball.training.preset` has those of the paper and ours.
+        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader`` (read once, kept on the device).
+        test: the same for evaluation; without it nothing is measured.
+        model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
+        out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
+        device: where everything happens.
+        checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
+        time_limit: seconds, evaluation not counted. Learning rate and ramps then follow the clock wherever it is ahead
+            of the steps, so that the run ends in good order.
+        progress: show bars on stderr (default: on a terminal).
+        on_epoch: called with each epoch's record.
+    """
+    world, device = distributed.current(), torch.device(device)
+    folder = None if out is None else Path(out)
+    x, y = to_tensors(data, device=device)
+    tests = None if test is None else to_tensors(test, device=device)
+    per_epoch = _batches_per_epoch(config, len(x), world.size)
+
+    if model is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = build_model(config.architecture)
+    options = config.optimisation
+    model.to(device, memory_format=torch.channels_last if options.channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    if world.size > 1 and device.type == "cuda":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
+    optimizer = _optimizer(model, options)
+    objective: nn.Module = Objective(model, config, x)
+    if world.size > 1:
+        objective = DistributedDataParallel(objective)
+    opponent = None
+    if config.adversary is not None:
+        opponent = Opponent(config.adversary, options, model, len(x), config.seed)
+    augment = RandomCropFlip(config.augment, config.flip) if config.augment or config.flip else None
+
+    run = _Run(config, folder, model, average, optimizer, opponent, world, checkpoint_every, time_limit, per_epoch)
+    run.restore(len(x))
+    with run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
+        while not run.finished:
+            epoch, first = divmod(run.step, per_epoch)
+            order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
+            model.train()
+            for batch in range(first, per_epoch):
+                share = run.progress()
+                for group in optimizer.param_groups:
+                    group["lr"] = options.lr_at(share, config.epochs)
+
+                index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
+                images, labels = x[index], world.shard(y[index])
+                if augment is not None:
+                    images = augment(images, generator(config.seed, "augment", run.step, device))
+                clean = trained = world.shard(images)
+                if config.noise > 0:
+                    noisy = flow_noise(images, config.noise, generator(config.seed, "noise", run.step, device))
+                    trained = world.shard(noisy)
+                if opponent is not None:
+                    trained = opponent(clean, labels, index, run.step, share, world)
+
+                loss, right = objective(clean, trained, labels, share)
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                if options.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+                optimizer.step()
+                average.update()
+
+                run.count(loss.detach(), right, len(labels))
+                tick(run.step)
+                if run.finished:
+                    break
+                if batch + 1 < per_epoch:
+                    run.checkpoint()
+            run.end_epoch(epoch, tests, on_epoch)
+
+    average.model.eval()
+    card = run.card()
+    if folder is not None and world.main:
+        save_weights(average.model, folder / f"{config.name}.safetensors")
+        write_whole(folder / f"{config.name}.json", (json.dumps(card, indent=2) + "\n").encode())
+    world.wait()
+    return TrainResult(average.model, run.history, card)
+
+
+class _Run:
+    """Where a run stands: steps, clock, totals of the epoch, history; and how that is saved and restored."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path | None,
+        model: nn.Module,
+        average: Average,
+        optimizer: torch.optim.Optimizer,
+        opponent: Opponent | None,
+        world: distributed.World,
+        checkpoint_every: int | None,
+        time_limit: float | None,
+        per_epoch: int,
+    ) -> None:
+        if checkpoint_every is not None:
+            inputs.check_count("checkpoint_every", checkpoint_every)
+        if time_limit is not None:
+            inputs.check_positive("time_limit", time_limit)
+        self.config, self.folder, self.world = config, folder, world
+        self.model, self.average, self.optimizer, self.opponent = model, average, optimizer, opponent
+        self.checkpoint_every, self.time_limit = checkpoint_every, time_limit
+        self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
+        self.step, self.seconds, self.stop = 0, 0.0, False
+        self.history: list[Record] = []
+        self.totals = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
+        self.log: MetricsLog | None = None
+        self._share, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total or self._share >= 1.0
+
+    def progress(self) -> float:
+        """The share of the run that is over, by steps or by the clock, whichever is ahead."""
+        now = time.perf_counter()
+        self.seconds, self._tick = self.seconds + now - self._tick, now
+        share = self.step / self.total
+        if self.time_limit is not None:
+            share = self.world.share(max(share, min(1.0, self.seconds / self.time_limit)))
+        self._share = share
+        return share
+
+    def count(self, loss: Tensor, right: Tensor, images: int) -> None:
+        """Account for a step. Stays on the device, because reading a value would stall a GPU."""
+        self.totals += torch.stack([loss.double() * images, right.double(), self.totals.new_tensor(images)])
+        self.step += 1
+
+    def end_epoch(
+        self, epoch: int, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
+    ) -> None:
+        """Measure, write the record, save."""
+        loss, right, images = self.world.sum(self.totals).tolist()
+        self.totals.zero_()
+        self.progress()  # after the totals are read: a GPU may still have been at work
+        record: Record = {
+            "epoch": epoch + 1,
+            "step": self.step,
+            "seconds": round(self.seconds, 3),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "loss": loss / images,
+            "train_accuracy": right / images,
+        }
+        if tests is not None and (self.finished or (epoch + 1) % self.config.evaluation.every == 0):
+            self.average.model.eval()
+            record |= measure(self.config, self.average.model, *tests, self.world)
+            self._tick = time.perf_counter()  # evaluation is not on the clock
+        if self.opponent is not None and self.opponent.radii.numel():
+            record["mean_radius"] = float(self.opponent.radii.mean())
+        self.history.append(record)
+        if self.log is not None:
+            self.log.write(record)
+        if on_epoch is not None and self.world.main:
+            on_epoch(record)
+        self.checkpoint(now=True)
+
+    # ---- checkpoints
+
+    def checkpoint(self, *, now: bool = False) -> None:
+        """Save if it is time to, or ``now``; then stop if a signal asked for it."""
+        if self.checkpoint_every is not None:
+            due = self.step % self.checkpoint_every == 0
+        else:
+            due = time.perf_counter() >= self._next_save
+        if (due or now or self.stop) and self.folder is not None and self.world.main:
+            begin = time.perf_counter()
+            self._save(self.folder / "checkpoint.safetensors")
+            end = time.perf_counter()
+            self._next_save = end + (end - begin) / CHECKPOINT_SHARE
+        if self.stop:
+            raise KeyboardInterrupt("stopped by a signal; the checkpoint is saved, and the same call goes on from it")
+
+    def _save(self, path: Path) -> None:
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        if self.average.decay > 0:
+            tensors |= {f"average.{k}": v for k, v in self.average.model.state_dict().items()}
+        tensors |= {f"optimizer.{k}": v for k, v in pack_optimizer(self.optimizer).items()}
+        if self.opponent is not None and self.opponent.radii.numel():
+            tensors["radii"] = self.opponent.radii
+        tensors["totals"] = self.totals
+        header = {
+            "config": describe(self.config),
+            "step": self.step,
+            "seconds": self.seconds,
+            "averaged": self.average.count,
+            "history": self.history,
+            "metrics": self.log.synced() if self.log is not None else 0,
+            "torch": torch.__version__,
+        }
+        save_state(path, tensors, header)
+
+    def restore(self, images: int) -> None:
+        """Go on from the checkpoint in the folder, if there is one; open the log."""
+        path = None if self.folder is None else self.folder / "checkpoint.safetensors"
+        found = load_state(path) if path is not None and self.world.main and path.is_file() else None
+        found = self.world.share(found)
+        header: dict[str, Any] = {}
+        if found is not None:
+            tensors, header = found
+            _check_same(header["config"], describe(self.config), str(path))
+            part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
+            self.model.load_state_dict(part["model"])
+            if self.average.decay > 0:
+                self.average.model.load_state_dict(part["average"])
+            unpack_optimizer(self.optimizer, part["optimizer"])
+            if self.opponent is not None and self.opponent.radii.numel():
+                if tensors["radii"].shape[0] != images:
+                    raise ValueError(f"{path} is of a run on {tensors['radii'].shape[0]} images, data has {images}")
+                self.opponent.radii.copy_(tensors["radii"])
+            self.totals.copy_(tensors["totals"])
+            if not self.world.main:
+                self.totals.zero_()  # the main process saved its own; the others' part of this epoch's mean is lost
+            self.step, self.seconds = header["step"], header["seconds"]
+            self.average.count, self.history = header["averaged"], header["history"]
+        if self.folder is not None and self.world.main:
+            self.log = MetricsLog(self.folder, header.get("metrics", 0), self.step)
+        self._tick = time.perf_counter()
+        self.progress()
+
+    def card(self) -> dict[str, Any]:
+        """The model card: what it is, what was measured last, how it was trained."""
+        last = self.history[-1] if self.history else {}
+        measured = {k: round(v, 6) for k, v in last.items() if k.endswith("accuracy") or "_accuracy_" in k}
+        measured.pop("train_accuracy", None)
+        settings = describe(self.config)
+        about = {k: settings.pop(k) for k in ("name", "architecture", "dataset", "summary")}
+        settings.pop("type")
+        return {
+            **about,
+            **measured,
+            "training": {
+                **settings,
+                "steps": self.step,
+                "seconds": round(self.seconds, 1),
+                "processes": self.world.size,
+                "torch": torch.__version__,
+            },
+        }
+
+    # ---- ends
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Let SIGTERM and Ctrl-C finish the step and save before they stop the run."""
+        if self.folder is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stop = True
+
+        before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
+    if images < config.batch_size:
+        raise ValueError(f"data has {images} images, less than one batch of {config.batch_size}: lower batch_size")
+    if config.batch_size % processes:
+        raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {processes} processes")
+    return images // config.batch_size
+
+
+def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer:
+    if options.method == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=options.lr,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        weight_decay=options.weight_decay,
+    )
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k[len(prefix) + 1 :]: v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
+
+
+def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:
+    if isinstance(saved, dict) and isinstance(wanted, dict) and saved.keys() == wanted.keys():
+        for key in saved:
+            _check_same(saved[key], wanted[key], path, f"{where}.{key}" if where else key)
+    elif saved != wanted:
+        raise ValueError(
+            f"{path} belongs to another run: its {where or 'config'} is {saved!r}, this run's is {wanted!r}; "
+            "use another folder, or delete the checkpoint to start anew"
+        )
+
+
+@contextmanager
+def _bar(show: bool | None, main: bool, config: TrainConfig, per_epoch: int) -> Iterator[Callable[[int], None]]:
+    """A bar for the run, which vanishes at its end; a function that moves it to a step."""
+    if not (sys.stderr.isatty() if show is None else show) or not main:
+        yield lambda step: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(config.name, total=per_epoch * config.epochs)
+        yield lambda step: bar.update(
+            task, completed=step, description=f"{config.name}, epoch {min(config.epochs, (step - 1) // per_epoch + 1)}"
+        )

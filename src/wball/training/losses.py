@@ -1,0 +1,77 @@
+"""The training losses as one module, so that data parallelism wraps the loss and the network together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wball.training.bounds import LinfBounds
+from wball.training.config import TrainConfig
+
+
+class Objective(nn.Module):
+    """``(clean images, training images, labels, progress) -> (mean loss, number right)``.
+
+    The training images are the adversary's, or the noisy ones, or the clean ones again.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
+        super().__init__()
+        self.model, self.config = model, config
+        self._bounds = LinfBounds(model, like) if config.provable is not None else None
+
+    def forward(self, x: Tensor, z: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        if self._bounds is not None:
+            return self._provable(x, y, progress)
+        settings = self.config.loss
+        two = settings.kind != "cross-entropy" or (settings.clean > 0 and z is not x)
+        # One pass over both halves: batch normalisation sees them together.
+        logits = self._logits(torch.cat([x, z]) if two else z)
+        clean, hard = logits.chunk(2) if two else (logits, logits)
+        right = (hard.argmax(1) == y).sum()
+        if settings.kind == "trades":
+            return self._cross_entropy(clean, y) + settings.beta * _divergence(clean, hard).mean(), right
+        if settings.kind == "mart":
+            doubt = 1 - clean.softmax(1).gather(1, y[:, None]).squeeze(1)
+            return (_boosted(hard, y) + settings.beta * doubt * _divergence(clean, hard)).mean(), right
+        loss = self._cross_entropy(hard, y)
+        if two:
+            loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(clean, y)
+        return loss, right
+
+    def _logits(self, x: Tensor) -> Tensor:
+        options = self.config.optimisation
+        if options.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=options.bf16):
+            logits: Tensor = self.model(x)
+        return logits.float()
+
+    def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
+
+    def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+        settings = self.config.provable
+        assert settings is not None and self._bounds is not None
+        logits = self._logits(x)
+        clean, share = self._cross_entropy(logits, y), settings.ramped(progress)
+        if share == 0:
+            return clean, (logits.argmax(1) == y).sum()
+        crown = settings.crown + share * (settings.crown_end - settings.crown)
+        margins = self._bounds.margins(x, y, share * settings.eps, crown)
+        kappa = 1 + share * (settings.kappa - 1)
+        others = margins.scatter(1, y[:, None], torch.inf)
+        return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), (others.amin(1) > 0).sum()
+
+
+def _divergence(clean: Tensor, hard: Tensor) -> Tensor:
+    """``KL(p(clean) || p(hard))`` per image."""
+    target = clean.log_softmax(1)
+    return (target.exp() * (target - hard.log_softmax(1))).sum(1)
+
+
+def _boosted(logits: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy plus a penalty on the most likely wrong class, per image."""
+    wrong = logits.softmax(1).scatter(1, y[:, None], 0.0).amax(1)
+    return F.cross_entropy(logits, y, reduction="none") - torch.log1p(-wrong.clamp(max=1 - 1e-6))

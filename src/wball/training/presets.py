@@ -1,0 +1,218 @@
+"""Recipes by name: the paper's models, and ours.
+
+``preset("mnist-adversarial")`` is a :class:`~wball.training.TrainConfig`; :func:`override` changes single settings by
+their path, such as ``adversary.attack.steps``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from wball.attacks import PGD, DualAveraging, GrowingRadius
+from wball.ball import WassersteinBall
+from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, TrainConfig
+
+Settings = TypeVar("Settings")
+
+
+def _measured(*eps: float, images: int = 1000) -> Evaluation:
+    attack = DualAveraging(WassersteinBall(eps[0]), steps=30, objective="margin")
+    return Evaluation(every=5, attack=attack, eps=eps, images=images)
+
+
+def _mnist_standard() -> TrainConfig:
+    return TrainConfig(
+        "mnist-standard",
+        "mnist",
+        "mnist-cnn",
+        epochs=15,
+        optimisation=Optimisation(schedule="one-cycle", nesterov=True),
+        summary="The paper's MNIST network with standard training.",
+    )
+
+
+def _mnist_binarized() -> TrainConfig:
+    return dataclasses.replace(
+        _mnist_standard(),
+        name="mnist-binarized",
+        architecture="mnist-cnn-binarized",
+        epochs=12,
+        summary="The paper's binarized defence: the same network behind a threshold at 0.5.",
+    )
+
+
+def _mnist_linf_provable() -> TrainConfig:
+    return TrainConfig(
+        "mnist-linf-provable",
+        "mnist",
+        "mnist-cnn",
+        epochs=40,
+        optimisation=Optimisation("adamw", lr=2e-3, weight_decay=0.0, schedule="one-cycle", clip=1.0),
+        provable=Provable(0.1, kappa=0.5, ramp=(0.05, 0.6)),
+        evaluation=Evaluation(every=5),
+        summary="The paper's MNIST network, provably robust to l-inf perturbations of 0.1 (CROWN-IBP).",
+    )
+
+
+def _mnist_adversarial_paper() -> TrainConfig:
+    attack = PGD.paper("mnist", ball=WassersteinBall(0.1), steps=50, growth=GrowingRadius(1.4, 5), max_iter=50)
+    return TrainConfig(
+        "mnist-adversarial-paper",
+        "mnist",
+        "mnist-cnn",
+        epochs=15,
+        adversary=Adversary(attack),
+        evaluation=_measured(0.1, 0.3, 0.5),
+        summary="The paper's network and adversarial training: projected Sinkhorn PGD, radius from 0.1 up to 2.1.",
+    )
+
+
+def _mnist_adversarial() -> TrainConfig:
+    attack = DualAveraging(
+        WassersteinBall(0.6), steps=20, step_size=5.0, objective="cross-entropy", until_success=False, random_start=1.0
+    )
+    return TrainConfig(
+        "mnist-adversarial",
+        "mnist",
+        "mnist-cnn",
+        epochs=60,
+        batch_size=512,
+        optimisation=Optimisation(
+            "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=1.0, ema=0.999
+        ),
+        adversary=Adversary(attack, radius="uniform", ramp=0.2),
+        evaluation=_measured(0.1, 0.3, 0.5),
+        summary="The paper's MNIST network trained against dual averaging at random radii up to 0.6.",
+    )
+
+
+def _mnist_flow_noise() -> TrainConfig:
+    return dataclasses.replace(
+        _mnist_standard(),
+        name="mnist-flow-noise",
+        epochs=30,
+        noise=0.01,
+        summary="The paper's MNIST network trained with Laplace noise of scale 0.01 in the flow domain.",
+    )
+
+
+def _cifar10_standard() -> TrainConfig:
+    return TrainConfig(
+        "cifar10-standard",
+        "cifar10",
+        "cifar10-resnet18",
+        epochs=30,
+        batch_size=256,
+        augment=4,
+        flip=True,
+        loss=Loss(label_smoothing=0.05),
+        optimisation=Optimisation(
+            lr=0.2, nesterov=True, schedule="one-cycle", ema=0.998, bf16=True, channels_last=True
+        ),
+        evaluation=Evaluation(every=5),
+        summary="ResNet-18 with standard training.",
+    )
+
+
+def _cifar10_linf_provable() -> TrainConfig:
+    return TrainConfig(
+        "cifar10-linf-provable",
+        "cifar10",
+        "cifar10-resnet-small",
+        epochs=60,
+        batch_size=256,
+        augment=4,
+        flip=True,
+        optimisation=Optimisation("adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0),
+        provable=Provable(2 / 255, kappa=0.5, ramp=(0.1, 0.7), crown=1.0, crown_end=1.0),
+        evaluation=Evaluation(every=10),
+        summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
+    )
+
+
+def _cifar10_adversarial_paper() -> TrainConfig:
+    attack = PGD.paper("cifar10", ball=WassersteinBall(0.01), steps=50, growth=GrowingRadius(1.5, 5), max_iter=50)
+    return TrainConfig(
+        "cifar10-adversarial-paper",
+        "cifar10",
+        "cifar10-resnet18",
+        epochs=15,
+        augment=4,
+        flip=True,
+        optimisation=Optimisation(bf16=True, channels_last=True),
+        adversary=Adversary(attack),
+        evaluation=_measured(0.005, 0.01, 0.05, 0.1),
+        summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
+    )
+
+
+def _cifar10_adversarial() -> TrainConfig:
+    attack = DualAveraging(
+        WassersteinBall(0.05), steps=10, step_size=5.0, objective="cross-entropy", until_success=False, sweeps=2
+    )
+    return TrainConfig(
+        "cifar10-adversarial",
+        "cifar10",
+        "cifar10-resnet18",
+        epochs=30,
+        batch_size=256,
+        augment=4,
+        flip=True,
+        optimisation=Optimisation(
+            lr=0.2, nesterov=True, schedule="one-cycle", ema=0.998, bf16=True, channels_last=True
+        ),
+        adversary=Adversary(attack, radius="uniform", ramp=0.2),
+        evaluation=_measured(0.005, 0.01, 0.05, 0.1),
+        summary="ResNet-18 trained against dual averaging at random radii up to 0.05.",
+    )
+
+
+_PRESETS: dict[str, Callable[[], TrainConfig]] = {
+    "mnist-standard": _mnist_standard,
+    "mnist-binarized": _mnist_binarized,
+    "mnist-linf-provable": _mnist_linf_provable,
+    "mnist-adversarial-paper": _mnist_adversarial_paper,
+    "mnist-adversarial": _mnist_adversarial,
+    "mnist-flow-noise": _mnist_flow_noise,
+    "cifar10-standard": _cifar10_standard,
+    "cifar10-linf-provable": _cifar10_linf_provable,
+    "cifar10-adversarial-paper": _cifar10_adversarial_paper,
+    "cifar10-adversarial": _cifar10_adversarial,
+}
+
+
+def presets() -> list[str]:
+    """The names :func:`preset` knows.
+
+    >>> "mnist-adversarial-paper" in presets()
+    True
+    """
+    return list(_PRESETS)
+
+
+def preset(name: str, **changes: Any) -> TrainConfig:
+    """The recipe of that name; ``changes`` replace its top-level settings.
+
+    >>> preset("mnist-standard", epochs=2).epochs
+    2
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"unknown preset {name!r}; known are {', '.join(_PRESETS)}")
+    return dataclasses.replace(_PRESETS[name](), **changes)
+
+
+def override(settings: Settings, path: str, value: Any) -> Settings:
+    """The settings with one of them, at any depth, replaced.
+
+    >>> override(preset("mnist-adversarial"), "adversary.attack.ball.eps", 0.5).adversary.eps
+    0.5
+    """
+    name, _, rest = path.partition(".")
+    if not dataclasses.is_dataclass(settings) or name not in {f.name for f in dataclasses.fields(settings)}:
+        known = [f.name for f in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
+        raise ValueError(f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}")
+    inner = getattr(settings, name)
+    changed = override(inner, rest, value) if rest else tuple(value) if isinstance(inner, tuple) else value
+    return dataclasses.replace(settings, **{name: changed})  # type: ignore[type-var]

@@ -1,0 +1,143 @@
+"""What a run needs to go on where it was killed, in one file that is always whole.
+
+Tensors and a JSON header go into one safetensors file, written beside the old one, flushed to the disk and renamed over
+it: at any moment there is exactly one complete checkpoint, the old one or the new one. Nothing is pickled.
+
+Random numbers need no state: permutations, augmentation, radii and attacks are drawn from generators seeded by the
+run's seed and the number of the epoch or step (:func:`generator`), so that a repeated step repeats its numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+
+def generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of its own for a purpose and an epoch or step.
+
+    >>> generator(0, "order", 3).initial_seed() == generator(0, "order", 3).initial_seed()
+    True
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def save_state(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """Replace the checkpoint at ``path``, all or nothing."""
+    # clone: safetensors refuses tensors that share memory
+    content = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, {"json": json.dumps(header)})
+    write_whole(path, content)
+
+
+def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the header of a checkpoint."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = json.loads(file.metadata()["json"])
+            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no checkpoint of a training run ({error}); delete it to start anew") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, and survives a power cut once this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    if os.name == "posix":  # the rename itself must reach the disk, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors (momenta, second moments, counts) by name."""
+    state = optimizer.state_dict()["state"]
+    return {f"{k}.{name}": v for k, entry in state.items() for name, v in entry.items() if isinstance(v, Tensor)}
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Put back what :func:`pack_optimizer` took."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, name = key.split(".", 1)
+        state.setdefault(int(number), {})[name] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class Average:
+    """Exponential moving average of a model's weights; buffers are copied. With decay 0 it is the model itself."""
+
+    def __init__(self, model: nn.Module, copy: nn.Module, decay: float) -> None:
+        self.source, self.decay, self.count = model, decay, 0
+        self.model = copy if decay > 0 else model
+        if decay > 0:
+            self.model.load_state_dict(model.state_dict())
+            self.model.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self.decay == 0:
+            return
+        self.count += 1
+        keep = min(self.decay, self.count / (self.count + 10))  # early weights are soon forgotten
+        for a, b in zip(self.model.parameters(), self.source.parameters(), strict=True):
+            a.lerp_(b, 1 - keep)
+        for a, b in zip(self.model.buffers(), self.source.buffers(), strict=True):
+            a.copy_(b)
+
+
+class MetricsLog:
+    """Metrics as JSON lines, and in TensorBoard where that is installed.
+
+    The file only grows; a run that goes on from a checkpoint first cuts it to the length it had then, so that no step
+    appears twice.
+    """
+
+    def __init__(self, folder: Path, length: int, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("ab")
+        self._file.truncate(length)
+        self._board = _tensorboard(folder, step)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(name, value, record["step"])
+
+    def synced(self) -> int:
+        """The length of the file, all of which is on the disk now."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step)
