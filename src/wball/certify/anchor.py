@@ -1,19 +1,19 @@
 r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that moves.
 
-The usual upper line of an unstable unit lies above the activation at *every* point, so each of hundreds of unstable units
-costs something even if nothing moves, as if the attacker could spend the whole budget on all of them at once. In
-terms of a transport plan ``P`` this is avoidable. Let ``v`` be the unit's input, ``v0`` its value at the image, and
+The usual upper line of an unstable unit lies above the activation at *every* point, so each of hundreds of unstable
+units costs something even if nothing moves, as if the attacker could spend the whole budget on all of them at once.
+In terms of a transport plan ``P`` this is avoidable. Let ``v`` be the unit's input, ``v0`` its value at the image, and
 ``l <= v <= u`` over the ball. Interpolating the convex activation ``f`` at ``l``, ``v0`` and ``u`` gives
 
 .. math::
     f(v) \le f(v_0) + \beta\,(v - v_0) + \omega\,(v - v_0)^+, \qquad
     \beta = \frac{f(v_0) - f(l)}{v_0 - l}, \quad \beta + \omega = \frac{f(u) - f(v_0)}{u - v_0}
 
-and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then ``(v - v0)^+ <= sum_ij P_ij max(g_ij, 0)``. So a
-row that multiplies the unit by ``-b < 0`` is bounded by a linear function of the image minus
-``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a *charge* that depends on where it comes from
-and where it goes, and its minimum over the ball is the same scalar search over ``psi`` as before, with charges added
-to the gains of the moves:
+and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then
+``(v - v0)^+ <= sum_ij P_ij max(g_ij, 0)``. So a row that multiplies the unit by ``-b < 0`` is bounded by a linear
+function of the image minus ``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a *charge* that
+depends on where it comes from and where it goes. The minimum over the ball is the same scalar search over ``psi`` as
+before, with charges added to the gains of the moves:
 
 .. math::
     \max_P \sum_{ij} P_{ij} (a_j + M_{ij}) \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
@@ -154,7 +154,7 @@ class UnitAnchor(Anchor):
         moves = flat.new_zeros((count, *first.moves.shape[1:]))
         out = flat.new_zeros((count, *first.out.shape[1:]))
         into = flat.new_zeros((count, *first.into.shape[1:]))
-        for image in rows.image.unique().tolist():
+        for image in torch.unique(rows.image).tolist():
             mine = (rows.image == image).nonzero()[:, 0]
             gains = self.images[image]
             weight = flat[mine][:, gains.unit]
@@ -205,7 +205,9 @@ def _ungrouped(op: Conv2d) -> Tensor:
     return out
 
 
-def spread(patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def spread(
+    patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
     """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
     size = (patches.shape[-2], patches.shape[-1])
     if active is None:
@@ -218,5 +220,3 @@ def spread(patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active
     index = torch.where(keep, row * size[1] + column, 0)
     found = patches.flatten(3).gather(3, index[:, :, None].expand(-1, -1, patches.shape[2], -1))
     return found * keep[:, :, None]
-
-

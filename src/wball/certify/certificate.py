@@ -25,7 +25,9 @@ class CertificateStatus(Enum):
 
     CERTIFIED = "every image of the ball gets the label"
     MISCLASSIFIED = "the model gives the image itself another label: there is nothing to certify"
-    UNKNOWN = 'the bound is not above 0: the ball may be safe or not; try method="alpha-crown", more steps, a smaller eps'
+    UNKNOWN = (
+        'the bound is not above 0: the ball may be safe or not; try method="alpha-crown", more steps, a smaller eps'
+    )
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
@@ -96,13 +98,13 @@ def certify(
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
     step = batch_size or (256 if x.is_cuda else 8)
-    parts = []
-    right = []
+    parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
-        part = _Problem(graph, x[index], y[index], ball.take(index), plans)
+        clean = _clean_margin(model, x[index], y[index])
+        part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean)
         parts.append(part.margin(method, steps, reg))
-        right.append(_right(model, x[index], y[index]))
-    margin, correct = torch.cat(parts), torch.cat(right)
+        at_centre.append(clean)
+    margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
     certified = (margin > 0) & correct
     status = tuple(
         CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
@@ -138,7 +140,7 @@ def certified_radius(
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
-    hopeful = _right(model, x, y) if x.shape[0] else low > 0
+    hopeful = _clean_margin(model, x, y) > 0 if x.shape[0] else low > 0
     for _ in range(rounds):
         index = hopeful.nonzero()[:, 0]
         if index.numel() == 0:
@@ -168,22 +170,29 @@ def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[T
 
 
 @torch.no_grad()
-def _right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """``logit[y] - best other logit`` of the images themselves, in evaluation mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        like = next((p.dtype for p in model.parameters()), x.dtype)
-        return model(x.to(like)).argmax(1) == y
+        dtype = next((p.dtype for p in model.parameters()), x.dtype)
+        logits = model(x.to(dtype)).to(torch.float64)
     finally:
         for module, mode in training.items():
             module.training = mode
+    if not bool(((y >= 0) & (y < logits.shape[1])).all()):
+        raise ValueError(
+            f"y has labels from {int(y.min())} to {int(y.max())}, but the model has {logits.shape[1]} classes"
+        )
+    own = logits.gather(1, y[:, None])[:, 0]
+    return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 
 
 class _Problem:
     """One batch of images, their input set, and the bounds found so far."""
 
-    def __init__(self, graph: Graph, x: Tensor, y: Tensor, ball: Ball, plans: Plans) -> None:
-        self.graph, self.x, self.y, self.ball, self.plans = graph, x, y, ball, plans
+    def __init__(self, graph: Graph, x: Tensor, y: Tensor, ball: Ball, plans: Plans, clean: Tensor) -> None:
+        self.graph, self.x, self.y, self.ball, self.plans, self.clean = graph, x, y, ball, plans, clean
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
         self.budget = 2**27 if x.is_cuda else 2**22
 
@@ -199,25 +208,47 @@ class _Problem:
         relaxation = self.relaxation(source, method, reg)
         bounds = relaxation.bound_all(self.x.shape[0], self.like)
         margins = relaxation.margins(self.y, bounds, self.like)
-        margin = margins.amin(1)
+        if method in ("interval", "dual"):
+            return margins.amin(1)
+        if isinstance(source, TransportSet) and source.small:
+            margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown"):
-            self._tighten(margin, bounds, 0)
-        if method == "alpha-crown":
-            self._tighten(margin, bounds, steps)
-        return margin
+            self._tighten(margins, bounds, steps if method == "alpha-crown" else 0)
+        return margins.amin(1)
 
-    def _tighten(self, margin: Tensor, bounds: Bounds, steps: int) -> None:
-        """Improve what is not certified yet, layer by layer: anchored bounds, or ``steps`` of optimising slopes."""
-        left = (margin <= 0).nonzero()[:, 0]
-        source = input_set(self.ball.take(left), self.x[left], self.plans)
-        anchored = steps == 0
-        if left.numel() == 0 or (anchored and not isinstance(source, TransportSet)):
+    def _tighten(self, margins: Tensor, bounds: Bounds, steps: int) -> None:
+        """Improve what is not certified yet: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
+
+        Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
+        """
+        left = (margins.amin(1) <= 0).nonzero()[:, 0]
+        if left.numel() == 0:
             return
-        some = bounds.take(left)
+        some, y = bounds.take(left), self.y[left]
+        source = input_set(self.ball.take(left), self.x[left], self.plans)
         relaxation = self.relaxation(source, "alpha-crown", math.inf)
-        ascent = None if anchored else Ascent(steps)
+        anchored = isinstance(source, TransportSet)
+        if not anchored and steps == 0:
+            return
+        layers = None if anchored else Ascent(steps)
         for position in self.graph.relaxed():
-            relaxation.bound_layer(position, some, left.shape[0], self.like, anchored=anchored, ascent=ascent)
-        found = relaxation.margins(self.y[left], some, self.like, anchored=anchored, ascent=ascent).amin(1)
-        margin[left] = torch.maximum(margin[left], found)
-        bounds.put(left, some)
+            relaxation.bound_layer(position, some, left.shape[0], self.like, anchored=anchored, ascent=layers)
+        found = torch.maximum(margins[left], relaxation.margins(y, some, self.like, anchored=anchored))
+        if isinstance(source, TransportSet):
+            only = torch.ones_like(found, dtype=torch.bool) if source.small else self._near(found, left, 0.1)
+            if bool(only.any()):
+                boxed = relaxation.margins(y, some, self.like, anchored=True, only=only, exact_box=True)
+                found = torch.maximum(found, boxed)
+        only = self._near(found, left, 1.0)
+        if steps and bool(only.any()):
+            climbed = relaxation.margins(y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only)
+            found = torch.maximum(found, climbed)
+        margins[left] = found
+
+    def _near(self, margins: Tensor, left: Tensor, share: float) -> Tensor:
+        """Rows still open of images whose bound is below 0 by at most a share of the clean margin.
+
+        The box is worth a few percent of what the ball takes, optimised slopes some ten: beyond that both are in vain.
+        """
+        close = margins.amin(1) > -share * self.clean[left]
+        return (margins <= 0) & close[:, None]

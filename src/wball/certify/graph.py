@@ -145,7 +145,7 @@ class Generic(Affine):
         whole = rows.dense(self.shape)
         a = whole.coeff
         zeros = [a.new_zeros((a.shape[0], *shape)) for shape in self.before]
-        value, pull = torch.func.vjp(self.function, *zeros)
+        value, pull, *_ = torch.func.vjp(self.function, *zeros)
         return _total(a * value), [whole.like(g) for g in pull(a)]
 
 
@@ -215,7 +215,9 @@ class Graph:
         return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, MaxPool))]
 
 
-def back(graph: Graph, target: int, rows: Rows, relax: Callable[[int, Rows], tuple[Tensor, Rows]]) -> tuple[Tensor, Rows]:
+def back(
+    graph: Graph, target: int, rows: Rows, relax: Callable[[int, Rows], tuple[Tensor, Rows]]
+) -> tuple[Tensor, Rows]:
     """Carry rows over operation ``target`` back to the image: ``<rows, h> >= constant + <result, x>``.
 
     ``relax(position, rows)`` bounds an activation's rows from below by rows over what it reads.
@@ -280,7 +282,17 @@ _GENERIC_MODULES = (
     nn.UpsamplingNearest2d,
     nn.UpsamplingBilinear2d,
 )
-_RESHAPES = {torch.flatten, torch.reshape, "view", "reshape", "flatten", torch.squeeze, torch.unsqueeze, "squeeze", "unsqueeze"}
+_RESHAPES = {
+    torch.flatten,
+    torch.reshape,
+    "view",
+    "reshape",
+    "flatten",
+    torch.squeeze,
+    torch.unsqueeze,
+    "squeeze",
+    "unsqueeze",
+}
 _GENERIC_FUNCTIONS = {
     F.avg_pool2d,
     F.adaptive_avg_pool2d,
@@ -303,7 +315,18 @@ _GENERIC_FUNCTIONS = {
 }
 _PLUS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _MINUS = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
-_TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_", operator.truediv, operator.itruediv, torch.div, "div", "div_"}
+_TIMES = {
+    operator.mul,
+    operator.imul,
+    torch.mul,
+    "mul",
+    "mul_",
+    operator.truediv,
+    operator.itruediv,
+    torch.div,
+    "div",
+    "div_",
+}
 _TIMES |= {operator.neg, torch.neg, "neg"}
 _RELU = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
 _NOTHING = {"contiguous", "clone", "detach", "float", "double", "to", F.dropout, F.dropout2d, torch.clone}
@@ -434,10 +457,10 @@ class _Builder:
             if target in (operator.truediv, operator.itruediv, torch.div, "div") and node.args[0] is not sources[0]:
                 raise self._refuse(node)
             return _diagonal(node.name, inputs, shape, function, self.x)
-        if (target in _PLUS or target in _MINUS) and len(sources) == 2 and before[0] == before[1] == shape:
-            if "alpha" not in kwargs:
-                return Sum(node.name, inputs, shape, 1.0 if target in _PLUS else -1.0)
-        if (target in _PLUS or target in _MINUS) or (target in _GENERIC_FUNCTIONS and self._linear_use(node, sources)):
+        sum_like = target in _PLUS or target in _MINUS
+        if sum_like and "alpha" not in kwargs and len(sources) == 2 and before[0] == before[1] == shape:
+            return Sum(node.name, inputs, shape, 1.0 if target in _PLUS else -1.0)
+        if sum_like or (target in _GENERIC_FUNCTIONS and self._linear_use(node, sources)):
             return Generic(node.name, inputs, shape, before, function)
         raise self._refuse(node)
 
@@ -484,13 +507,14 @@ class _Builder:
         if isinstance(module, nn.Linear):
             return Linear(name, inputs, shape, module.weight, module.bias)
         if isinstance(module, nn.Conv2d) and module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            settings = [_pair(v) for v in (module.stride, module.padding, module.dilation)]
-            return Conv2d(name, inputs, shape, before[0], module.weight, module.bias, *settings, module.groups)
+            stride, padding, dilation = (_pair(v) for v in (module.stride, module.padding, module.dilation))
+            weight, bias = module.weight, module.bias
+            return Conv2d(name, inputs, shape, before[0], weight, bias, stride, padding, dilation, module.groups)
         if isinstance(module, nn.AvgPool2d) and _is_convolution(module) and len(shape) == 3:
             kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
             divisor = module.divisor_override or kernel[0] * kernel[1]
-            weight = torch.full((shape[0], 1, *kernel), 1.0 / divisor, dtype=torch.float64, device=self.x.device)
-            return Conv2d(name, inputs, shape, before[0], weight, None, stride, padding, (1, 1), shape[0])
+            mean = torch.full((shape[0], 1, *kernel), 1.0 / divisor, dtype=torch.float64, device=self.x.device)
+            return Conv2d(name, inputs, shape, before[0], mean, None, stride, padding, (1, 1), shape[0])
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             return self._batch_norm(node, module, inputs, shape)
         if isinstance(module, (nn.ReLU, nn.LeakyReLU)):

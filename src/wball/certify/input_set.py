@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +29,16 @@ from torch.nn import functional as F
 
 from wball.ball import Ball, LinfBall, Plans, WassersteinBall
 from wball.certify.anchor import Anchor, Charges, spread
+from wball.certify.boxed import BoxProgram
 from wball.certify.rows import Rows, inside, read_patches, units
 from wball.ground import DenseCost, GridCost
 
 NOWHERE = -1e30
 """Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
 
+
+LIST_ALL = 8192
+"""Images with at most this many (pixel, move) pairs have every move listed: full plans are then exact."""
 
 Charged = Sequence[tuple[Anchor, Rows]]
 """Anchors with the weights that rows put on their units."""
@@ -46,17 +50,12 @@ class InputSet(ABC):
     shape: tuple[int, ...]  # of one image
 
     @abstractmethod
-    def maximum(
-        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
-    ) -> Tensor:
+    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
         """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
 
         ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best.
+        Differentiable in coefficients, weights and prices: at the best ``psi`` its own slope is 0 (envelope theorem).
         """
-
-    @abstractmethod
-    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """How :meth:`maximum` changes with the coefficients (an image ``z``, where the rows live) and with ``box``."""
 
     @abstractmethod
     def box_prices(self, rows: Rows) -> Tensor | None:
@@ -74,17 +73,12 @@ class IntervalSet(InputSet):
         self.low, self.high = low.to(torch.float64), high.to(torch.float64)
         self.shape = tuple(low.shape[1:])
 
-    def maximum(
-        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
-    ) -> Tensor:
+    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
         if charged:
             raise ValueError("an interval set has no plans to charge")
-        return (rows.coeff * self.slope(rows)[0]).flatten(1).sum(1)
-
-    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         dtype = rows.coeff.dtype
         high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
-        return torch.where(rows.coeff > 0, high, low), None
+        return (rows.coeff * torch.where(rows.coeff > 0, high, low)).flatten(1).sum(1)
 
     def box_prices(self, rows: Rows) -> Tensor | None:
         return None
@@ -137,7 +131,7 @@ class TransportSet(InputSet):
             self.matrix = cost.matrix.to(x.device)
         elif isinstance(cost, GridCost) and plans == "full":
             every = cost.full(height, width).moves(height, width)
-            limit = reach**cost.p
+            limit = reach**cost.p if len(every) * height * width > LIST_ALL else math.inf
             self.moves = [m for m in every if m[2] < limit]
             beyond = [m[2] for m in every if m[2] >= limit]
             self.far = min(beyond) if beyond else None
@@ -225,7 +219,7 @@ class TransportSet(InputSet):
     def _field(
         self, rows: Rows, box: Tensor | None = None, charges: Charges | None = None, reg: float = math.inf
     ) -> _Field:
-        """What every pixel with mass can do. Moves of equal cost are merged: by their maximum, or softly for ``reg``."""
+        """What every pixel with mass can do. Moves of equal cost merge: by their maximum, or softly for ``reg``."""
         mass = self._mass(rows)
         levels: list[tuple[Tensor, float | Tensor]] = []
         if self.matrix is not None:
@@ -266,9 +260,7 @@ class TransportSet(InputSet):
 
     # ---- the bound
 
-    def maximum(
-        self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf
-    ) -> Tensor:
+    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
         rows, charged = self._align(rows, charged)
         charges = self._charges(rows, charged)
         field = self._field(rows, box, charges)
@@ -323,8 +315,95 @@ class TransportSet(InputSet):
         corner = (rows.corner[0] - self.radius, rows.corner[1] - self.radius)
         size, shape = (stay.shape[2], stay.shape[3]), tuple(self.x.shape[1:])
         maps = torch.cat([moves, out[:, :, None]], 2)
-        read = spread(maps.unflatten(3, size), corner, rows.image, self.active, shape)
+        read = spread(maps.reshape(*maps.shape[:3], *size), corner, rows.image, self.active, shape)
         return read[:, :, :-1], read[:, :, -1], Rows(into, rows.image, corner).dense(shape).coeff
+
+    def exact_box_prices(self, rows: Rows, charged: Charged = ()) -> Tensor | None:
+        """The best box prices of each row, by one linear program a row; ``None`` if there is no box."""
+        if self.box is None:
+            return None
+        rows = rows if rows.corner is None else rows.dense(tuple(self.x.shape[1:]))
+        rows, charged = self._align(rows, charged)
+        charges = self._charges(rows, charged)
+        worth, price = self._listed(rows, charges)  # (N, C, K + 1, S), (K + 1, S) or (K + 1, 1)
+        ends = rows.coeff if charges is None else rows.coeff + charges.into
+        out = torch.zeros_like(worth[:, :, 0]) if charges is None else charges.out
+        prices = torch.zeros_like(rows.coeff)
+        programs: dict[int, BoxProgram] = {}
+        for n, image in enumerate(rows.image.tolist()):
+            if image not in programs:
+                programs[image] = self._program(image, price)
+            found = programs[image].prices(
+                worth[n].transpose(1, 2).flatten(0, 1).cpu().double().numpy(),
+                out[n].flatten().cpu().double().numpy(),
+                ends[n].flatten().cpu().double().numpy(),
+            )
+            if found is not None:
+                prices[n] = torch.as_tensor(found, dtype=prices.dtype, device=prices.device).reshape(prices[n].shape)
+        return prices
+
+    def _places(self) -> Tensor:
+        """``(B, C, S)``: the pixel of each source of dense rows."""
+        if self.active is not None:
+            return self.active
+        count = self.x.shape[2] * self.x.shape[3]
+        return torch.arange(count, device=self.x.device).expand(*self.x.shape[:2], count)
+
+    def _listed(self, rows: Rows, charges: Charges | None) -> tuple[Tensor, Tensor]:
+        """What staying and every listed move earn at each source of dense rows, and what they cost."""
+        if self.matrix is not None:
+            value = rows.coeff.flatten(2)
+            moves = value[:, :, :, None].expand(-1, -1, -1, value.shape[2])
+            costs = self.matrix.T
+        else:
+            padded = self._targets(rows, None)
+            listed = [m for m in self.moves if m[:2] != (0, 0)]
+            value = self._sources(rows, self._slice(padded, 0, 0))
+            moves = torch.stack([self._sources(rows, self._slice(padded, r, c)) for r, c, _ in listed], 2)
+            costs = torch.tensor([d for *_, d in listed], dtype=torch.float64, device=padded.device)[:, None]
+        if charges is not None:
+            moves = moves + charges.moves
+        return torch.cat([value[:, :, None], moves], 2), torch.cat([torch.zeros_like(costs[:1]), costs])
+
+    def _program(self, image: int, price: Tensor) -> BoxProgram:
+        channels, height, width = self.x.shape[1:]
+        place = self._places()[image]  # (C, S)
+        if self.matrix is not None:
+            every = torch.arange(height * width, device=place.device).view(1, 1, -1).expand(*place.shape, -1)
+            target = torch.where(torch.isfinite(self.matrix)[None], every, -1)
+        else:
+            listed = [m for m in self.moves if m[:2] != (0, 0)]
+            row = place[..., None] // width + torch.tensor([r for r, *_ in listed], device=place.device)
+            column = place[..., None] % width + torch.tensor([c for _, c, _ in listed], device=place.device)
+            keep = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            target = torch.where(keep, row * width + column, -1)
+        target = torch.cat([place[..., None], target], 2)
+        channel = torch.arange(channels, device=place.device)[:, None].expand(*place.shape)
+        target = torch.where(target >= 0, target + channel[..., None] * height * width, -1)
+        mass = self.x[image].flatten(1).gather(1, place)
+        cost = price.T.expand(place.shape[1], -1) if price.shape[1] == 1 else price.T
+        cost = cost.repeat(channels, 1)
+        holds = (mass > 0).flatten()
+        target = torch.where(holds[:, None], target.flatten(0, 1), -1)
+        target[~holds, 0] = (place + channel * height * width).flatten()[~holds]
+        assert self.box is not None
+        return BoxProgram(
+            mass.flatten().cpu().numpy(),
+            target.cpu().numpy(),
+            cost.cpu().double().numpy(),
+            channels * height * width,
+            channel.flatten().cpu().numpy(),
+            channels,
+            self.far,
+            float(self.budget[image]),
+            self.box,
+        )
+
+    @property
+    def small(self) -> bool:
+        """Whether a linear program over all plans is a matter of milliseconds."""
+        pixels = self.x[0].numel()
+        return pixels * (self.x.shape[2] * self.x.shape[3] if self.matrix is not None else len(self.moves)) <= 2048
 
     @property
     def step(self) -> float:
@@ -334,66 +413,11 @@ class TransportSet(InputSet):
             return float(costs.min()) if costs.numel() else 1.0
         return min([d for d in (*self.distances, self.far or 0.0) if d > 0], default=1.0)
 
-    # ---- slopes, for those who optimise what the rows depend on
-
-    @torch.no_grad()
-    def slope(self, rows: Rows, box: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        patched, radius = self._patched(rows), self.radius
-        field = self._field(patched, box)
-        psi = _best_psi(field, self.budget[rows.image].to(rows.coeff.dtype), self.step, 8)
-        z = self._arrivals(patched, field, psi)
-        surplus: Tensor | None = None
-        if box is not None and self.box is not None:
-            lo, hi = self.box
-            surplus = torch.where(box >= 0, hi, lo) - z
-        if rows.corner is None:
-            return z.reshape(rows.coeff.shape), surplus
-        if patched.corner is None:
-            own = torch.arange(z.shape[0], device=z.device)
-            return read_patches(z, own, rows.corner, (rows.coeff.shape[2], rows.coeff.shape[3])), surplus
-        return (z[..., radius:-radius, radius:-radius] if radius else z), surplus
-
     def box_prices(self, rows: Rows) -> Tensor | None:
         if self.box is None:
             return None
         rows = self._patched(rows)
         return torch.zeros_like(rows.coeff if rows.corner is None else F.pad(rows.coeff, (self.radius,) * 4))
-
-    def _options(self, rows: Rows, field: _Field) -> Iterator[tuple[Tensor, float | Tensor, int]]:
-        """Every listed move: its value at each source, its cost, and how far away its target is in the layout."""
-        if self.matrix is not None:
-            for j, (value, price) in enumerate(field.levels):
-                yield value, price, j
-            return
-        width = field.value.shape[-1]
-        for r, c, d in self.moves:
-            if (r, c) != (0, 0):
-                yield self._sources(rows, self._slice(field.value, r, c)), d, r * width + c
-
-    def _arrivals(self, rows: Rows, field: _Field, price: Tensor) -> Tensor:
-        """``z`` of the plan that attains the bound's inner maxima, on the sources' grid."""
-        psi = price.view(-1, 1, 1)
-        n, channels = field.mass.shape[:2]
-        if self.matrix is not None:
-            base = torch.arange(field.value.shape[2], device=psi.device).expand(n, channels, -1)
-        else:
-            index = torch.arange(field.value[0, 0].numel(), device=psi.device).reshape(1, 1, *field.value.shape[2:])
-            base = self._slice(index, 0, 0).expand(n, channels, -1, -1)
-            base = self._sources(rows, base)
-        best, target = field.stay, base
-        for value, price, where in self._options(rows, field):
-            candidate = value - psi * price
-            better = candidate > best
-            best = torch.where(better, candidate, best)
-            target = torch.where(better, where if self.matrix is not None else base + where, target)
-        flat = field.value.flatten(2)
-        if self.far is not None:
-            top, place = flat.max(2, keepdim=True)
-            target = torch.where(top - psi * self.far > best, place, target)
-        arrived = torch.zeros_like(flat).scatter_add(2, target, field.mass)
-        if self.matrix is not None:
-            return arrived.reshape(n, channels, *self.x.shape[2:])
-        return self._slice(arrived.reshape(field.value.shape), 0, 0)
 
     def floats(self, rows: Rows, charged: bool = False) -> int:
         rows = self._patched(rows)
@@ -507,7 +531,7 @@ def intervals(source: InputSet, images: int, device: torch.device, chunk: int = 
     for sign in (-1.0, 1.0):
         found = []
         every = torch.arange(images * size, device=device)
-        for part in every.split(chunk):
+        for part in torch.split(every, chunk):
             signs = torch.full((part.shape[0],), sign, dtype=torch.float64, device=device)
             rows = units(source.shape, part // size, part % size, signs, like)
             found.append(sign * source.maximum(rows))

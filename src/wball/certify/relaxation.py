@@ -5,9 +5,10 @@ For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU
 .. math::
     \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
 
-holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the left line where ``a >= 0``
-and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its minimum over
-the ball is the support function of :mod:`wball.certify.input_set`. No interval of pixels ever appears.
+holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the left line where
+``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its
+minimum over the ball is the support function of :mod:`wball.certify.input_set`. No interval of pixels ever appears.
+Upper lines that also know the budget are in :mod:`wball.certify.anchor`.
 
 Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching may run
 in float32. The evaluation that counts is in float64 (rows, constants, charges, input maximum), from float64 bounds of
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,20 +37,48 @@ ROUNDING = 1e-12
 Lower = Literal["adaptive", "parallel"]
 
 
-@dataclass(frozen=True)
-class Ascent:
-    """How slopes and box prices are optimised: Adam steps on each row's own bound.
+@dataclass
+class Choice:
+    """Free parameters of the relaxation per row and coefficient, by operation: any values in range are sound.
 
     Attributes:
-        steps: number of steps (0: keep the initial slopes).
-        rate: step length for slopes, which live in ``[leak, 1]``; decays to a tenth.
+        slopes: lower slopes, in ``[leak, 1]``.
+        shares: how much of an upper bound is anchored (1) rather than the usual line (0).
+        box: prices of the box.
+    """
+
+    slopes: dict[int, Tensor] = field(default_factory=dict)
+    shares: dict[int, Tensor] = field(default_factory=dict)
+    box: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.slopes.values(), *self.shares.values()]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of rows, and the linear function of the plan behind them."""
+
+    value: Tensor  # (N,), sound
+    at_input: Rows
+    charged: list[tuple[Anchor, Rows]]
+    constant: Tensor
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """How the free parameters of rows are optimised: Adam steps on each row's own bound.
+
+    Attributes:
+        steps: number of steps.
+        rate: step length for slopes and shares, which live in ``[0, 1]``; decays to a tenth.
         box_rate: step length for box prices, relative to the row's largest coefficient.
         box: whether to optimise box prices at all.
     """
 
-    steps: int = 0
-    rate: float = 0.2
-    box_rate: float = 0.05
+    steps: int = 30
+    rate: float = 0.3
+    box_rate: float = 0.02
     box: bool = True
 
 
@@ -102,16 +131,16 @@ class Relaxation:
     def _relax(
         self,
         bounds: Bounds,
-        slopes: dict[int, Tensor] | None = None,
+        choice: Choice | None = None,
         record: bool = False,
         charged: list[tuple[Anchor, Rows]] | None = None,
         scale: list[Tensor] | None = None,
     ) -> Callable[[int, Rows], tuple[Tensor, Rows]]:
         """The relaxation step of :func:`wball.certify.graph.back`.
 
-        ``slopes`` holds lower slopes per row and coefficient; missing ones take their initial value, and are
-        written into it if ``record``. With ``charged``, units that have an anchor are bounded by it, and their weights
-        are added to the list. ``scale`` collects the magnitudes of the constants.
+        What ``choice`` does not say takes its initial value, and is written into it if ``record``. With ``charged``,
+        units that have an anchor are bounded by it, and their weights are added to the list. ``scale`` collects the
+        magnitudes of the constants.
         """
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
@@ -121,25 +150,37 @@ class Relaxation:
             assert isinstance(op, Activation)
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
-            slope, shift = upper_line(low, up, op.leak)
+            line, height = upper_line(low, up, op.leak)
+            initial = self._initial(low, up, line, op.leak)
+            slope, shift = rows.read(line), rows.read(height)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
-            initial = self._initial(low, up, slope, op.leak)
+            stable = slope
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
-                bend, slope, shift, inside = anchored_line(low, up, centre.to(dtype), op.leak, slope, shift)
+                bend, left, start, inside = anchored_line(low, up, centre.to(dtype), op.leak, line, height)
                 initial = torch.where(inside, torch.where(centre > 0, 1.0, op.leak).to(dtype), initial)
-                charged.append((anchor, rows.like(-negative * rows.read(bend))))
-            if slopes is not None and position in slopes:
+                weight = rows.read(bend)
+                if choice is not None and record:
+                    choice.shares[position] = torch.ones_like(weight, dtype=torch.float32)
+                if choice is not None and position in choice.shares:
+                    share = choice.shares[position].to(dtype)
+                    weight = weight * share
+                    slope = slope + share * (rows.read(left) - slope)
+                    shift = shift + share * (rows.read(start) - shift)
+                else:
+                    slope, shift = rows.read(left), rows.read(start)
+                charged.append((anchor, rows.like(-negative * weight)))
+            if choice is not None and position in choice.slopes:
                 crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
-                under = torch.where(crossing, slopes[position].to(dtype), rows.read(slope))
+                under = torch.where(crossing, choice.slopes[position].to(dtype), stable)
             else:
                 under = rows.read(initial)
-                if slopes is not None and record:
-                    slopes[position] = under.detach().float()
-            constant = (negative * rows.read(shift)).flatten(1).sum(1)
+                if choice is not None and record:
+                    choice.slopes[position] = under.to(torch.float32)
+            constant = (negative * shift).flatten(1).sum(1)
             if scale is not None:
                 scale.append(constant.abs())
-            return constant, rows.like(positive * under + negative * rows.read(slope))
+            return constant, rows.like(positive * under + negative * slope)
 
         return relax
 
@@ -157,69 +198,68 @@ class Relaxation:
         bounds: Bounds,
         *,
         anchored: bool = False,
-        slopes: dict[int, Tensor] | None = None,
+        choice: Choice | None = None,
         record: bool = False,
-        box: Tensor | None = None,
-    ) -> tuple[Tensor, Rows, list[tuple[Anchor, Rows]], Tensor]:
-        """A sound lower bound of each row over the value of operation ``target``, ``(N,)`` in float64.
-
-        Also returns the linear function of the image behind it: rows, charges and constant.
-        """
+    ) -> Bound:
+        """A sound lower bound of each row over the value of operation ``target``, evaluated in float64."""
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
-        relax = self._relax(bounds, slopes, record, charged if anchored else None, scale)
+        relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
-        negated = at_input.like(-at_input.coeff)
-        largest = self.source.maximum(negated, charged, None if box is None else box.to(torch.float64), self.reg)
+        box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
+        largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg)
         size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
         for part in scale:
             size = size + part
-        return constant - largest - ROUNDING * size, at_input, charged, constant
+        return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
 
     @torch.no_grad()
-    def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent) -> Tensor:
-        """The same bound with slopes and box prices improved by Adam; never below the initial one."""
-        slopes: dict[int, Tensor] = {}
-        first, at_input, _, _ = self.lower_bound(target, rows, bounds, slopes=slopes, record=True)
-        at_input = at_input.like(at_input.coeff.float())
-        box = self.source.box_prices(at_input) if ascent.box else None
+    def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False) -> Bound:
+        """The same bound with its free parameters improved by Adam; the value is never below the initial one."""
+        choice = Choice()
+        first = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, record=True)
+        at_input = first.at_input.like(first.at_input.coeff.to(torch.float32))
+        prices = self.source.box_prices(at_input) if ascent.box else None
         unit = at_input.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
-        variables = {k: v.requires_grad_(True) for k, v in slopes.items()}
-        groups: list[dict[str, object]] = [{"params": list(variables.values()), "lr": ascent.rate}] if variables else []
-        if box is not None:
-            unit = unit.view(-1, *[1] * (box.ndim - 1))
-            box.requires_grad_(True)  # in units of the row's largest coefficient
-            groups.append({"params": [box], "lr": ascent.box_rate})
+        groups: list[dict[str, object]] = []
+        if choice.tensors():
+            groups.append({"params": [v.requires_grad_(True) for v in choice.tensors()], "lr": ascent.rate})
+        if prices is not None:
+            unit = unit.view(-1, *[1] * (prices.ndim - 1))
+            prices.requires_grad_(True)  # in units of the row's largest coefficient
+            groups.append({"params": [prices], "lr": ascent.box_rate})
         if not groups:
             return first
         optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
         decay = 0.1 ** (1.0 / max(1, ascent.steps))
         for _ in range(ascent.steps):
+            charged: list[tuple[Anchor, Rows]] = []
             with torch.enable_grad():
-                constant, image_rows = back(self.graph, target, rows, self._relax(bounds, variables))
-            prices = None if box is None else box.detach() * unit
-            z, surplus = self.source.slope(image_rows.like(-image_rows.coeff.detach()), prices)
-            if variables:
-                with torch.enable_grad():
-                    # Envelope theorem: at the best psi the input maximum moves with the rows as <., z> does.
-                    loss = -(constant.sum() + (image_rows.coeff * z).sum())
-                optimiser.zero_grad()
-                loss.backward()
-            if box is not None:
-                box.grad = surplus
+                relax = self._relax(bounds, choice, charged=charged if anchored else None)
+                constant, image_rows = back(self.graph, target, rows, relax)
+                box = None if prices is None else prices * unit
+                value = constant - self.source.maximum(image_rows.like(-image_rows.coeff), charged, box)
+                loss = -value.sum()
+            optimiser.zero_grad()
+            loss.backward()
             optimiser.step()
             for group in optimiser.param_groups:
                 group["lr"] *= decay
-            for position, slope in variables.items():
+            for position, slope in choice.slopes.items():
                 op = self.graph.ops[position]
                 assert isinstance(op, Activation)
-                slope.data.clamp_(op.leak, 1.0)
-            if box is not None:
-                box.data.clamp_(min=0.0)
-        found = {k: v.detach() for k, v in variables.items()}
-        prices = None if box is None else box.detach() * unit
-        last = self.lower_bound(target, rows, bounds, slopes=found, box=prices)[0]
-        return torch.maximum(first, last)
+                slope.clamp_(op.leak, 1.0)
+            for share in choice.shares.values():
+                share.clamp_(0.0, 1.0)
+            if prices is not None:
+                prices.clamp_(min=0.0)
+        choice = Choice(
+            {k: v.detach() for k, v in choice.slopes.items()},
+            {k: v.detach() for k, v in choice.shares.items()},
+            None if prices is None else prices.detach() * unit,
+        )
+        last = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice)
+        return replace(last, value=torch.maximum(first.value, last.value))
 
     # ---- whole layers
 
@@ -280,11 +320,12 @@ class Relaxation:
             for index in torch.arange(image.shape[0], device=like.device).split(step):
                 rows, place = rows_of(index), (image[index], unit[index])
                 if ascent is not None:
-                    found = self.climb(target, rows, bounds, ascent)
+                    bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
                 else:
-                    found, at_input, charged, constant = self.lower_bound(target, rows, bounds, anchored=anchored)
-                    if gains is not None and sign < 0:
-                        gains.add(place, at_input, charged, constant)
+                    bound = self.lower_bound(target, rows, bounds, anchored=anchored)
+                if gains is not None and sign < 0:
+                    gains.add(place, bound)
+                found = bound.value
                 store[place] = torch.minimum(store[place], -found) if sign < 0 else torch.maximum(store[place], found)
         if gains is not None:
             gains.finish()
@@ -298,15 +339,28 @@ class Relaxation:
 
     @torch.no_grad()
     def margins(
-        self, y: Tensor, bounds: Bounds, like: Tensor, *, anchored: bool = False, ascent: Ascent | None = None
+        self,
+        y: Tensor,
+        bounds: Bounds,
+        like: Tensor,
+        *,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+        only: Tensor | None = None,
+        exact_box: bool = False,
     ) -> Tensor:
-        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``."""
+        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``.
+
+        ``only`` (B, classes), bool, leaves other entries at ``-inf``; ``exact_box`` solves for the box prices.
+        """
         target = len(self.graph.ops) - 1
         classes = self.graph.ops[target].shape[0]
         images = y.shape[0]
         every = torch.arange(images * classes, device=like.device)
         image, other = every // classes, every % classes
         keep = other != y[image]
+        if only is not None:
+            keep &= only[image, other]
         image, other = image[keep], other[keep]
 
         def rows_of(index: Tensor) -> Rows:
@@ -316,16 +370,23 @@ class Relaxation:
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
 
-        out = torch.full((images, classes), math.inf, dtype=torch.float64, device=like.device)
+        out = torch.full((images, classes), -math.inf, dtype=torch.float64, device=like.device)
+        out[torch.arange(images, device=like.device), y] = math.inf
         if image.shape[0] == 0:
             return out
-        for index in torch.arange(image.shape[0], device=like.device).split(
-            self._chunk(target, rows_of, bounds, anchored)
-        ):
+        step = self._chunk(target, rows_of, bounds, anchored)
+        for index in torch.arange(image.shape[0], device=like.device).split(step):
+            rows = rows_of(index)
             if ascent is not None:
-                value = self.climb(target, rows_of(index), bounds, ascent)
+                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
             else:
-                value = self.lower_bound(target, rows_of(index), bounds, anchored=anchored)[0]
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored)
+            value = bound.value
+            if exact_box and ascent is None and isinstance(self.source, TransportSet):
+                negated = bound.at_input.like(-bound.at_input.coeff)
+                choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
+                boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice)
+                value = torch.maximum(value, boxed.value)
             out[image[index], other[index]] = value
         return out
 
@@ -336,7 +397,9 @@ class _Collector:
     LIMIT = 2**28
     """Numbers the gains of one layer may hold; a layer that needs more keeps the usual upper lines."""
 
-    def __init__(self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor) -> None:
+    def __init__(
+        self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor
+    ) -> None:
         self.relaxation, self.position, self.images, self.shape = relaxation, position, images, shape
         source = relaxation.source
         assert isinstance(source, TransportSet)
@@ -346,14 +409,15 @@ class _Collector:
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         self.held = 0
 
-    def add(self, place: tuple[Tensor, Tensor], at_input: Rows, charged: list[tuple[Anchor, Rows]], constant: Tensor) -> None:
+    def add(self, place: tuple[Tensor, Tensor], bound: Bound) -> None:
         """Rows that bound ``-v``: their value at the image, and, for units with gains of their own, the gains."""
         image, unit = place
+        at_input = bound.at_input
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
-        self.centre[place] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        self.centre[place] = -(bound.constant + (at_input.coeff * centre).flatten(1).sum(1))
         if self.ready is not None or self.held > self.LIMIT:
             return
-        moves, out, into = self.source.gains(at_input.like(-at_input.coeff), charged)
+        moves, out, into = self.source.gains(at_input.like(-at_input.coeff), bound.charged)
         self.held += moves.numel()
         self.parts.append((image, unit, moves, out, into))
 

@@ -143,5 +143,3 @@ def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:
         return F.pad(rows.coeff, (right, width - right - w, down, height - down - h))
 
     return trim(Rows(place(first, spans[0]) + place(second, spans[1]), first.image, (top, left)), shape)
-
-
