@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Triton reads this when it is first imported, by whoever that is: without a GPU its kernels run in the interpreter.
+if os.environ.get("WBALL_TEST_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Failing examples must be the same on every machine, and a busy machine is no reason to fail.
 settings.register_profile("wball", derandomize=True, deadline=None)

@@ -66,7 +66,8 @@ def entropic_plan(
     if batch:
         run(table, (x, b, budget.to(torch.float64), psi, q), (z, q_out, psi_out, cost, net), (s, t, keep, give), box,
             sweeps if box is not None else 0, newton)  # fmt: skip
-    return EntropicPlan(z, cost, net, psi_out, q_out, table.unstage(keep, batch), table.unstage(give, batch))
+    keep, give = table.unstage(keep, batch), table.unstage(give, batch)
+    return EntropicPlan(z, cost, net, psi_out, q_out, keep, give, kernel="triton")
 
 
 Tensors = tuple[Tensor, ...]
@@ -85,14 +86,25 @@ def _shape(table: Stencil) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _warps(block: int) -> int:
+    """Four values a thread: enough of them in flight, and the rings stay in registers."""
+    return min(16, max(4, block // 128))
+
+
 def _on_chip(
-    table: Stencil, given: Tensors, out: Tensors, staged: Tensors, box: tuple[float, float] | None, sweeps: int, newton: int
+    table: Stencil,
+    given: Tensors,
+    out: Tensors,
+    staged: Tensors,
+    box: tuple[float, float] | None,
+    sweeps: int,
+    newton: int,
 ) -> None:
     block = max(128, triton.next_power_of_2(table.values))
     _plan_kernel[(given[0].shape[0],)](
         *given, *out, *staged, table.offset, table.price, table.pair_offset, table.pair_price, 1, *_slack(box),
         sweeps, newton, **_shape(table), BOX=box is not None, TOL=COST_TOL, BLOCK=block,
-        num_warps=min(16, max(4, block // 128)), num_stages=1,
+        num_warps=_warps(block), num_stages=1,
     )  # fmt: skip
 
 
@@ -189,9 +201,7 @@ def _plan_kernel(
             tl.store(keep_ptr + place, keep, mask=real)
             tl.store(give_ptr + place, give, mask=real)
             tl.debug_barrier()
-            sent, received = exchange(
-                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, offset_ptr, price_ptr, MOVES
-            )
+            sent, received = exchange(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, offset_ptr, price_ptr, MOVES)
             z = x - give * sent + keep * received
             over = (z > hi + slack) & real
             under = (z < lo - slack) & real
@@ -226,3 +236,271 @@ def _tighten(x, sent, received, keep, give, over, under, lo, hi, share):
         tl.where(everywhere, kept, tl.where(over, kept, keep)),
         tl.where(everywhere, given, tl.where(under, given, give)),
     )
+
+
+# Large images: tiles ---------------------------------------------------------------------------------------------
+
+
+def _tiled(
+    table: Stencil,
+    given: Tensors,
+    out: Tensors,
+    staged: Tensors,
+    box: tuple[float, float] | None,
+    sweeps: int,
+    newton: int,
+) -> None:
+    x, b, budget, psi_in, q_in = given
+    z, q, psi, cost, net = out
+    batch, device = x.shape[0], x.device
+    tiles = triton.cdiv(table.values, TILE)
+    sent = torch.empty_like(z)
+    partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
+    bracket = torch.empty((batch, 2), dtype=torch.float32, device=device)
+    # Per sweep whether psi is found and whether q moved; per repair whether the box is broken; one arrival counter.
+    flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_SHARES) + 2, batch), dtype=torch.int32, device=device)
+    found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
+    arrived = flags[-1]
+    moves = (table.offset, table.price)
+    shape, grid = _shape(table), (tiles, batch)
+    pairs = shape.pop("PAIRS")
+    options = {**shape, "BLOCK": TILE, "num_warps": 4, "num_stages": 1}
+    lo, hi, slack = _slack(box)
+
+    _stage_kernel[(triton.cdiv(table.staged + table.guard, TILE), batch)](
+        b, q_in, psi_in, q, psi, *staged, 1, **options
+    )
+    for sweep in range(sweeps + 1):
+        # An image whose potentials stood still in the sweep before has its psi and its rows.
+        live = moved[sweep - 1] if sweep else found[0]
+        for step in range(newton + 1):
+            _newton_kernel[grid](
+                x, budget, psi, bracket, *staged[:2], found[sweep], live, partial, arrived, *moves, 1, step, newton,
+                **options, FIRST=sweep == 0, TOL=COST_TOL,
+            )  # fmt: skip
+        if sweep < sweeps:
+            _shift_kernel[grid](
+                x, q, psi, *staged[:2], moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0
+            )
+    _move_kernel[grid](x, psi, *staged[:2], sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
+    for repair, share in enumerate(REPAIR_SHARES if box is not None else ()):
+        _tighten_kernel[grid](x, sent, z, *staged[2:], broken[repair], 1, lo, hi, slack, share, **options)
+        _exchange_kernel[grid](
+            x, psi, *staged, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
+        )
+    _cost_kernel[grid](
+        x, psi, *staged, sent, z, cost, net, partial, arrived, table.pair_offset, table.pair_price, 1, lo, hi,
+        **options, PAIRS=pairs,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    one, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of this program: the image, where its values and its staged values start, and its pixels."""
+    image = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) * one
+    real = index < C * H * W
+    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+    return image, image * (C * H * W), image * (C * (H + RR) * (W + RC)), index, real, place
+
+
+@triton.jit
+def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over the tiles of an image, and whether this program is the last to arrive and so has them all."""
+    TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    spot = partial_ptr + 2 * (image * TILES + tl.program_id(0))
+    tl.store(spot, tl.sum(first.to(tl.float64), 0))
+    tl.store(spot + 1, tl.sum(second.to(tl.float64), 0))
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived_ptr + image, 1, sem="acq_rel") == TILES - 1
+    total_first = tl.sum(tl.zeros([BLOCK], tl.float64), 0)
+    total_second = total_first
+    if last:
+        tl.store(arrived_ptr + image, 0)
+        for start in tl.range(0, TILES, BLOCK):
+            each = start + tl.arange(0, BLOCK)
+            spots = partial_ptr + 2 * (image * TILES + each)
+            # Past the first-level cache, which may hold an older sum.
+            total_first += tl.sum(tl.load(spots, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
+            total_second += tl.sum(tl.load(spots + 1, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
+    return last, total_first, total_second
+
+
+@triton.jit(do_not_specialize=["one"])
+def _stage_kernel(
+    b_ptr, q_ptr, psi_ptr, q_out, psi_out, s_ptr, t_ptr, keep_ptr, give_ptr, one,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Halos and starting values."""
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    image = tl.program_id(1).to(tl.int64)
+    spot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) * one - (RR * (W + RC) + RC)
+    halo = is_halo(spot, H, W, RR, RC)
+    pixel = (spot < STAGED) & (halo == 0)
+    ahead = tl.maximum(spot, 0)
+    plane, inside = ahead // ((H + RR) * (W + RC)), ahead % ((H + RR) * (W + RC))
+    index = image * (C * H * W) + plane * (H * W) + inside // (W + RC) * W + inside % (W + RC)
+    b = tl.load(b_ptr + index, mask=pixel, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + index, mask=pixel, other=0.0).to(tl.float32)
+    tl.store(q_out + index, q, mask=pixel)
+    there = image * STAGED + spot
+    tl.store(s_ptr + there, tl.where(halo, float("-inf"), b + q), mask=spot < STAGED)
+    tl.store(t_ptr + there, float("-inf"), mask=(spot < STAGED) & halo)
+    one_inside = tl.where(halo, 0.0, 1.0)
+    tl.store(keep_ptr + there, one_inside, mask=spot < STAGED)
+    tl.store(give_ptr + there, one_inside, mask=spot < STAGED)
+    if tl.program_id(0) == 0:
+        tl.store(psi_out + image, tl.load(psi_ptr + image).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["one", "step", "newton"])
+def _newton_kernel(
+    x_ptr, budget_ptr, psi_ptr, bracket_ptr, s_ptr, t_ptr, found_ptr, live_ptr, partial_ptr, arrived_ptr,
+    offset_ptr, price_ptr, one, step, newton,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One Newton step on psi, and the row terms at the psi it starts from."""
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    live = tl.load(found_ptr + image) == 0
+    if not FIRST:
+        live = live & (tl.load(live_ptr + image) != 0)
+    if live:
+        psi = tl.load(psi_ptr + image)
+        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + staged + place)
+        rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS)
+        mean, variance, norm, moved = ring_moments(rings, ring_prices(price_ptr, ENDS), psi)
+        tl.store(t_ptr + staged + place, tl.log(x) - norm, mask=real)
+        if step < newton:
+            last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
+            if last:
+                low, high = tl.load(bracket_ptr + 2 * image), tl.load(bracket_ptr + 2 * image + 1)
+                low, high = tl.where(step == 0, -1.0, low), tl.where(step == 0, float("inf"), high)
+                budget = tl.load(budget_ptr + image).to(tl.float32)
+                psi, low, high, done = newton_step(
+                    psi, low, high, cost.to(tl.float32), slope.to(tl.float32), budget, TOL
+                )
+                tl.store(psi_ptr + image, psi)
+                tl.store(bracket_ptr + 2 * image, low)
+                tl.store(bracket_ptr + 2 * image + 1, high)
+                tl.store(found_ptr + image, done.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["one"])
+def _shift_kernel(
+    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, offset_ptr, price_ptr, one, lo, hi,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A coordinate step on the box potentials. A pixel's own potential is read by nobody else here."""
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    live = True
+    if not FIRST:
+        live = tl.load(live_ptr + image) != 0
+    if live:
+        psi = tl.load(psi_ptr + image)
+        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+        q = tl.load(q_ptr + values + index, mask=real, other=0.0)
+        z = tl.exp(t + s) + arriving(t_ptr + staged, place, s, psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1])
+        z = tl.maximum(z, 1e-12)
+        shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
+        shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
+        tl.store(q_ptr + values + index, shift, mask=real)
+        tl.store(s_ptr + staged + place, s + (shift - q), mask=real)
+        if tl.max((shift != q).to(tl.int32), 0) > 0:
+            tl.store(moved_ptr + image, 1)
+
+
+@triton.jit(do_not_specialize=["one"])
+def _move_kernel(
+    x_ptr, psi_ptr, s_ptr, t_ptr, sent_ptr, received_ptr, broken_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the plan sends and receives before any repair."""
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    psi = tl.load(psi_ptr + image)
+    x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+    s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+    received = arriving(t_ptr + staged, place, s, psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1])
+    sent = tl.maximum(x - tl.exp(t + s), 0.0)
+    tl.store(sent_ptr + values + index, sent, mask=real)
+    tl.store(received_ptr + values + index, received, mask=real)
+    z = x - sent + received
+    if tl.max((((z > hi + slack) | (z < lo - slack)) & real).to(tl.int32), 0) > 0:
+        tl.store(broken_ptr + image, 1)
+
+
+@triton.jit(do_not_specialize=["one", "share"])
+def _tighten_kernel(
+    x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, broken_ptr, one, lo, hi, slack, share,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    if tl.load(broken_ptr + image) != 0:
+        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
+        received = tl.load(received_ptr + values + index, mask=real, other=0.0)
+        keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
+        z = x - give * sent + keep * received
+        keep, give = _tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
+        tl.store(keep_ptr + staged + place, keep, mask=real)
+        tl.store(give_ptr + staged + place, give, mask=real)
+
+
+@triton.jit(do_not_specialize=["one"])
+def _exchange_kernel(
+    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, still_broken_ptr,
+    offset_ptr, price_ptr, one, lo, hi, slack,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    if tl.load(broken_ptr + image) != 0:
+        psi = tl.load(psi_ptr + image)
+        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+        keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
+        sent, received = exchange(
+            s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, psi,
+            offset_ptr, price_ptr, ENDS[len(ENDS) - 1],
+        )  # fmt: skip
+        tl.store(sent_ptr + values + index, sent, mask=real)
+        tl.store(received_ptr + values + index, received, mask=real)
+        z = x - give * sent + keep * received
+        if tl.max((((z > hi + slack) | (z < lo - slack)) & real).to(tl.int32), 0) > 0:
+            tl.store(still_broken_ptr + image, 1)
+
+
+@triton.jit(do_not_specialize=["one"])
+def _cost_kernel(
+    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, z_ptr, cost_out, net_out, partial_ptr, arrived_ptr,
+    offset_ptr, price_ptr, one, lo, hi,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The columns, in place of what was received, and the costs."""
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    psi = tl.load(psi_ptr + image)
+    x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+    s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+    keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
+    sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
+    received = tl.load(z_ptr + values + index, mask=real, other=0.0)
+    z = x - give * sent + keep * received
+    tl.store(z_ptr + values + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
+    cost, net = pair_costs(
+        s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, keep, give, psi,
+        offset_ptr, price_ptr, PAIRS,
+    )  # fmt: skip
+    last, cost, net = _image_sums(
+        tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK
+    )
+    if last:
+        tl.store(cost_out + image, cost)
+        tl.store(net_out + image, net)

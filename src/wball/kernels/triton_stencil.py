@@ -90,15 +90,16 @@ def stencil(moves: Sequence[Move], x: Tensor) -> Stencil:
 
 @lru_cache(maxsize=64)
 def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch.device) -> Stencil:
-    if not moves or moves[0] != (0, 0, 0.0):
-        raise ValueError(f"moves must start with (0, 0, 0.0), the move that stays, got {moves[:1]}")
+    stay = (0, 0, 0.0)
+    if stay not in moves:
+        raise ValueError(f"moves must hold {stay}, the move that stays, got {moves}")
     rr, rc = max(abs(r) for r, _, _ in moves), max(abs(c) for _, c, _ in moves)
     row = shape[2] + rc
-    ends, rest = [0, 1], sorted(moves[1:], key=lambda move: move[2])
+    ends, rest = [0, 1], sorted((move for move in moves if move != stay), key=lambda move: move[2])
     for k, move in enumerate(rest):
         if k + 1 == len(rest) or rest[k + 1][2] != move[2]:
             ends.append(k + 2)
-    ordered = [moves[0], *rest]
+    ordered = [stay, *rest]
     cost = {(r, c): price for r, c, price in rest}
     pairs = []
     for r, c, price in rest:
@@ -165,22 +166,24 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr):
 def ring_moments(rings, prices, psi):
     """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that moves."""
     top = rings[0]
+    pivot = tl.zeros_like(top)  # the likeliest cost: moments around it do not cancel
     for d in tl.static_range(1, len(rings)):
-        top = tl.maximum(top, rings[d] - psi * prices[d])
+        score = rings[d] - psi * prices[d]
+        pivot = tl.where(score > top, prices[d], pivot)
+        top = tl.maximum(top, score)
     stay = tl.exp(rings[0] - top)
     moving = tl.zeros_like(top)
-    first = tl.zeros_like(top)
-    second = tl.zeros_like(top)
+    first = -pivot * stay
+    second = pivot * pivot * stay
     for d in tl.static_range(1, len(rings)):
         weight = tl.exp(rings[d] - psi * prices[d] - top)
+        apart = prices[d] - pivot
         moving += weight
-        first += prices[d] * weight
-        second += prices[d] * prices[d] * weight
+        first += apart * weight
+        second += apart * apart * weight
     total = stay + moving
-    mean = first / total
-    # Digits are lost where all of a row moves by one ring; the variance only steers a bracketed search.
-    variance = tl.maximum(second / total - mean * mean, 0.0)
-    return mean, variance, top + tl.log(total), moving / total
+    shift = first / total
+    return pivot + shift, tl.maximum(second / total - shift * shift, 0.0), top + tl.log(total), moving / total
 
 
 @triton.jit
@@ -191,9 +194,10 @@ def newton_step(psi, low, high, cost, slope, budget, tolerance):
     low = tl.where(inside, low, psi)
     high = tl.where(inside, psi, high)
     step = psi + cost * tl.log(cost / (budget * (1 - tolerance / 2))) / slope
-    step = tl.maximum(step, 0.0)
+    step = tl.where(step < 0.0, 0.0, step)  # not a number where nothing moves
     middle = tl.where(high == float("inf"), 2 * psi + 1, 0.5 * (tl.maximum(low, 0.0) + high))
-    step = tl.where((step > low) & (step < high), step, middle)
+    # A slope lost to underflow sends the step to the moon: not beyond a hundred times where we are.
+    step = tl.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
     return tl.where(done, psi, step), low, high, done
 
 
