@@ -1,10 +1,10 @@
-"""The Triton kernels against the float64 reference: in Triton's interpreter, or on a GPU with WBALL_TEST_DEVICE=cuda."""
+"""The Triton kernels against the float64 reference, in Triton's interpreter or (WBALL_TEST_DEVICE=cuda) on a GPU."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ UNIT = (0.0, 1.0)
 @dataclass(frozen=True)
 class Case:
     shape: tuple[int, int, int, int]
-    cost: GroundCost = GridCost(3)
+    cost: GroundCost = field(default_factory=lambda: GridCost(3))
     box: tuple[float, float] | None = UNIT
     scale: float = 1.0
     eps: float = 0.3
@@ -95,7 +95,7 @@ def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12) -> None:
 
 
 def check_consistent(case: Case, plan: EntropicPlan) -> None:
-    """``psi``, ``q``, ``keep`` and ``give`` describe a plan, written out in float64, with the columns and costs returned."""
+    """``psi``, ``q``, ``keep`` and ``give`` describe a plan (here in float64) with the columns and costs returned."""
     x, b, _, moves = case.problem()
     x, s = x.double(), b.double() + plan.q.double()
     psi, keep, give = plan.psi.double().view(-1, 1, 1, 1), plan.keep.double(), plan.give.double()

@@ -71,9 +71,10 @@ def entropic_plan(
 
 
 Tensors = tuple[Tensor, ...]
+Box = tuple[float, float] | None
 
 
-def _slack(box: tuple[float, float] | None) -> tuple[float, float, float]:
+def _slack(box: Box) -> tuple[float, float, float]:
     lo, hi = box if box is not None else (0.0, float("inf"))
     return lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
 
@@ -179,7 +180,7 @@ def _plan_kernel(
         tl.debug_barrier()
         received = arriving(t_ptr, place, s, psi, offset_ptr, price_ptr, MOVES)
         sweep += 1
-        if BOX:
+        if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
                 z = tl.maximum(tl.exp(t + s) + received, 1e-12)
                 shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
@@ -373,7 +374,7 @@ def _newton_kernel(
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + staged + place)
         rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS)
-        mean, variance, norm, moved = ring_moments(rings, ring_prices(price_ptr, ENDS), psi)
+        mean, variance, norm, _ = ring_moments(rings, ring_prices(price_ptr, ENDS), psi)
         tl.store(t_ptr + staged + place, tl.log(x) - norm, mask=real)
         if step < newton:
             last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)

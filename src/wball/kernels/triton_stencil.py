@@ -11,6 +11,7 @@ the moves inside a ring are a loop, so that large windows compile as fast as sma
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
 from collections.abc import Sequence
