@@ -1,5 +1,109 @@
-"""Kernels: the inner loops, each with the same signature as its readable version in :mod:`wball.kernels.reference`."""
+"""Kernels: the inner loops, each with the same signature as its readable version in :mod:`wball.kernels.reference`.
 
-from wball.kernels.reference import EntropicPlan, entropic_plan, entropic_plan_dense
+The environment variable ``WBALL_KERNEL`` chooses: ``auto`` (default) takes the first kernel made for the images' device
+that can serve the call; a name asks for that kernel, and a call it cannot serve raises and says why.
 
-__all__ = ["EntropicPlan", "entropic_plan", "entropic_plan_dense"]
+A kernel is a module with the functions of ``reference`` that it implements and with
+``why_not(x, moves) -> str | None``, the reason it must refuse a call (``moves`` is ``None`` for a matrix of costs).
+Modules are imported when they are first asked for: neither numba nor triton slows ``import wball``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from wball.kernels import reference
+from wball.kernels.reference import EntropicPlan, Move
+
+__all__ = [
+    "KERNELS",
+    "EntropicPlan",
+    "KernelError",
+    "choose",
+    "entropic_plan",
+    "entropic_plan_dense",
+    "requested",
+    "why_not",
+]
+
+KERNELS = {
+    "triton": "wball.kernels.triton",
+    "cpu": "wball.kernels.cpu",
+    "torch": "wball.kernels.reference",
+}
+"""Name -> module."""
+
+AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "torch")}
+"""Device -> what ``auto`` tries, the fastest first. Elsewhere it is torch."""
+
+ALIASES = {"": "auto", "numba": "cpu", "reference": "torch"}
+
+
+class KernelError(RuntimeError):
+    """``WBALL_KERNEL`` asks for a kernel that does not exist or cannot serve the call."""
+
+
+def requested() -> str:
+    """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
+    given = os.environ.get("WBALL_KERNEL", "auto").strip().lower()
+    name = ALIASES.get(given, given)
+    if name != "auto" and name not in KERNELS:
+        raise KernelError(f"WBALL_KERNEL={given!r} is not a kernel; use one of auto, {', '.join(KERNELS)}")
+    return name
+
+
+def why_not(name: str, x: Tensor | None = None, moves: Sequence[Move] | None = None) -> str | None:
+    """Why kernel ``name`` cannot serve such images (without images: cannot run here at all), or ``None``."""
+    module = _load(name)
+    if isinstance(module, str):
+        return module
+    refuse = getattr(module, "why_not", None)
+    return refuse(x, moves) if refuse is not None and x is not None else None
+
+
+def choose(x: Tensor, moves: Sequence[Move] | None) -> str:
+    """The name of the kernel that serves these images (``moves=None`` stands for a matrix of costs)."""
+    name = requested()
+    if name != "auto":
+        reason = why_not(name, x, moves)
+        if reason is not None:
+            raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
+        return name
+    candidates = AUTOMATIC.get(x.device.type, ("torch",))
+    return next(kernel for kernel in candidates if why_not(kernel, x, moves) is None)
+
+
+def entropic_plan(
+    x: Tensor, b: Tensor, budget: Tensor, moves: Sequence[Move], *args: Any, **kwargs: Any
+) -> EntropicPlan:
+    """:func:`wball.kernels.reference.entropic_plan` by the kernel that serves ``x``; the result says which."""
+    name = choose(x, moves)
+    module = _load(name)
+    assert not isinstance(module, str)
+    return replace(module.entropic_plan(x, b, budget, moves, *args, **kwargs), kernel=name)
+
+
+def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
+    """:func:`wball.kernels.reference.entropic_plan_dense`, for matrices of costs."""
+    choose(x, None)
+    return reference.entropic_plan_dense(x, *args, **kwargs)
+
+
+_loaded: dict[str, ModuleType | str] = {}
+
+
+def _load(name: str) -> ModuleType | str:
+    """The kernel's module, or why it cannot be imported."""
+    if name not in _loaded:
+        try:
+            _loaded[name] = importlib.import_module(KERNELS[name])
+        except (ImportError, OSError, RuntimeError) as error:
+            _loaded[name] = f"{type(error).__name__}: {error}"
+    return _loaded[name]

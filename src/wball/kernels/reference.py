@@ -53,6 +53,7 @@ class EntropicPlan:
         q: box potentials, to warm-start the next call.
         keep: column factors on the moving mass.
         give: row factors on the moving mass.
+        kernel: which implementation computed it.
     """
 
     z: Tensor
@@ -62,6 +63,7 @@ class EntropicPlan:
     q: Tensor
     keep: Tensor
     give: Tensor
+    kernel: str = "torch"
 
 
 def entropic_plan(

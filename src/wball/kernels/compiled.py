@@ -1,0 +1,62 @@
+"""Compiling loops with numba, and running them on as many threads as torch uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import numba
+import torch
+
+WORTHWHILE = 200_000
+"""Moves of work below which another thread costs more than it saves."""
+PARTS_PER_THREAD = 4
+"""Images differ in the steps they need: smaller parts even that out."""
+
+_pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit`` without the interpreter lock, with numpy's division, and cached on disk where that is possible.
+
+    ``inner`` functions are called by compiled ones only and become part of their callers. A cached function is compiled
+    anew when its file changes and not when another does: keep what it calls in the same file, and hand it settings of
+    other modules as arguments. numba's own parallel loops are not used: their thread pools do not survive a fork and
+    may not be entered twice.
+    """
+    options |= {"nogil": True, "error_model": "numpy"}
+
+    def wrap(function: Callable[..., Any]) -> Any:
+        if inner:
+            return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
+        try:
+            return numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # no place to write a cache
+            return numba.njit(**options)(function)
+
+    return wrap
+
+
+def split(batch: int, work: Callable[[int, int], None], entries: int) -> None:
+    """``work(start, stop)`` over the batch, an image being worth ``entries`` moves."""
+    count = min(torch.get_num_threads(), batch, 1 + batch * entries // WORTHWHILE)
+    if count <= 1:
+        if batch:
+            work(0, batch)
+        return
+    parts = min(batch, count * PARTS_PER_THREAD)
+    edges = [batch * i // parts for i in range(parts + 1)]
+    running = [_executor(count).submit(work, start, stop) for start, stop in pairwise(edges)]
+    for result in running:
+        result.result()
+
+
+def _executor(count: int) -> ThreadPoolExecutor:
+    """One pool per process: threads do not survive a fork."""
+    global _pool
+    if _pool is None or _pool[:2] != (os.getpid(), count):
+        _pool = (os.getpid(), count, ThreadPoolExecutor(count, thread_name_prefix="wball"))
+    return _pool[2]

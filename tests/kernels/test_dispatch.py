@@ -1,0 +1,77 @@
+"""Which kernel serves a call, and what happens when the one asked for cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from wball import kernels
+from wball.ball import WassersteinBall
+from wball.ground import DenseCost, GridCost
+from wball.solvers.oracle import TransportOracle
+
+MOVES = GridCost(3).moves(4, 4)
+
+
+@pytest.fixture(autouse=True)
+def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WBALL_KERNEL", raising=False)
+
+
+def solve(x: torch.Tensor) -> kernels.EntropicPlan:
+    budget = 0.1 * x.double().flatten(1).sum(1)
+    return kernels.entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"), [("torch", "torch"), ("reference", "torch"), ("cpu", "cpu"), ("Numba", "cpu"), ("auto", "cpu")]
+)
+def test_request_is_honoured_and_recorded(asked: str, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", asked)
+    assert solve(torch.rand(1, 1, 4, 4)).kernel == served
+
+
+def test_unknown_kernel_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", "cuda")
+    with pytest.raises(kernels.KernelError, match=r"'cuda' is not a kernel; use one of auto, triton, cpu, torch"):
+        solve(torch.rand(1, 1, 4, 4))
+
+
+def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", "cpu")
+    ball = WassersteinBall(0.1, DenseCost(1 - torch.eye(4)))
+    with pytest.raises(kernels.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"):
+        TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
+    monkeypatch.delenv("WBALL_KERNEL")
+    TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
+
+
+def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setattr(kernels, "_loaded", {})
+    x = torch.rand(1, 1, 4, 4)
+    assert "missing" in (kernels.why_not("cpu", x, MOVES) or "")
+    assert kernels.choose(x, MOVES) == "torch"
+    assert solve(x).kernel == "torch"
+    monkeypatch.setenv("WBALL_KERNEL", "cpu")
+    with pytest.raises(kernels.KernelError, match="No module named"):
+        solve(x)
+
+
+def test_a_kernel_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    shy = ModuleType("shy")
+    shy.why_not = lambda x, moves: "it is shy"  # type: ignore[attr-defined]
+    monkeypatch.setitem(kernels._loaded, "cpu", shy)
+    x = torch.rand(1, 1, 4, 4)
+    assert kernels.why_not("cpu", x, MOVES) == "it is shy"
+    assert kernels.choose(x, MOVES) == "torch"
+
+
+def test_importing_the_library_imports_no_compiler() -> None:
+    code = "import sys, wball, wball.kernels; print([m for m in ('numba', 'triton') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
