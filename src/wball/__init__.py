@@ -3,7 +3,7 @@
 from wball.attacks import PGD, AttackResult, DualAveraging, FrankWolfe, StandardAttack, minimal_radius
 from wball.audit import AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
-from wball.certify import CertificateResult, certified_radius, certify
+from wball.certify import CertificateResult, FlowSmoothing, certified_radius, certify, flow_noise
 from wball.checkpoint import load_weights, save_weights
 from wball.data import load_dataset, load_folder, load_sample, to_tensors
 from wball.fetch import download
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AuditReport",
     "CertificateResult",
+    "FlowSmoothing",
     "DenseCost",
     "GridCost",
     "LinfBall",
@@ -31,6 +32,7 @@ __all__ = [
     "build_model",
     "certified_radius",
     "certify",
+    "flow_noise",
     "download",
     "list_models",
     "load_dataset",

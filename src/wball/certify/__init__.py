@@ -1,9 +1,20 @@
 """Certificates: proofs that no image of a ball changes a model's answer.
 
-:func:`certify` and :func:`certified_radius` are deterministic and hold without exception.
+:func:`certify` and :func:`certified_radius` are deterministic and hold without exception; :class:`FlowSmoothing`
+certifies a smoothed classifier with a stated probability.
 """
 
 from wball.certify.certificate import CertificateResult, CertificateStatus, certified_radius, certify
 from wball.certify.graph import UnsupportedModule
+from wball.certify.smoothing import FlowSmoothing, SmoothingResult, flow_noise
 
-__all__ = ["CertificateResult", "CertificateStatus", "UnsupportedModule", "certified_radius", "certify"]
+__all__ = [
+    "CertificateResult",
+    "CertificateStatus",
+    "FlowSmoothing",
+    "SmoothingResult",
+    "UnsupportedModule",
+    "certified_radius",
+    "certify",
+    "flow_noise",
+]
