@@ -2,14 +2,14 @@ r"""Randomized smoothing in the flow domain: certificates that hold with a state
 
 Moving mass between neighbouring pixels is a flow ``f`` on the grid's edges: ``z = x + m div(f)``, and the cheapest
 flow that takes ``x`` to ``z`` has ``|f|_1 = W(x, z)`` in (mass fraction) x (Manhattan pixels). So noise on the flow
-turns the Wasserstein ball into an l1 ball. With independent Laplace noise of scale ``s`` on every edge, a class that the noisy
-model gives with probability at least ``p > 1/2`` stays the most likely one for every ``z`` with
+turns the Wasserstein ball into an l1 ball. With independent Laplace noise of scale ``s`` on every edge, a class that
+the noisy model gives with probability at least ``p > 1/2`` stays the most likely one for every ``z`` with
 
 .. math:: W_{\text{Manhattan}}(x, z) < -s \log(2 (1 - p))
 
 which is tight for l1. Manhattan distance is at most ``sqrt(2)`` times the Euclidean one, so dividing by ``sqrt(2)``
-gives a radius in the unit of :class:`wball.WassersteinBall` with relative mass and ``p = 1``. (For ``p > 1`` moves cost at
-least as much, and the radius holds as well.) Full plans, all channels together.
+gives a radius in the unit of :class:`wball.WassersteinBall` with relative mass and ``p = 1``. (For ``p > 1`` moves
+cost at least as much, and the radius holds as well.) Full plans, all channels together.
 
 **What is certified.** The *smoothed* classifier, ``argmax_k P(model(x + m div(noise)) = k)``, not the model itself. Its
 probabilities are estimated from samples: for each image, the statement "the smoothed classifier answers
