@@ -35,6 +35,7 @@ from wball.kernels.triton_stencil import (
     ring_prices,
     staged_position,
     stencil,
+    sum_two,
 )
 
 _REPAIRS = tl.constexpr(len(REPAIR_SHARES))
@@ -83,6 +84,7 @@ def _shape(table: Stencil) -> dict[str, object]:
     channels, height, width = table.shape
     return {
         "C": channels, "H": height, "W": width, "RR": table.reach[0], "RC": table.reach[1], "ENDS": table.ends,
+        "OFFSETS": table.offsets,
         "PAIRS": table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0,
     }  # fmt: skip
 
@@ -117,10 +119,9 @@ def _plan_kernel(
     offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
     one, lo, hi, slack, sweeps, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
-    MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     GUARD: tl.constexpr = RR * (W + RC) + RC
     image = tl.program_id(0).to(tl.int64)
@@ -162,23 +163,22 @@ def _plan_kernel(
         tl.debug_barrier()
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
-        rings = log_rings(s_ptr, place, s, offset_ptr, ENDS)
+        rings = log_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS)
         low = -1.0
         high = float("inf")
         done = False
         step = 0
         while (step < newton) & (done == False):  # noqa: E712
             mean, variance, norm, moved = ring_moments(rings, prices, psi)
-            psi, low, high, done = newton_step(
-                psi, low, high, tl.sum(x * mean, 0), tl.sum(x * variance, 0), budget, TOL
-            )
+            cost, slope = sum_two(x * mean, x * variance)
+            psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, TOL)
             step += 1
         mean, variance, norm, moved = ring_moments(rings, prices, psi)
         t = log_x - norm
         sent = x * moved
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = arriving(t_ptr, place, s, psi, offset_ptr, price_ptr, MOVES)
+        received = arriving(t_ptr, place, s, psi, prices, offset_ptr, ENDS, OFFSETS)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
@@ -202,7 +202,9 @@ def _plan_kernel(
             tl.store(keep_ptr + place, keep, mask=real)
             tl.store(give_ptr + place, give, mask=real)
             tl.debug_barrier()
-            sent, received = exchange(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, offset_ptr, price_ptr, MOVES)
+            sent, received = exchange(
+                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS, OFFSETS
+            )
             z = x - give * sent + keep * received
             over = (z > hi + slack) & real
             under = (z < lo - slack) & real
@@ -333,7 +335,7 @@ def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr,
 def _stage_kernel(
     b_ptr, q_ptr, psi_ptr, q_out, psi_out, s_ptr, t_ptr, keep_ptr, give_ptr, one,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Halos and starting values."""
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -362,7 +364,7 @@ def _newton_kernel(
     x_ptr, budget_ptr, psi_ptr, bracket_ptr, s_ptr, t_ptr, found_ptr, live_ptr, partial_ptr, arrived_ptr,
     offset_ptr, price_ptr, one, step, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One Newton step on psi, and the row terms at the psi it starts from."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
@@ -373,7 +375,7 @@ def _newton_kernel(
         psi = tl.load(psi_ptr + image)
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + staged + place)
-        rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS)
+        rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS, OFFSETS)
         mean, variance, norm, _ = ring_moments(rings, ring_prices(price_ptr, ENDS), psi)
         tl.store(t_ptr + staged + place, tl.log(x) - norm, mask=real)
         if step < newton:
@@ -395,7 +397,7 @@ def _newton_kernel(
 def _shift_kernel(
     x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, offset_ptr, price_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A coordinate step on the box potentials. A pixel's own potential is read by nobody else here."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
@@ -406,7 +408,9 @@ def _shift_kernel(
         psi = tl.load(psi_ptr + image)
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
         q = tl.load(q_ptr + values + index, mask=real, other=0.0)
-        z = tl.exp(t + s) + arriving(t_ptr + staged, place, s, psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1])
+        z = tl.exp(t + s) + arriving(
+            t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS
+        )
         z = tl.maximum(z, 1e-12)
         shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
         shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
@@ -420,14 +424,14 @@ def _shift_kernel(
 def _move_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, sent_ptr, received_ptr, broken_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the plan sends and receives before any repair."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
     psi = tl.load(psi_ptr + image)
     x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
     s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-    received = arriving(t_ptr + staged, place, s, psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1])
+    received = arriving(t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS)
     sent = tl.maximum(x - tl.exp(t + s), 0.0)
     tl.store(sent_ptr + values + index, sent, mask=real)
     tl.store(received_ptr + values + index, received, mask=real)
@@ -440,7 +444,7 @@ def _move_kernel(
 def _tighten_kernel(
     x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, broken_ptr, one, lo, hi, slack, share,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
     if tl.load(broken_ptr + image) != 0:
@@ -459,7 +463,7 @@ def _exchange_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, still_broken_ptr,
     offset_ptr, price_ptr, one, lo, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
     if tl.load(broken_ptr + image) != 0:
@@ -469,7 +473,7 @@ def _exchange_kernel(
         keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
         sent, received = exchange(
             s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, psi,
-            offset_ptr, price_ptr, ENDS[len(ENDS) - 1],
+            ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS,
         )  # fmt: skip
         tl.store(sent_ptr + values + index, sent, mask=real)
         tl.store(received_ptr + values + index, received, mask=real)
@@ -483,7 +487,7 @@ def _cost_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, z_ptr, cost_out, net_out, partial_ptr, arrived_ptr,
     offset_ptr, price_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The columns, in place of what was received, and the costs."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)

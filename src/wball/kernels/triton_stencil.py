@@ -6,8 +6,9 @@ apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of 
 the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
 no bounds are checked, and a buffer is little larger than the images. Halos hold ``-inf`` in logs: no mass.
 
-Moves come as a table ordered by ring, the centre alone in ring 0. Rings are unrolled (each is a tensor in registers),
-the moves inside a ring are a loop, so that large windows compile as fast as small ones.
+Moves are ordered by ring, the centre alone in ring 0. Rings are unrolled (each is a tensor in registers). So are the
+moves inside a ring of small windows, with their offsets in the code, because a pass over an image that is on chip waits
+for loads more than it computes; large windows loop over a table, or they would compile for minutes.
 """
 
 # mypy: ignore-errors
@@ -29,6 +30,8 @@ MAX_ON_CHIP = 4096
 """Images up to this many values are solved by one program that keeps them in registers."""
 TILE = 1024
 """Values per program of a larger image."""
+MAX_UNROLLED = 49
+"""Windows with up to this many moves have their offsets in the code."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Stencil:
         shape: ``(C, H, W)``.
         reach: largest row and column offset ``(rr, rc)``.
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
-        offset: address offset of each move, int32.
+        offsets: address offset of each move, for the code; empty for large windows.
+        offset: the same as a table, int32.
         price: cost of each move, float32.
         pair_offset: offsets of pairs of opposite moves, each pair once.
         pair_price: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
@@ -48,6 +52,7 @@ class Stencil:
     shape: tuple[int, int, int]
     reach: tuple[int, int]
     ends: tuple[int, ...]
+    offsets: tuple[int, ...]
     offset: Tensor
     price: Tensor
     pair_offset: Tensor
@@ -113,11 +118,13 @@ def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch
     def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
+    offsets = [r * row + c for r, c, _ in ordered]
     return Stencil(
         shape,
         (rr, rc),
         tuple(ends),
-        table([r * row + c for r, c, _ in ordered], torch.int32),
+        tuple(offsets) if len(offsets) <= MAX_UNROLLED else (),
+        table(offsets, torch.int32),
         table([price for *_, price in ordered], torch.float32),
         table([p[0] for p in pairs] or [0], torch.int32),
         table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
@@ -148,17 +155,22 @@ def ring_prices(price_ptr, ENDS: tl.constexpr):
 
 
 @triton.jit
-def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr):
+def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
     """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the centre."""
     rings = (own,)
     for d in tl.static_range(1, len(ENDS) - 1):
-        top = tl.load(s_ptr + place + tl.load(offset_ptr + ENDS[d]))
-        for k in tl.range(ENDS[d] + 1, ENDS[d + 1]):
-            top = tl.maximum(top, tl.load(s_ptr + place + tl.load(offset_ptr + k)))
-        top = tl.maximum(top, -3.0e38)  # a ring that lies outside the image has no top to subtract
+        top = tl.full(own.shape, -3.0e38, tl.float32)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
-        for k in tl.range(ENDS[d], ENDS[d + 1]):
-            total += tl.exp(tl.load(s_ptr + place + tl.load(offset_ptr + k)) - top)
+        if len(OFFSETS) > 0:
+            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+                top = tl.maximum(top, tl.load(s_ptr + place + OFFSETS[k]))
+            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+                total += tl.exp(tl.load(s_ptr + place + OFFSETS[k]) - top)
+        else:
+            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+                top = tl.maximum(top, tl.load(s_ptr + place + tl.load(offset_ptr + k)))
+            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+                total += tl.exp(tl.load(s_ptr + place + tl.load(offset_ptr + k)) - top)
         rings = rings + (top + tl.log(total),)
     return rings
 
@@ -203,26 +215,60 @@ def newton_step(psi, low, high, cost, slope, budget, tolerance):
 
 
 @triton.jit
-def arriving(t_ptr, place, own, psi, offset_ptr, price_ptr, MOVES: tl.constexpr):
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sum_two(a, b):
+    """Two sums over a block for the price of one wait."""
+    return tl.reduce((a, b), 0, _add_two)
+
+
+@triton.jit
+def arriving(t_ptr, place, own, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
     """What arrives at each pixel from others: ``sum_k exp(t[i - k] + own - psi c_k)``."""
     total = tl.zeros_like(own)
-    for k in tl.range(1, MOVES):
-        start = tl.load(t_ptr + place - tl.load(offset_ptr + k))
-        total += tl.exp(start + own - psi * tl.load(price_ptr + k))
+    for d in tl.static_range(1, len(ENDS) - 1):
+        toll = psi * prices[d]
+        if len(OFFSETS) > 0:
+            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+                total += tl.exp(tl.load(t_ptr + place - OFFSETS[k]) + own - toll)
+        else:
+            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+                total += tl.exp(tl.load(t_ptr + place - tl.load(offset_ptr + k)) + own - toll)
     return total
 
 
 @triton.jit
-def exchange(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, offset_ptr, price_ptr, MOVES: tl.constexpr):
+def _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, ahead, behind, s, t, toll):
+    out = tl.exp(t + tl.load(s_ptr + ahead) - toll) * tl.load(keep_ptr + ahead)
+    into = tl.exp(tl.load(t_ptr + behind) + s - toll) * tl.load(give_ptr + behind)
+    return out, into
+
+
+@triton.jit
+def exchange(
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr
+):
     """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
     sent = tl.zeros_like(s)
     received = tl.zeros_like(s)
-    for k in tl.range(1, MOVES):
-        offset = tl.load(offset_ptr + k)
-        toll = psi * tl.load(price_ptr + k)
-        ahead, behind = place + offset, place - offset
-        sent += tl.exp(t + tl.load(s_ptr + ahead) - toll) * tl.load(keep_ptr + ahead)
-        received += tl.exp(tl.load(t_ptr + behind) + s - toll) * tl.load(give_ptr + behind)
+    for d in tl.static_range(1, len(ENDS) - 1):
+        toll = psi * prices[d]
+        if len(OFFSETS) > 0:
+            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+                out, into = _exchange_one(
+                    s_ptr, t_ptr, keep_ptr, give_ptr, place + OFFSETS[k], place - OFFSETS[k], s, t, toll
+                )
+                sent += out
+                received += into
+        else:
+            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=2):
+                offset = tl.load(offset_ptr + k)
+                out, into = _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, place + offset, place - offset, s, t, toll)
+                sent += out
+                received += into
     return sent, received
 
 
@@ -233,7 +279,7 @@ def pair_costs(
     """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel."""
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
-    for k in tl.range(0, PAIRS):
+    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
         ahead = place + tl.load(offset_ptr + k)
         there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
         out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
