@@ -43,7 +43,8 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         channels = self.mean.shape[1]
-        if channels not in (1, x.shape[1]):
+        # What is no tensor is a symbol of torch.fx, which has no shape yet.
+        if isinstance(x, Tensor) and channels not in (1, x.shape[1]):
             raise ValueError(f"x has {x.shape[1]} channels, but mean and std are for {channels}")
         return self.model((x - self.mean) / self.std)
 

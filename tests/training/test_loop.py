@@ -1,0 +1,153 @@
+"""The loop: it learns, repeats itself, follows clock and signals, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.worker import small_config, small_data, small_model
+from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
+from wball.attacks import GrowingRadius
+from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, robust_accuracy, train
+from wball.training.config import describe
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_standard_training_learns_and_the_files_agree(tmp_path: Path) -> None:
+    data = small_data(512)
+    config = small_config(epochs=8, adversary=None, augment=0, optimisation=Optimisation(schedule="one-cycle"))
+    result = train(config, data, data, model=small_model(), out=tmp_path)
+    assert result.history[-1]["clean_accuracy"] > 0.9
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == result.history and [r["epoch"] for r in lines] == list(range(1, 9))
+    card = json.loads((tmp_path / "small.json").read_text())
+    assert card["clean_accuracy"] == pytest.approx(result.history[-1]["clean_accuracy"], abs=1e-6)
+    assert card["training"]["batch_size"] == 16 and card["training"]["steps"] == 8 * 32
+    saved = load_file(tmp_path / "small.safetensors")
+    assert all(torch.equal(saved[k], v) for k, v in result.model.state_dict().items())
+    assert not result.model.training
+
+
+def test_adversarial_training_raises_robust_accuracy() -> None:
+    data = small_data(512)
+    ball = WassersteinBall(0.3)
+    options = Optimisation("adamw", lr=5e-3, weight_decay=0.0, schedule="one-cycle")
+    plain = small_config(epochs=10, batch_size=32, adversary=None, augment=0, optimisation=options)
+    attack = DualAveraging(ball, steps=5, until_success=False, sweeps=1)
+    hard = dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform"))
+    some = tuple(v[:128] for v in data)
+    test = DualAveraging(ball, steps=15, objective="margin")
+    accuracies = [robust_accuracy(train(c, data, model=small_model()).model, *some, test) for c in (plain, hard)]
+    assert accuracies[1] > accuracies[0] + 0.1
+
+
+def test_same_seed_same_weights_other_seed_other_weights() -> None:
+    data = small_data(32)
+    first, again, other = (
+        weights(train(small_config(epochs=1, seed=s), data, model=small_model()).model) for s in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        PGD.paper("mnist", ball=WassersteinBall(0.1), steps=4, growth=GrowingRadius(1.4, 2), max_iter=5),
+        FrankWolfe(WassersteinBall(0.1), steps=2, reg=100.0, max_iter=5),
+        PGD(LinfBall(0.1), steps=2, random_start=True),
+    ],
+    ids=["paper", "frank-wolfe", "linf"],
+)
+@pytest.mark.parametrize("kind", ["cross-entropy", "trades", "mart"])
+def test_any_attack_and_any_loss(attack: PGD, kind: str) -> None:
+    config = small_config(epochs=1, adversary=Adversary(attack), loss=Loss(kind, clean=0.5))  # type: ignore[arg-type]
+    before = weights(small_model())
+    result = train(config, small_data(16), model=small_model())
+    after = weights(result.model)
+    assert after.isfinite().all() and not torch.equal(before, after)
+
+
+def test_radii_of_their_own_grow_where_images_withstand() -> None:
+    data = small_data(64)
+    attack = DualAveraging(WassersteinBall(0.2), steps=1, until_success=False, sweeps=1)
+    options = Optimisation(lr=1e-9, schedule="constant")
+    clean = small_config(epochs=12, adversary=None, augment=0, optimisation=Optimisation(schedule="constant"))
+    model = train(clean, data, model=small_model()).model
+    config = small_config(
+        epochs=3, adversary=Adversary(attack, "per-image", move=0.05), optimisation=options, augment=0
+    )
+    history = train(config, data, model=model).history
+    # first radius 0.05; an image that always withstands reaches 0.2, the largest
+    assert 0.1 < history[-1]["mean_radius"] <= 0.2
+    assert history[0]["mean_radius"] < history[1]["mean_radius"]
+
+
+def test_a_clock_ends_the_run_with_the_learning_rate_down() -> None:
+    config = small_config(epochs=100_000, adversary=None, optimisation=Optimisation(schedule="one-cycle"))
+    result = train(config, small_data(), model=small_model(), time_limit=0.5)
+    assert 0.4 < result.history[-1]["seconds"] < 3
+    assert result.history[-1]["lr"] < 0.03 < max(r["lr"] for r in result.history)
+
+
+def test_sigterm_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    data = small_data()
+    plain = train(small_config(), data, model=small_model())
+
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="checkpoint is saved"):
+        train(small_config(), data, model=small_model(), out=tmp_path, on_epoch=stop)
+    assert signal.getsignal(signal.SIGTERM) is before
+    resumed = train(small_config(), data, model=small_model(), out=tmp_path)
+    assert torch.equal(weights(plain.model), weights(resumed.model))
+    assert [r["step"] for r in resumed.history] == [6, 12, 18]
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    data, seen = small_data(32), []
+    first = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path)
+    second = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path, on_epoch=seen.append)
+    assert not seen and torch.equal(weights(first.model), weights(second.model))
+    assert first.card["clean_accuracy"] == second.card["clean_accuracy"]
+
+
+def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    data = small_data(32)
+    train(small_config(epochs=1), data, model=small_model(), out=tmp_path)
+    with pytest.raises(ValueError, match="seed is 0, this run's is 1"):
+        train(small_config(epochs=1, seed=1), data, model=small_model(), out=tmp_path)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="less than one batch"):
+        train(small_config(), small_data(8), model=small_model())
+    with pytest.raises(ValueError, match="not both"):
+        small_config(provable=Provable(0.1))
+    with pytest.raises(ValueError, match="give an adversary"):
+        small_config(adversary=None, loss=Loss("trades"))
+    with pytest.raises(ValueError, match="low must be"):
+        Adversary(DualAveraging(WassersteinBall(0.1)), low=0.2)
+    with pytest.raises(TypeError, match="attack must be"):
+        Adversary("pgd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown architecture"):
+        small_config(architecture="resnet-1000")
+    with pytest.raises(ValueError, match="every must be"):
+        Evaluation(every=0)
+
+
+def test_descriptions_are_json() -> None:
+    text = json.dumps(describe(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False)
+    assert json.loads(text)["adversary"]["attack"]["growth"] == {"type": "GrowingRadius", "factor": 1.1, "every": 10}

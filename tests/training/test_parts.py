@@ -1,0 +1,172 @@
+"""Bounds, losses, noise, schedules and presets, each against an independent reckoning."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from training.worker import small_config, small_data, small_model
+from wball import DualAveraging, LinfBall, Normalized, WassersteinBall, certify
+from wball.certify.graph import UnsupportedModule
+from wball.models import SmallResNet
+from wball.training import (
+    Adversary,
+    Loss,
+    Optimisation,
+    Provable,
+    flow_noise,
+    preset,
+    presets,
+    train,
+    verified_accuracy,
+)
+from wball.training.bounds import LinfBounds, verified
+from wball.training.losses import Objective
+from wball.training.presets import override
+
+
+def small_resnet() -> nn.Module:
+    torch.manual_seed(1)
+    return Normalized(SmallResNet(), (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
+
+
+@pytest.mark.parametrize("crown", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("model", "shape"), [(small_model, (1, 14, 14)), (small_resnet, (3, 32, 32))])
+def test_bounds_hold_at_every_point_of_the_ball(model, shape, crown) -> None:  # type: ignore[no-untyped-def]
+    net, eps = model().double(), 0.05
+    x, y = torch.rand((2, *shape), dtype=torch.float64), torch.tensor([3, 7])
+    margins = LinfBounds(net, x).margins(x, y, eps, crown)
+    assert margins.gather(1, y[:, None]).abs().max() < 1e-9
+    ball = LinfBall(eps)
+    for _ in range(20):
+        z = ball.project(x, x + eps * torch.randn_like(x).sign()).point
+        logits = net(z)
+        assert (logits.gather(1, y[:, None]) - logits >= margins - 1e-9).all()
+
+
+def test_bounds_of_a_linear_model_are_exact() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double()
+    x, y, eps = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64), torch.tensor([1]), 0.1
+    rows = net[1].weight[1] - net[1].weight
+    exact = (net(x)[:, 1:2] - net(x)) - eps * rows.abs().sum(1)
+    for crown in (0.0, 1.0):
+        assert torch.allclose(LinfBounds(net, x).margins(x, y, eps, crown), exact)
+
+
+def test_verified_images_are_those_of_the_certificate() -> None:
+    x, y = small_data(24)
+    net = small_model()
+    for _ in range(60):  # enough to be right on most of them
+        loss = F.cross_entropy(net(x), y)
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.3 * p.grad  # type: ignore[operator]
+    ours = verified(net, x, y, 0.01)
+    # the certificate bounds inner layers by CROWN, too, so it can only prove more
+    theirs = certify(net, x, y, LinfBall(0.01), method="crown").certified
+    assert ours.any() and not (ours & ~theirs).any()
+
+
+def test_bounds_refuse_what_they_cannot_bound() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModule, match="MaxPool"):
+        LinfBounds(net, torch.zeros(1, 1, 4, 4))
+
+
+def test_provable_training_raises_verified_accuracy() -> None:
+    data = small_data(256)
+    options = Optimisation("adamw", lr=1e-2, weight_decay=0.0, schedule="one-cycle")
+    settings = {"epochs": 20, "adversary": None, "augment": 0, "batch_size": 32, "optimisation": options}
+    plain = train(small_config(**settings), data, model=small_model()).model
+    provable = Provable(0.1, kappa=0.3, ramp=(0.05, 0.5))
+    robust = train(small_config(**settings, provable=provable), data, data, model=small_model())
+    before = verified_accuracy(plain, *data, 0.1)
+    assert robust.history[-1]["verified_accuracy"] > before + 0.2
+    assert robust.history[-1]["verified_accuracy"] <= robust.history[-1]["clean_accuracy"]
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "trades", "mart"])
+def test_losses_are_their_formulas(kind: str) -> None:
+    attack = DualAveraging(WassersteinBall(0.1))
+    settings = Loss(kind, clean=0.25, beta=3.0)  # type: ignore[arg-type]
+    net = small_model()
+    x, y = small_data(4)
+    z = x.flip(2)
+    loss, right = Objective(net, small_config(adversary=Adversary(attack), loss=settings), x)(x, z, y, 0.0)
+    p, q = net(x).softmax(1), net(z).softmax(1)
+    rows = torch.arange(4)
+    kl = (p * (p / q).log()).sum(1)
+    if kind == "trades":
+        expected = -p[rows, y].log().mean() + 3 * kl.mean()
+    elif kind == "mart":
+        wrong = q.clone()
+        wrong[rows, y] = 0
+        expected = (-q[rows, y].log() - (1 - wrong.amax(1)).log() + 3 * kl * (1 - p[rows, y])).mean()
+    else:
+        expected = -0.75 * q[rows, y].log().mean() - 0.25 * p[rows, y].log().mean()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    assert int(right) == int((q.argmax(1) == y).sum())
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
+def test_noise_keeps_the_mass_of_every_channel(channels: int, height: int, width: int) -> None:
+    x = torch.rand(2, channels, height, width, dtype=torch.float64)
+    moved = flow_noise(x, 0.1, torch.Generator().manual_seed(0))
+    assert torch.allclose(moved.sum((2, 3)), x.sum((2, 3)))
+    assert (height * width == 1) == torch.equal(moved, x)
+
+
+def test_noise_is_laplace_in_units_of_the_mass() -> None:
+    x = torch.zeros(20_000, 1, 1, 2)
+    x[..., 0] = 4.0  # one edge: what arrives at the second pixel is the noise on it
+    moved = flow_noise(x, 0.05, torch.Generator().manual_seed(0))[:, 0, 0, 1] / 4.0
+    # mean |Laplace(s)| = s, median |Laplace(s)| = s log 2, variance 2 s^2
+    assert float(moved.abs().mean()) == pytest.approx(0.05, rel=0.03)
+    assert float(moved.abs().median()) == pytest.approx(0.05 * math.log(2), rel=0.04)
+    assert float(moved.var()) == pytest.approx(2 * 0.05**2, rel=0.08)
+    assert abs(float(moved.mean())) < 0.002
+
+
+@given(st.floats(0, 1), st.sampled_from(["constant", "step", "one-cycle"]))
+def test_learning_rates_stay_in_range(progress: float, schedule: str) -> None:
+    lr = Optimisation(schedule=schedule).lr_at(progress, 15)  # type: ignore[arg-type]
+    assert 0 < lr <= 0.1
+
+
+def test_one_cycle_peaks_at_the_end_of_its_warmup() -> None:
+    options = Optimisation(schedule="one-cycle", warmup=0.25)
+    assert options.lr_at(0.25, 1) == pytest.approx(0.1)
+    assert options.lr_at(0.125, 1) == pytest.approx(0.05) == options.lr_at(0.625, 1)
+
+
+def test_papers_presets_are_the_papers() -> None:
+    mnist, cifar = preset("mnist-adversarial-paper"), preset("cifar10-adversarial-paper")
+    for config, eps, factor in ((mnist, 0.1, 1.4), (cifar, 0.01, 1.5)):
+        attack, options = config.adversary.attack, config.optimisation  # type: ignore[union-attr]
+        assert (attack.ball.eps, attack.steps, attack.growth.factor, attack.growth.every) == (eps, 50, factor, 5)
+        assert attack.until_success and attack.mode == "paper"
+        assert (options.momentum, options.weight_decay, config.batch_size) == (0.9, 5e-4, 128)
+        assert options.lr_at(9.9 / config.epochs, config.epochs) == 0.1
+        assert options.lr_at(10 / config.epochs, config.epochs) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_have_their_names(name: str) -> None:
+    assert preset(name).name == name and preset(name).summary
+
+
+def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
+    config = override(preset("mnist-adversarial"), "adversary.attack.ball.cost.window", 7)
+    assert config.adversary.attack.ball.cost.window == 7  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="no setting 'stepps' in DualAveraging"):
+        override(preset("mnist-adversarial"), "adversary.attack.stepps", 7)
+    with pytest.raises(ValueError, match="unknown preset"):
+        preset("mnist")

@@ -1,0 +1,136 @@
+"""Killed runs end with the weights of the run that nobody disturbed; two processes train the model of one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from training.worker import run, small_config, small_data, small_model
+from wball.training import state, train
+
+# Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["training.worker"])
+
+
+def start(out: Path, **environment: str) -> ForkServerProcess:
+    process = CONTEXT.Process(target=run, args=(str(out), environment), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))  # the clean one does not inherit sys.path
+        process.start()
+    return process
+
+
+def wait(process: ForkServerProcess) -> int | None:
+    process.join(120)
+    return process.exitcode
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    a, b = (load_file(p / "small.safetensors") for p in (first, second))
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in a)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    train(small_config(), small_data(), small_data(), model=small_model(), out=out)
+    torch.set_num_threads(threads)
+    return out
+
+
+def test_killed_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
+    rng, kills = random.Random(0), 0
+    for _ in range(5):
+        process = start(tmp_path)
+        begun = (tmp_path / "checkpoint.safetensors").stat().st_mtime_ns if kills else 0
+        while process.is_alive():  # let it get somewhere, so that the kill hits the loop
+            checkpoint = tmp_path / "checkpoint.safetensors"
+            if checkpoint.is_file() and checkpoint.stat().st_mtime_ns > begun:
+                break
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.05))
+        process.kill()
+        kills += wait(process) == -signal.SIGKILL
+        if (tmp_path / "small.safetensors").is_file():
+            break
+    assert kills > 0
+    assert wait(start(tmp_path)) == 0
+    assert largest_difference(tmp_path, undisturbed) == 0.0
+    metrics = [[json.loads(t) for t in (p / "metrics.jsonl").read_text().splitlines()] for p in (tmp_path, undisturbed)]
+    for killed, whole in zip(*metrics, strict=True):
+        assert killed.keys() == whole.keys()
+        assert all(killed[k] == whole[k] for k in killed if k != "seconds")
+
+
+def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    processes = [start(tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+    assert [wait(p) for p in processes] == [0, 0]
+    assert largest_difference(tmp_path, undisturbed) < 1e-5
+    cards = [json.loads((p / "small.json").read_text()) for p in (tmp_path, undisturbed)]
+    assert cards[0]["clean_accuracy"] == pytest.approx(cards[1]["clean_accuracy"], abs=0.02)
+    assert cards[0]["training"]["processes"] == 2
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.safetensors"
+    state.save_state(path, {"a": torch.ones(2)}, {"step": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        state.save_state(path, {"a": torch.zeros(2)}, {"step": 2})
+    tensors, header = state.load_state(path)
+    assert header == {"step": 1} and torch.equal(tensors["a"], torch.ones(2))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="no checkpoint of a training run"):
+        state.load_state(path)
+
+
+@pytest.mark.parametrize("method", ["sgd", "adamw"])
+def test_optimizer_state_survives(method: str) -> None:
+    def fresh() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        p = torch.nn.Parameter(torch.arange(3.0))
+        kinds = {"sgd": torch.optim.SGD([p], lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW([p], lr=0.1)}
+        return p, kinds[method]
+
+    def steps(p: torch.nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            (p**2).sum().backward()
+            optimizer.step()
+
+    p, optimizer = fresh()
+    steps(p, optimizer, 3)
+    q, other = fresh()
+    q.data.copy_(p.data)
+    packed = {k: v.clone() for k, v in state.pack_optimizer(optimizer).items()}
+    state.unpack_optimizer(other, packed)
+    steps(p, optimizer, 2)
+    steps(q, other, 2)
+    assert torch.equal(p, q)

@@ -1,0 +1,54 @@
+"""A small adversarial run, which the tests also start, kill and restart as a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+from torch import Tensor, nn
+
+from wball import DualAveraging, WassersteinBall, load_sample
+from wball.training import Adversary, Evaluation, Optimisation, TrainConfig, distributed, train
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(196, 16),
+        nn.ReLU(),
+        nn.Linear(16, 10),
+    )
+
+
+def small_data(count: int = 96) -> tuple[Tensor, Tensor]:
+    """14 x 14 digits."""
+    x, y = load_sample("mnist")
+    return nn.functional.avg_pool2d(x[:count], 2), y[:count]
+
+
+def small_config(**changes: object) -> TrainConfig:
+    attack = DualAveraging(WassersteinBall(0.3), steps=2, until_success=False, sweeps=1)
+    config = TrainConfig(
+        "small",
+        "mnist",
+        "mnist-cnn",
+        epochs=3,
+        batch_size=16,
+        augment=1,
+        optimisation=Optimisation(lr=0.05, schedule="one-cycle", ema=0.9),
+        adversary=Adversary(attack, radius="per-image", ramp=0.5),
+        evaluation=Evaluation(every=2),
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def run(out: str, environment: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    with distributed.launched("cpu"):
+        data = small_data()
+        train(small_config(), data, data, model=small_model(), out=out, checkpoint_every=1)
