@@ -157,9 +157,10 @@ class Climb:
         return torch.as_tensor(self.ball.eps, dtype=torch.float64, device=self.x.device)
 
     def reached(self, logits: Tensor) -> Tensor:
-        """Whether logits meet the goal."""
+        """Whether logits meet the goal. NaN is no class: a model that overflows is not fooled, it is broken."""
         top = logits.argmax(1)
-        return top == self.target if self.target is not None else top != self.y
+        met = top == self.target if self.target is not None else top != self.y
+        return met & ~logits.isnan().any(1)
 
     def _loss(self, logits: Tensor) -> Tensor:
         target = self.target if self.target is not None else self._aim

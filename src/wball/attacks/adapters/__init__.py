@@ -1,0 +1,12 @@
+"""This library's attacks behind the interfaces of others.
+
+=============================================  ==========================================  ===============
+module                                         what it gives                               extra to install
+=============================================  ==========================================  ===============
+:mod:`wball.attacks.adapters.art`              an ``EvasionAttack`` for ART estimators     ``wball[art]``
+:mod:`wball.attacks.adapters.foolbox`          an attack for foolbox models and criteria   ``wball[foolbox]``
+:mod:`wball.attacks.adapters.torchattacks`     ``atk(images, labels)``                     none
+=============================================  ==========================================  ===============
+
+Import the module you need; the others' libraries need not be installed.
+"""

@@ -1,0 +1,118 @@
+"""ART: any attack of this library as an ``EvasionAttack`` on an ART estimator.
+
+    from wball.attacks.adapters.art import ArtAttack
+    adversarial = ArtAttack(classifier, wball.StandardAttack(wball.WassersteinBall(0.1))).generate(x, y)
+
+A ``PyTorchClassifier`` is differentiated by PyTorch through its preprocessing. Any other estimator with class gradients
+(TensorFlow, scikit-learn, ...) is differentiated by its own ``class_gradient``, at the price of one gradient per class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from art.attacks import EvasionAttack
+from art.estimators import BaseEstimator
+from art.estimators.classification import ClassGradientsMixin
+from art.estimators.classification.pytorch import PyTorchClassifier
+from art.preprocessing.preprocessing import PreprocessorPyTorch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from wball.attacks.base import Attack, AttackResult
+
+Array = NDArray[Any]
+
+
+class ArtAttack(EvasionAttack):
+    """An attack of this library on an ART estimator.
+
+    Attributes:
+        result: what the last ``generate`` found, with distances and status per image.
+    """
+
+    attack_params: ClassVar[list[str]] = [*EvasionAttack.attack_params, "attack", "targeted"]
+    _estimator_requirements = (BaseEstimator, ClassGradientsMixin)
+
+    def __init__(self, estimator: Any, attack: Attack, targeted: bool = False, seed: int = 0) -> None:
+        super().__init__(estimator=estimator)
+        if not isinstance(attack, Attack):
+            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+        self.attack, self.seed = attack, seed
+        self._targeted = targeted
+        self.result: AttackResult | None = None
+
+    def generate(self, x: Array, y: Array | None = None, **kwargs: Any) -> Array:
+        """Adversarial examples for images ``x``, an NCHW array in the ball's box.
+
+        ``y`` holds class indices or one-hot rows: true labels, or the targets if ``targeted``. Without it an untargeted
+        attack takes the estimator's own predictions for the truth, as ART's attacks do.
+        """
+        if y is None and self.targeted:
+            raise ValueError("y must hold the target classes of a targeted attack")
+        own = np.argmax(self.estimator.predict(x), axis=1)
+        given = own if y is None else np.argmax(y, axis=1) if np.ndim(y) == 2 and np.shape(y)[1] > 1 else np.ravel(y)
+        device = getattr(self.estimator, "device", torch.device("cpu"))
+        images = torch.as_tensor(np.asarray(x), device=device)
+        label, goal = (torch.as_tensor(np.asarray(v), dtype=torch.long, device=device) for v in (own, given))
+        model = _differentiable(self.estimator)
+        generator = torch.Generator(device).manual_seed(self.seed)
+        if self.targeted:
+            self.result = self.attack(model, images, label, target=goal, generator=generator)
+        else:
+            self.result = self.attack(model, images, goal, generator=generator)
+        return self.result.images.cpu().numpy().astype(x.dtype)
+
+
+def _differentiable(estimator: Any) -> nn.Module:
+    if isinstance(estimator, PyTorchClassifier):
+        operations = list(estimator.preprocessing_operations)
+        if all(isinstance(operation, PreprocessorPyTorch) for operation in operations):
+            return _PyTorch(estimator.model, operations)
+    return _ByClassGradient(estimator)
+
+
+class _PyTorch(nn.Module):
+    """The network behind its ART preprocessing."""
+
+    def __init__(self, model: nn.Module, operations: list[Any]) -> None:
+        super().__init__()
+        self.model, self.operations = model, operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        for operation in self.operations:
+            if operation.apply_predict:
+                x, _ = operation.forward(x, None)
+        logits = self.model(x)
+        return logits[-1] if isinstance(logits, (list, tuple)) else logits
+
+
+class _ByClassGradient(nn.Module):
+    """An estimator of another framework, with ``sum_k v_k * class_gradient_k`` for its backward pass."""
+
+    def __init__(self, estimator: Any) -> None:
+        super().__init__()
+        self.estimator = estimator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Predict.apply(x, self.estimator)
+
+
+class _Predict(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, estimator: Any) -> Tensor:
+        ctx.estimator = estimator
+        ctx.save_for_backward(x)
+        return torch.as_tensor(np.asarray(estimator.predict(x.detach().cpu().numpy())), device=x.device).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():  # the estimator may differentiate by PyTorch itself
+            by_class = torch.as_tensor(
+                np.asarray(ctx.estimator.class_gradient(x.detach().cpu().numpy())), device=x.device
+            )
+        weights = grads[0].view(*grads[0].shape, *[1] * (x.ndim - 1))
+        return (weights * by_class.to(x.dtype)).sum(1), None

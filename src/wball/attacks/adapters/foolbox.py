@@ -1,0 +1,96 @@
+"""foolbox: any attack of this library for foolbox models and criteria.
+
+    from wball.attacks.adapters.foolbox import FoolboxAttack
+    attack = FoolboxAttack(wball.DualAveraging(wball.WassersteinBall(0.1)))
+    raw, clipped, success = attack(fmodel, images, labels, epsilons=[0.05, 0.1, 0.2])
+
+``epsilons`` are radii of the attack's ball, in its unit; ``None`` keeps the ball's own. foolbox clips to an l-p norm
+what its attacks return; here nothing needs clipping, so ``clipped`` is ``raw``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import eagerpy as ep
+import torch
+from foolbox.attacks.base import Attack as FoolboxBase
+from foolbox.attacks.base import get_criterion
+from foolbox.criteria import Misclassification, TargetedMisclassification
+from foolbox.models import Model
+from torch import Tensor
+
+from wball.attacks.base import Attack, AttackResult
+
+
+class FoolboxAttack(FoolboxBase):
+    """An attack of this library with foolbox's call.
+
+    Attributes:
+        results: what the last call found, one result per radius.
+    """
+
+    def __init__(self, attack: Attack, times: int = 1, seed: int = 0) -> None:
+        if not isinstance(attack, Attack):
+            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+        self.attack, self.times, self.seed = attack, times, seed
+        self.results: list[AttackResult] = []
+
+    def repeat(self, times: int) -> FoolboxAttack:
+        """The attack run ``times`` times with different seeds, for those that start at random; successes are kept."""
+        return FoolboxAttack(self.attack, self.times * times, self.seed)
+
+    def __call__(
+        self,
+        model: Model,
+        inputs: Any,
+        criterion: Any,
+        *,
+        epsilons: Sequence[float | None] | float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        images, restore = ep.astensor_(inputs)
+        if not isinstance(images.raw, Tensor):
+            raise TypeError(f"inputs must be PyTorch tensors, got {type(images.raw).__name__}")
+        bounds = tuple(model.bounds)
+        if self.attack.ball.box is not None and bounds != self.attack.ball.box:
+            raise ValueError(
+                f"the model's bounds are {bounds} and the ball's box is {self.attack.ball.box}; make them one"
+            )
+        label, target = _labels(get_criterion(criterion), images.raw, model)
+        radii = list(epsilons) if isinstance(epsilons, Sequence) else [epsilons]
+        attacks = [self.attack if eps is None else self.attack.at(float(eps)) for eps in radii]
+        self.results = [self._run(attack, model, images.raw, label, target) for attack in attacks]
+        found = [restore(ep.astensor(result.images)) for result in self.results]
+        success = restore(ep.astensor(torch.stack([result.success for result in self.results])))
+        if isinstance(epsilons, Sequence):
+            return found, list(found), success
+        return found[0], found[0], success[0]
+
+    def _run(self, attack: Attack, model: Model, x: Tensor, y: Tensor, target: Tensor | None) -> AttackResult:
+        generator = torch.Generator(x.device).manual_seed(self.seed)
+        best = attack(model, x, y, target=target, generator=generator)
+        for _ in range(self.times - 1):
+            again = attack(model, x, y, target=target, generator=generator)
+            better = again.success & ~best.success
+            fields = ("images", "success", "distance", "loss", "n_steps", "radius")
+            pick = {name: _where(better, getattr(again, name), getattr(best, name)) for name in fields}
+            states = zip(better.tolist(), again.status, best.status, strict=True)
+            best = AttackResult(status=tuple(a if b else c for b, a, c in states), **pick)
+        return best
+
+
+def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def _labels(criterion: Any, x: Tensor, model: Model) -> tuple[Tensor, Tensor | None]:
+    if isinstance(criterion, Misclassification):
+        return criterion.labels.raw.long(), None
+    if isinstance(criterion, TargetedMisclassification):
+        with torch.no_grad():
+            return model(x).argmax(1), criterion.target_classes.raw.long()
+    raise ValueError(
+        f"criterion must be Misclassification or TargetedMisclassification, got {type(criterion).__name__}"
+    )

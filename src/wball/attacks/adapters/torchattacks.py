@@ -1,0 +1,48 @@
+"""``atk = TorchAttack(model, attack); adversarial = atk(images, labels)``: the call that torchattacks made common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wball.attacks.base import Attack, AttackResult
+from wball.attacks.model import Model
+
+
+class TorchAttack:
+    """An attack bound to a model: images and labels in, adversarial images out.
+
+    Attributes:
+        result: what the last call found, with success, distances and status per image.
+
+    >>> from wball import LinfBall, PGD
+    >>> atk = TorchAttack(lambda z: z.flatten(1), PGD(LinfBall(0.2), steps=3))
+    >>> atk(torch.tensor([[[[0.6, 0.4]]]]), torch.tensor([0])).argmax()
+    tensor(1)
+    """
+
+    def __init__(self, model: Model, attack: Attack, seed: int = 0) -> None:
+        if not isinstance(attack, Attack):
+            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+        self.model, self.attack, self.seed = model, attack, seed
+        self.targeted = False
+        self.result: AttackResult | None = None
+
+    def set_mode_default(self) -> None:
+        """Untargeted: ``labels`` are the true classes."""
+        self.targeted = False
+
+    def set_mode_targeted_by_label(self, quiet: bool = True) -> None:
+        """Targeted: ``labels`` are the classes to reach."""
+        self.targeted = True
+
+    def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
+        generator = torch.Generator(images.device).manual_seed(self.seed)
+        if self.targeted:
+            # What counts is the target; the true class only matters to objectives that compare the two.
+            with torch.no_grad():
+                own = self.model(images).argmax(1)
+            self.result = self.attack(self.model, images, own, target=labels, generator=generator)
+        else:
+            self.result = self.attack(self.model, images, labels, generator=generator)
+        return self.result.images
