@@ -34,8 +34,8 @@ def wright_omega(y: Tensor) -> Tensor:
     >>> float(wright_omega(torch.tensor(1.0)))
     1.0
     """
-    y = y.clamp(min=-80.0)  # a column that nothing reaches has y = -inf; e^-80 is 0 for every purpose
     # For y below -1, o = e^y nearly; above, o = y - log(y) nearly. Newton in v = log(o) is globally convergent.
+    y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
     v = torch.where(y < 1, y.clamp(max=1) - torch.exp(y.clamp(max=1)).clamp(max=0.5), torch.log(y.clamp(min=1)))
     for _ in range(6):
         o = torch.exp(v)
