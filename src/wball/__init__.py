@@ -6,6 +6,7 @@ from wball.ball import LinfBall, WassersteinBall
 from wball.certify import CertificateResult, FlowSmoothing, certified_radius, certify, flow_noise
 from wball.checkpoint import load_weights, save_weights
 from wball.data import load_dataset, load_folder, load_sample, to_tensors
+from wball.evaluate import Evaluation, evaluate, load_evaluation
 from wball.fetch import download
 from wball.ground import DenseCost, GridCost, StencilCost
 from wball.models import Normalized, architectures, build_model
@@ -33,7 +34,10 @@ __all__ = [
     "certified_radius",
     "certify",
     "flow_noise",
+    "Evaluation",
     "download",
+    "evaluate",
+    "load_evaluation",
     "list_models",
     "load_dataset",
     "load_folder",

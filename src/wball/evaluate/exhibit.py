@@ -1,0 +1,74 @@
+"""What a report shows: a selection of images, and for a few of them the strongest image at every radius.
+
+An evaluation stops at an image's first example. To see how mass moves as the radius grows, the images of the
+explorer are attacked once more at each radius, to the end instead of to the first success. These images illustrate;
+no number of the evaluation depends on them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wball.attacks import PGD, DualAveraging
+from wball.attacks.base import GradientAttack
+from wball.attacks.model import Model, as_found
+from wball.ball import LinfBall, WassersteinBall
+
+if TYPE_CHECKING:
+    from wball.evaluate.result import Evaluation
+
+GALLERY = 200
+EXPLORER = 24
+RADII = 8
+STEPS = 40
+
+
+def make_exhibit(
+    result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: WassersteinBall | LinfBall
+) -> dict[str, Tensor]:
+    """Images for a report.
+
+    - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
+    - ``explorer_index``: up to 24 of those that the model gets right; ``explorer_radii``: up to 8 radii;
+      ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss found; ``explorer_read_as``: their classes.
+    """
+    order = torch.sort(result.images["radius"], stable=True).indices
+    index = _spread(order, GALLERY).sort().values
+    right = order[result.images["label"][order] == result.images["predicted"][order]]
+    shown = right[torch.isin(right, index)]
+    shown = _spread(shown, EXPLORER).sort().values
+    radii = _spread(torch.tensor(result.radii, dtype=torch.float64), RADII)
+    here = shown.to(x.device)
+    images, classes = [], []
+    for eps in radii.tolist():
+        if len(shown) == 0:
+            break
+        found = _strongest(ball.at(eps))(model, x[here], y[here]).images
+        with torch.no_grad(), as_found(model, x.device):
+            classes.append(model(found).argmax(1).cpu())
+        images.append(found.cpu())
+    exhibit = {
+        "index": index,
+        "original": x[index.to(x.device)].cpu(),
+        "explorer_index": shown,
+        "explorer_radii": radii,
+    }
+    if images:
+        exhibit |= {"explorer": torch.stack(images, 1), "explorer_read_as": torch.stack(classes, 1)}
+    return exhibit
+
+
+def _strongest(ball: WassersteinBall | LinfBall) -> GradientAttack:
+    if isinstance(ball, WassersteinBall):
+        return DualAveraging(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
+    return PGD(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
+
+
+def _spread(values: Tensor, count: int) -> Tensor:
+    """At most ``count`` of ``values``, evenly spaced, the ends included."""
+    if len(values) <= count:
+        return values
+    return values[torch.linspace(0, len(values) - 1, count, dtype=torch.float64).round().long()]

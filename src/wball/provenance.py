@@ -1,0 +1,113 @@
+"""Where a result comes from: versions, device, kernel and command, so that someone else can get the same numbers.
+
+Nothing here changes between two runs of one command on one machine: times and process numbers belong into a log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wball import kernels
+from wball.ball import Ball, WassersteinBall
+from wball.ground import DenseCost
+
+PACKAGES = ("numpy", "POT", "safetensors", "scipy", "torch")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those that its numbers depend on."""
+    from wball import __version__
+
+    found = {"python": platform.python_version(), "wball": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # a build that is on the path without being installed
+            found[name] = "unknown"
+    found["torch"] = torch.__version__
+    return found
+
+
+def command() -> str:
+    """The command line of this process, as one would type it."""
+    if not sys.argv or not sys.argv[0]:
+        return "an interactive Python session"
+    program = Path(sys.argv[0])
+    if program.name in ("wball", "wball.exe") or program.parts[-2:] == ("wball", "cli.py"):
+        return shlex.join(["wball", *sys.argv[1:]])
+    return shlex.join(["python", program.name, *sys.argv[1:]])
+
+
+def device_name(device: torch.device) -> str:
+    """``cuda`` devices by the name of the card, others by their type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def kernel_name(ball: Ball, x: Tensor) -> str:
+    """The kernel that serves such images: ``torch`` where the threat model needs no transport."""
+    if not isinstance(ball, WassersteinBall):
+        return "torch"
+    height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
+    moves = None if isinstance(ball.cost, DenseCost) else ball.cost.moves(height, width)
+    return kernels.choose(x[:1], moves)
+
+
+def collect(ball: Ball, x: Tensor, line: str | None = None) -> dict[str, Any]:
+    """Everything above as plain data. ``line``: the command, if it is not this process's own."""
+    return {
+        "command": command() if line is None else line,
+        "device": device_name(x.device),
+        "kernel": kernel_name(ball, x),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": versions(),
+    }
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """SHA-256 of tensors: shapes, types and every bit of their contents."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        value = tensor.detach().to("cpu").contiguous()
+        digest.update(f"{tuple(value.shape)} {value.dtype};".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    return digest.hexdigest()
+
+
+def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
+    """Name, size and checksum of a model; a function that is no module has a name only."""
+    title = name or (type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", "model"))
+    if not isinstance(model, nn.Module):
+        return {"name": title, "parameters": None, "sha256": None}
+    state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    digest = hashlib.sha256()
+    for key in sorted(state):
+        digest.update(f"{key} {fingerprint(state[key])};".encode())
+    return {
+        "name": title,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "sha256": digest.hexdigest(),
+    }
+
+
+def describe_ball(ball: Ball) -> dict[str, Any]:
+    """A threat model as plain data, without its radius."""
+    box = None if ball.box is None else list(ball.box)
+    if not isinstance(ball, WassersteinBall):
+        return {"kind": type(ball).__name__, "box": box, "unit": ball.unit}
+    cost = ball.cost
+    if isinstance(cost, DenseCost):
+        shape: dict[str, Any] = {"cost": "matrix", "size": cost.size, "sha256": fingerprint(cost.matrix)}
+    elif hasattr(cost, "table"):
+        shape = {"cost": "table", "table": [[None if v == float("inf") else v for v in row] for row in cost.table]}
+    else:
+        shape = {"cost": "grid", "window": cost.window, "p": float(cost.p)}
+    return {"kind": "WassersteinBall", **shape, "mass": ball.mass, "box": box, "unit": ball.unit}

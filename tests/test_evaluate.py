@@ -1,0 +1,363 @@
+"""Evaluations: what is counted, what is not, and that nothing is lost when the process dies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
+from wball.evaluate.files import locked, read_json, read_tensors, write_bytes
+
+SOURCES = Path(__file__).parent.parent / "src"
+BALL = wball.WassersteinBall(0.4)
+RADII = [0.1, 0.2, 0.4]
+
+
+def problem(count: int = 12, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    """Blurry two-spot images, and a linear model that weighs the left half against the right one."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, 1, 6, 6, generator=generator).square() * 0.8
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    y = model(x).argmax(1)
+    y[0] = 1 - y[0]  # one image that is wrong as it is
+    return model.eval(), x, y
+
+
+def attack(**changes: Any) -> wball.DualAveraging:
+    return wball.DualAveraging(BALL, steps=8, **changes)
+
+
+def exact_radius(model: nn.Module, x: Tensor, y: Tensor, hi: float) -> float:
+    """The smallest radius that breaks a linear model, by bisection on the support function."""
+    weight = (model[1].weight[1 - y] - model[1].weight[y]).detach().reshape(x.shape).double()
+    low, high = 0.0, hi
+    for _ in range(14):
+        middle = (low + high) / 2
+        upper = float(wball.WassersteinBall(middle).support(x.double(), weight).upper)
+        low, high = (low, middle) if upper > 0 else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Claims(Attack):
+    """Claims success on every image with whatever ``make`` returns."""
+
+    how: str = "copy"
+
+    @property
+    def n_gradients(self) -> int:
+        return 1
+
+    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+        if self.how == "copy":
+            z = x.clone()
+        elif self.how == "darken":
+            z = x * 0.5
+        else:
+            z = x.flip(3)  # far outside the ball
+        ones = torch.ones(len(x), dtype=torch.float64)
+        return AttackResult(z, ones > 0, 0 * ones, ones, ones.long(), (AttackStatus.FOUND,) * len(x), ones)
+
+
+def test_numbers_agree_with_the_exact_radii_of_a_linear_model() -> None:
+    model, x, y = problem(8)
+    result = evaluate(model, x, y, BALL, RADII, attack(), name="halves", certify="crown")
+    assert result.clean_accuracy == pytest.approx(7 / 8)
+    exact = [0.0] + [exact_radius(model, x[i : i + 1], y[i : i + 1], 0.8) for i in range(1, 8)]
+    for eps in RADII:
+        # no attack beats the exact radius and no certificate exceeds it; on a linear model both are nearly tight
+        least = sum(r > eps for r in exact) / 8
+        assert result.accuracy_at(eps) >= least - 1e-9
+        assert result.accuracy_at(eps) <= sum(r > 0.9 * eps for r in exact) / 8 + 1e-9
+        certified = result.certified_at(eps)
+        assert certified is not None and certified <= least + 1e-9
+        assert certified <= result.accuracy_at(eps)
+    assert result.contradictions == []
+    assert result.curve()[0].eps == 0 and result.curve()[0].accuracy == result.clean_accuracy
+    found = result.images["read_as"] >= 0
+    assert found.any()
+    report = wball.audit(BALL, result.examples["original"], result.examples["adversarial"])
+    assert report.all_valid
+    torch.testing.assert_close(report.distance, result.images["distance"][found])
+    assert bool((result.images["distance"][found] <= result.images["radius"][found] * (1 + 1e-4)).all())
+    index = result.examples["index"]
+    assert torch.equal(result.examples["original"], x[index])
+    assert torch.equal(model(result.examples["adversarial"]).argmax(1), result.images["read_as"][index])
+
+
+def test_an_example_counts_at_every_radius_above_its_distance() -> None:
+    model, x, y = problem()
+    coarse = evaluate(model, x, y, BALL, [0.01, 0.4], attack())
+    found = coarse.images["found_at"] == 0.4
+    assert found.any()
+    assert bool((coarse.images["distance"][found] <= 0.4).all())
+    # between two radii the exact distances still say something, and never more than at the next radius
+    assert coarse.accuracy_at(0.01) >= coarse.accuracy_at(0.399) >= coarse.accuracy_at(0.4)
+    with pytest.raises(ValueError, match="evaluated"):
+        coarse.accuracy_at(0.5)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("copy", "classifies"), ("darken", "mass is off"), ("mirror", "no plan|distance|classifies")]
+)
+def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
+    model, x, y = problem()
+    result = evaluate(model, x, y, BALL, [0.1, 0.2], Claims(BALL, how=how), batch_size=5)
+    assert result.accuracy_at(0.2) == result.clean_accuracy
+    assert len(result.rejected) == 2 * 11  # claimed again at each radius, and never for the image that is wrong
+    assert {r["index"] for r in result.rejected} == set(range(1, 12))
+    for entry in result.rejected:
+        assert any(word in entry["reason"] for word in reason.split("|"))
+    assert result.audit_summary()["rejected"] == 22 and "22 rejected" in result.verdict()
+
+
+def test_minimal_radius() -> None:
+    model, x, y = problem(5)
+    result = evaluate(model, x, y, BALL, "minimal", attack())
+    assert result.images["radius"][0] == 0
+    for i in range(1, 5):
+        exact = exact_radius(model, x[i : i + 1], y[i : i + 1], 0.8)
+        radius = float(result.images["radius"][i])
+        assert radius >= exact * (1 - 1e-3)
+        assert radius <= 1.2 * exact or (exact > 0.35 and math.isinf(radius))
+    assert [p.accuracy for p in result.curve()] == sorted((p.accuracy for p in result.curve()), reverse=True)
+
+
+def test_saved_and_read_back(tmp_path: Path) -> None:
+    model, x, y = problem()
+    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", command="made by a test", data="spots")
+    again = load_evaluation(tmp_path / "a")
+    assert again.to_dict() == result.to_dict() == json.loads((tmp_path / "a" / "results.json").read_text())
+    assert again.provenance["command"] == "made by a test"
+    assert again.provenance["versions"]["wball"] == wball.__version__
+    assert again.settings["data"]["name"] == "spots"
+    for name in ("radius", "distance", "read_as"):
+        assert torch.equal(again.images[name], result.images[name])
+    assert not (tmp_path / "a" / "batches").exists()
+    before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
+    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
+    assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
+    with pytest.raises(OtherSettings, match="another seed"):
+        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots", seed=1)
+    with pytest.raises(OtherSettings, match="sha256"):
+        evaluate(model, x * 0.5, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
+    other = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", seed=1, overwrite=True)
+    assert other.settings["seed"] == 1
+
+
+class Dies(Exception):
+    pass
+
+
+class Fragile(nn.Module):
+    """A model that dies after a number of calls."""
+
+    def __init__(self, model: nn.Module, calls: int) -> None:
+        super().__init__()
+        self.model, self.calls = model, [calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] -= 1
+        if self.calls[0] < 0:
+            raise Dies
+        return self.model(x)
+
+
+def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    model, x, y = problem()
+    start = attack(random_start=2.0)
+    settings: dict[str, Any] = {"batch_size": 3, "seed": 5, "name": "m", "command": "c"}
+    reference = tmp_path / "reference"
+    evaluate(Fragile(model, 10**9), x, y, BALL, RADII, start, out=reference, **settings)
+    done = 0
+    for calls in range(3, 400, 23):
+        fragile = Fragile(model, calls)
+        try:
+            evaluate(fragile, x, y, BALL, RADII, start, out=tmp_path / "b", **settings)
+        except Dies:
+            done += 1
+            assert not (tmp_path / "b" / "results.json").exists()
+        else:
+            break
+    assert done >= 2
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (reference / name).read_bytes()
+
+
+RUN = """
+import os, sys
+sys.path.insert(0, {here!r})
+import torch
+from test_evaluate import BALL, RADII, attack, problem
+from wball.evaluate import evaluate
+
+def run(folder):
+    torch.set_num_threads(1)
+    model, x, y = problem(48)
+    start = attack(random_start=2.0)
+    evaluate(model, x, y, BALL, RADII, start, out=folder, batch_size=4, seed=3, name="m", command="c")
+"""
+
+ALONE = RUN + "run(sys.argv[1])"
+
+# Children are forked before torch has done anything, so that only the first one pays for the imports.
+KILLED = (
+    RUN
+    + """
+import signal, time
+
+def child(folder):
+    pid = os.fork()
+    if pid == 0:
+        run(folder)
+        os._exit(0)
+    return pid
+
+assert os.waitpid(child(sys.argv[1]), 0)[1] == 0
+begin = time.perf_counter()
+assert os.waitpid(child(sys.argv[1] + "-again"), 0)[1] == 0
+whole = time.perf_counter() - begin
+kills, share = 0, 0.37
+for _ in range(10):
+    pid = child(sys.argv[2])
+    share = (share + 0.618) % 1
+    time.sleep(share * whole / 2)
+    os.kill(pid, signal.SIGKILL)
+    kills += os.waitpid(pid, 0)[1] == signal.SIGKILL
+assert os.waitpid(child(sys.argv[2]), 0)[1] == 0
+print(kills)
+"""
+)
+
+
+def started(script: str, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
+    line = [sys.executable, *launcher, *(() if launcher else ("-c", script)), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    script = KILLED.format(here=str(Path(__file__).parent))
+    assert int(started(script, tmp_path / "reference", tmp_path / "killed")) >= 3
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
+    leftovers = [p.name for p in (tmp_path / "killed").iterdir() if p.name == "batches"]
+    assert leftovers == []
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(ALONE.format(here=str(Path(__file__).parent)))
+    started(script.read_text(), tmp_path / "one")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    started("", tmp_path / "two", launcher=launcher)
+    assert (tmp_path / "one" / "results.json").read_bytes() == (tmp_path / "two" / "results.json").read_bytes()
+    ranks = [json.loads(row) for row in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    worked = {(row["rank"], row["batch"]) for row in ranks if row["event"] == "batch"}
+    assert worked == {(b % 2, b) for b in range(12)}
+
+
+def test_one_process_per_folder(tmp_path: Path) -> None:
+    model, x, y = problem()
+    with locked(tmp_path), pytest.raises(FolderInUse, match="in use"):
+        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_bytes(tmp_path / "a", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_bytes(tmp_path / "a", b"new")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
+    (tmp_path / "b.json").write_text('{"a": ')
+    with pytest.raises(ValueError, match="no complete JSON"):
+        read_json(tmp_path / "b.json")
+    (tmp_path / "c.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ValueError, match="no complete safetensors"):
+        read_tensors(tmp_path / "c.safetensors")
+
+
+def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
+    model, x, y = problem(4)
+    noisy = nn.Sequential(model, nn.Softmax(1), nn.Dropout(0.5))
+    noisy.train()
+    result = evaluate(noisy, x, y, BALL, 0.1, attack())
+    assert all(module.training for module in noisy.modules())
+    assert all(p.requires_grad for p in noisy.parameters())
+    assert any(w.startswith("Probabilities") for w in result.warnings)
+    assert any(w.startswith("TrainMode") for w in result.warnings)
+
+
+def test_exhibit_shows_every_radius() -> None:
+    model, x, y = problem()
+    result = evaluate(model, x, y, BALL, RADII, attack())
+    shown = result.exhibit
+    assert shown["explorer_radii"].tolist() == RADII
+    assert torch.equal(shown["original"], x[shown["index"]])
+    assert 0 not in shown["explorer_index"].tolist()  # wrong as it is: nothing to explore
+    for k, eps in enumerate(RADII):
+        report = wball.audit(BALL.at(eps), x[shown["explorer_index"]], shown["explorer"][:, k])
+        assert report.all_valid
+
+
+def test_other_threat_models() -> None:
+    model, x, y = problem()
+    ball = wball.LinfBall(0.1)
+    result = evaluate(model, x, y, ball, [0.02, 0.1], wball.PGD(ball, steps=5))
+    assert result.unit == "pixel value" and result.accuracy_at(0.1) <= result.accuracy_at(0.02)
+    stencil = wball.WassersteinBall(
+        0.2, cost=wball.StencilCost(((math.inf, 1, math.inf), (1, 0, 1), (math.inf, 1, math.inf)))
+    )
+    result = evaluate(model, x, y, stencil, attack=wball.DualAveraging(stencil, steps=4))
+    json.dumps(result.to_dict(), allow_nan=False)
+
+
+def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
+    model, x, y = problem()
+    with pytest.raises(ValueError, match="2 classes"):
+        evaluate(model, x, y + 1, BALL)
+    with pytest.raises(ValueError, match="does not take images of shape"):
+        evaluate(model, x[..., :5], y, BALL)
+    with pytest.raises(ValueError, match="radii must be finite"):
+        evaluate(model, x, y, BALL, [0.0, 0.1])
+    with pytest.raises(ValueError, match="minimal"):
+        evaluate(model, x, y, BALL, "smallest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="standard"):
+        evaluate(model, x, y, BALL, attack="pgd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another threat model"):
+        evaluate(model, x, y, BALL, attack=wball.DualAveraging(wball.WassersteinBall(0.1, mass="absolute")))
+    with pytest.raises(ValueError, match="empty"):
+        evaluate(model, x[:0], y[:0], BALL)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        evaluate(model, x, y, BALL, out=tmp_path / "file")
+    with pytest.raises(FileNotFoundError, match=r"results\.json"):
+        load_evaluation(tmp_path)
+    (tmp_path / "results.json").write_text('{"format": "other"}')
+    with pytest.raises(ValueError, match="other"):
+        load_evaluation(tmp_path)
