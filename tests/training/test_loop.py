@@ -78,6 +78,14 @@ def test_any_attack_and_any_loss(attack: PGD, kind: str) -> None:
     assert after.isfinite().all() and not torch.equal(before, after)
 
 
+def test_noise_is_for_training_only() -> None:
+    data, options = small_data(64), Optimisation(lr=1e-9, schedule="constant")
+    settings = {"epochs": 1, "adversary": None, "augment": 0, "optimisation": options}
+    quiet, noisy = (train(small_config(**settings, noise=s), data, data, model=small_model()) for s in (0.0, 0.1))
+    assert noisy.history[0]["loss"] != pytest.approx(quiet.history[0]["loss"], rel=1e-3)
+    assert noisy.history[0]["clean_accuracy"] == quiet.history[0]["clean_accuracy"]
+
+
 def test_radii_of_their_own_grow_where_images_withstand() -> None:
     data = small_data(64)
     attack = DualAveraging(WassersteinBall(0.2), steps=1, until_success=False, sweeps=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +18,6 @@ from wball.training import (
     Loss,
     Optimisation,
     Provable,
-    flow_noise,
     preset,
     presets,
     train,
@@ -114,25 +111,6 @@ def test_losses_are_their_formulas(kind: str) -> None:
         expected = -0.75 * q[rows, y].log().mean() - 0.25 * p[rows, y].log().mean()
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert int(right) == int((q.argmax(1) == y).sum())
-
-
-@given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
-def test_noise_keeps_the_mass_of_every_channel(channels: int, height: int, width: int) -> None:
-    x = torch.rand(2, channels, height, width, dtype=torch.float64)
-    moved = flow_noise(x, 0.1, torch.Generator().manual_seed(0))
-    assert torch.allclose(moved.sum((2, 3)), x.sum((2, 3)))
-    assert (height * width == 1) == torch.equal(moved, x)
-
-
-def test_noise_is_laplace_in_units_of_the_mass() -> None:
-    x = torch.zeros(20_000, 1, 1, 2)
-    x[..., 0] = 4.0  # one edge: what arrives at the second pixel is the noise on it
-    moved = flow_noise(x, 0.05, torch.Generator().manual_seed(0))[:, 0, 0, 1] / 4.0
-    # mean |Laplace(s)| = s, median |Laplace(s)| = s log 2, variance 2 s^2
-    assert float(moved.abs().mean()) == pytest.approx(0.05, rel=0.03)
-    assert float(moved.abs().median()) == pytest.approx(0.05 * math.log(2), rel=0.04)
-    assert float(moved.var()) == pytest.approx(2 * 0.05**2, rel=0.08)
-    assert abs(float(moved.mean())) < 0.002
 
 
 @given(st.floats(0, 1), st.sampled_from(["constant", "step", "one-cycle"]))

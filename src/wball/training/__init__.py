@@ -3,7 +3,6 @@
 from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, TrainConfig, describe
 from wball.training.evaluate import accuracy, robust_accuracy, verified_accuracy
 from wball.training.loop import TrainResult, train
-from wball.training.noise import flow_noise
 from wball.training.presets import preset, presets
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "TrainResult",
     "accuracy",
     "describe",
-    "flow_noise",
     "preset",
     "presets",
     "robust_accuracy",

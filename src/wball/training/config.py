@@ -211,7 +211,7 @@ class TrainConfig:
         batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
         seed: of everything random.
         augment: shift by up to so many pixels, and mirror if ``flip``.
-        noise: scale of Laplace noise in the flow domain (:mod:`wball.training.noise`), 0 for none.
+        noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none.
         optimisation, loss, adversary, provable, evaluation: see there.
         summary: a sentence for the card.
     """

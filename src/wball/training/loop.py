@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
+from wball.certify.smoothing import flow_noise
 from wball.checkpoint import save_weights
 from wball.data import RandomCropFlip, to_tensors
 from wball.models import build_model
@@ -28,7 +29,6 @@ from wball.training import distributed
 from wball.training.config import Optimisation, TrainConfig, describe
 from wball.training.evaluate import measure
 from wball.training.losses import Objective
-from wball.training.noise import flow_noise
 from wball.training.opponent import Opponent
 from wball.training.state import (
     Average,

@@ -98,8 +98,8 @@ class Average:
         keep = min(self.decay, self.count / (self.count + 10))  # early weights are soon forgotten
         for a, b in zip(self.model.parameters(), self.source.parameters(), strict=True):
             a.lerp_(b, 1 - keep)
-        for a, b in zip(self.model.buffers(), self.source.buffers(), strict=True):
-            a.copy_(b)
+        for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
+            mine.copy_(theirs)
 
 
 class MetricsLog:
