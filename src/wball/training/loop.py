@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -120,7 +120,8 @@ def train(
 
     run = _Run(config, folder, model, average, optimizer, opponent, world, checkpoint_every, time_limit, per_epoch)
     run.restore(len(x))
-    with run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
+    tuned = torch.backends.cudnn.flags(benchmark=True) if device.type == "cuda" else nullcontext()
+    with tuned, run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
         while not run.finished:
             epoch, first = divmod(run.step, per_epoch)
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
@@ -190,9 +191,9 @@ class _Run:
         self.model, self.average, self.optimizer, self.opponent = model, average, optimizer, opponent
         self.checkpoint_every, self.time_limit = checkpoint_every, time_limit
         self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
-        self.step, self.seconds, self.stop = 0, 0.0, False
+        self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
-        self.totals = torch.zeros(3, dtype=torch.float64, device=next(model.parameters()).device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.log: MetricsLog | None = None
         self._share, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
 
@@ -212,15 +213,17 @@ class _Run:
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
         """Account for a step. Stays on the device, because reading a value would stall a GPU."""
-        self.totals += torch.stack([loss.double() * images, right.double(), self.totals.new_tensor(images)])
-        self.step += 1
+        self.totals += torch.stack([loss.double() * images, right.double()])
+        self.step, self.images = self.step + 1, self.images + images
 
     def end_epoch(
         self, epoch: int, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
     ) -> None:
         """Measure, write the record, save."""
-        loss, right, images = self.world.sum(self.totals).tolist()
+        loss, right = self.world.sum(self.totals).tolist()
+        images = self.images * self.world.size
         self.totals.zero_()
+        self.images = 0
         self.progress()  # after the totals are read: a GPU may still have been at work
         record: Record = {
             "epoch": epoch + 1,
@@ -270,6 +273,7 @@ class _Run:
         header = {
             "config": describe(self.config),
             "step": self.step,
+            "images": self.images,
             "seconds": self.seconds,
             "averaged": self.average.count,
             "history": self.history,
@@ -296,10 +300,9 @@ class _Run:
                 if tensors["radii"].shape[0] != images:
                     raise ValueError(f"{path} is of a run on {tensors['radii'].shape[0]} images, data has {images}")
                 self.opponent.radii.copy_(tensors["radii"])
+            # Each process takes over the main one's part to stand for its own: only this epoch's mean loss sees it.
             self.totals.copy_(tensors["totals"])
-            if not self.world.main:
-                self.totals.zero_()  # the main process saved its own; the others' part of this epoch's mean is lost
-            self.step, self.seconds = header["step"], header["seconds"]
+            self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
             self.log = MetricsLog(self.folder, header.get("metrics", 0), self.step)

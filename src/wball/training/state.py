@@ -81,7 +81,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
 
 
 class Average:
-    """Exponential moving average of a model's weights; buffers are copied. With decay 0 it is the model itself."""
+    """Exponential moving average of a model's weights and statistics. With decay 0 it is the model itself."""
 
     def __init__(self, model: nn.Module, copy: nn.Module, decay: float) -> None:
         self.source, self.decay, self.count = model, decay, 0
@@ -96,10 +96,15 @@ class Average:
             return
         self.count += 1
         keep = min(self.decay, self.count / (self.count + 10))  # early weights are soon forgotten
-        for a, b in zip(self.model.parameters(), self.source.parameters(), strict=True):
-            a.lerp_(b, 1 - keep)
-        for mine, theirs in zip(self.model.buffers(), self.source.buffers(), strict=True):
-            mine.copy_(theirs)
+        for mine, theirs in zip(_tensors(self.model), _tensors(self.source), strict=True):
+            if mine.is_floating_point():
+                mine.lerp_(theirs, 1 - keep)
+            else:
+                mine.copy_(theirs)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 class MetricsLog:
