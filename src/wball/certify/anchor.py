@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certify.graph import Conv2d, Diagonal, Graph, Input
-from wball.certify.rows import Rows
+from wball.certify.rows import Rows, transposed
 
 Moves = list[tuple[int, int, float]]
 
@@ -112,7 +112,7 @@ class ConvAnchor(Anchor):
         kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
         if rows.corner is not None:
-            raw = F.conv_transpose2d(weights.coeff, kernel, stride=self.stride)
+            raw = transposed(weights.coeff, kernel, self.stride, (1, 1), 1)
         else:
             raw = F.conv_transpose2d(weights.coeff, kernel, stride=self.stride)
             top, left = (self.padding[k] + self.radius for k in (0, 1))

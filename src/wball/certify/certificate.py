@@ -97,7 +97,7 @@ def certify(
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
-    step = batch_size or (256 if x.is_cuda else 8)
+    step = batch_size or (128 if x.is_cuda else 8)
     parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         clean = _clean_margin(model, x[index], y[index])

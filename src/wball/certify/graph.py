@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from wball.certify.rows import Rows, add, trim
+from wball.certify.rows import Rows, add, transposed, trim
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,7 @@ class Conv2d(Affine):
             missing = [self.before[1 + k] - least[k] for k in (0, 1)]
             out = F.conv_transpose2d(a, weight, padding=self.padding, output_padding=missing, **settings)
             return constant, [rows.like(out)]
-        out = F.conv_transpose2d(a, weight, **settings)
+        out = transposed(a, weight, self.stride, self.dilation, self.groups)
         corner = (
             rows.corner[0] * self.stride[0] - self.padding[0],
             rows.corner[1] * self.stride[1] - self.padding[1],

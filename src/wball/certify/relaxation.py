@@ -394,8 +394,8 @@ class Relaxation:
 class _Collector:
     """Gathers a layer's upper rows into its anchor."""
 
-    LIMIT = 2**28
-    """Numbers the gains of one layer may hold; a layer that needs more keeps the usual upper lines."""
+    LIMIT = 2**23
+    """Numbers per image the gains of one layer may hold; a layer that needs more keeps the usual upper lines."""
 
     def __init__(
         self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor
@@ -415,7 +415,7 @@ class _Collector:
         at_input = bound.at_input
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self.centre[place] = -(bound.constant + (at_input.coeff * centre).flatten(1).sum(1))
-        if self.ready is not None or self.held > self.LIMIT:
+        if self.ready is not None or self.held > self.LIMIT * self.images:
             return
         moves, out, into = self.source.gains(at_input.like(-at_input.coeff), bound.charged)
         self.held += moves.numel()
@@ -424,7 +424,7 @@ class _Collector:
     def finish(self) -> None:
         """Register the anchor, unless it is too large."""
         anchor: Anchor | None = self.ready
-        if anchor is None and self.parts and self.held <= self.LIMIT:
+        if anchor is None and self.parts and self.held <= self.LIMIT * self.images:
             image, unit, moves, out, into = (torch.cat(part) for part in zip(*self.parts, strict=True))
             each = [(image == k).nonzero()[:, 0] for k in range(self.images)]
             anchor = UnitAnchor(self.shape, [Gains(unit[i], moves[i], out[i], into[i]) for i in each])

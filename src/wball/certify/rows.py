@@ -7,6 +7,7 @@ feature map keeps a patch of fixed size at its own position; a *dense* row keeps
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -143,3 +144,19 @@ def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:
         return F.pad(rows.coeff, (right, width - right - w, down, height - down - h))
 
     return trim(Rows(place(first, spans[0]) + place(second, spans[1]), first.image, (top, left)), shape)
+
+
+def transposed(a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int], groups: int) -> Tensor:
+    """The transposed convolution of many small patches, without padding.
+
+    One matrix product where the patches are small and many: libraries run transposed convolutions patch by patch.
+    """
+    count, *patch = a.shape
+    cells = math.prod(patch)
+    sides = [(patch[1 + k] - 1) * stride[k] + dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)]
+    out = (weight.shape[1] * groups, *sides)
+    if count > 2 * cells and cells * math.prod(out) <= 2**22:
+        every = torch.eye(cells, dtype=a.dtype, device=a.device).reshape(cells, *patch)
+        matrix = F.conv_transpose2d(every, weight, stride=stride, dilation=dilation, groups=groups)
+        return (a.flatten(1) @ matrix.flatten(1)).reshape(count, *out)
+    return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
