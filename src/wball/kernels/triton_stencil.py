@@ -133,9 +133,14 @@ def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch
 
 @triton.jit
 def staged_position(index, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
-    """Address of pixel ``index`` (counted without halos) in an image's staged buffer."""
+    """Address of pixel ``index`` (counted without halos) in an image's staged buffer.
+
+    64 bits wide, so that the compiler may add a move's offset inside the load instruction instead of keeping one
+    address per move.
+    """
     inside = index % (H * W)
-    return index // (H * W) * ((H + RR) * (W + RC)) + inside // W * (W + RC) + inside % W
+    place = index // (H * W) * ((H + RR) * (W + RC)) + inside // W * (W + RC) + inside % W
+    return place.to(tl.int64)
 
 
 @triton.jit
@@ -162,14 +167,14 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
         top = tl.full(own.shape, -3.0e38, tl.float32)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
         if len(OFFSETS) > 0:
-            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 top = tl.maximum(top, tl.load(s_ptr + place + OFFSETS[k]))
-            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 total += tl.exp(tl.load(s_ptr + place + OFFSETS[k]) - top)
         else:
-            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+            for k in tl.range(ENDS[d], ENDS[d + 1]):
                 top = tl.maximum(top, tl.load(s_ptr + place + tl.load(offset_ptr + k)))
-            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+            for k in tl.range(ENDS[d], ENDS[d + 1]):
                 total += tl.exp(tl.load(s_ptr + place + tl.load(offset_ptr + k)) - top)
         rings = rings + (top + tl.log(total),)
     return rings
@@ -232,10 +237,10 @@ def arriving(t_ptr, place, own, psi, prices, offset_ptr, ENDS: tl.constexpr, OFF
     for d in tl.static_range(1, len(ENDS) - 1):
         toll = psi * prices[d]
         if len(OFFSETS) > 0:
-            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 total += tl.exp(tl.load(t_ptr + place - OFFSETS[k]) + own - toll)
         else:
-            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=4):
+            for k in tl.range(ENDS[d], ENDS[d + 1]):
                 total += tl.exp(tl.load(t_ptr + place - tl.load(offset_ptr + k)) + own - toll)
     return total
 
@@ -257,14 +262,14 @@ def exchange(
     for d in tl.static_range(1, len(ENDS) - 1):
         toll = psi * prices[d]
         if len(OFFSETS) > 0:
-            for k in tl.static_range(ENDS[d], ENDS[d + 1]):
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 out, into = _exchange_one(
                     s_ptr, t_ptr, keep_ptr, give_ptr, place + OFFSETS[k], place - OFFSETS[k], s, t, toll
                 )
                 sent += out
                 received += into
         else:
-            for k in tl.range(ENDS[d], ENDS[d + 1], loop_unroll_factor=2):
+            for k in tl.range(ENDS[d], ENDS[d + 1]):
                 offset = tl.load(offset_ptr + k)
                 out, into = _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, place + offset, place - offset, s, t, toll)
                 sent += out
@@ -279,7 +284,7 @@ def pair_costs(
     """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel."""
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
-    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
+    for k in tl.range(0, PAIRS):
         ahead = place + tl.load(offset_ptr + k)
         there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
         out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
