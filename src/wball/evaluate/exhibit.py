@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from wball.evaluate.result import Evaluation
 
 GALLERY = 200
-EXPLORER = 24
+EXPLORER = 16
 RADII = 8
-STEPS = 40
+STEPS = 20
 
 
 def make_exhibit(
@@ -32,7 +32,7 @@ def make_exhibit(
     """Images for a report.
 
     - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
-    - ``explorer_index``: up to 24 of those that the model gets right; ``explorer_radii``: up to 8 radii;
+    - ``explorer_index``: up to 16 of those that the model gets right; ``explorer_radii``: up to 8 radii;
       ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss found; ``explorer_read_as``: their classes.
     """
     order = torch.sort(result.images["radius"], stable=True).indices

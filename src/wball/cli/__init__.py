@@ -1,0 +1,81 @@
+"""The ``wball`` command: :func:`main` and how it fails.
+
+Exit codes: 0 done; 2 wrong arguments or inputs; 3 done, but some claimed examples failed the audit, or a proof and an
+example contradict each other; 4 the output folder is in use; 5 the disk or a file cannot be used; 70 an error in this
+library; 130 interrupted. Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+# typer brings its own copy of click or uses the installed one: its exported exception leads to the right base classes.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+BAD_INPUT, FAILED_CLAIMS, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 70, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    from wball.cli.commands import app
+
+    try:
+        code = app(
+            args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False, prog_name="wball"
+        )
+        return code if isinstance(code, int) else 0
+    except typer.Exit as done:
+        return done.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("interrupted; the same command goes on where it was", INTERRUPTED)
+    except ClickException as error:
+        return _fail(_of_click(error), BAD_INPUT)
+    except BrokenPipeError:  # a reader such as `head` had enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)
+        return 0
+    except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
+        return _fail(*_sorted(error))
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _fail(message: str, code: int) -> int:
+    if os.environ.get("WBALL_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+    line = " ".join(str(message).split())
+    print(f"wball: {line}", file=sys.stderr)
+    return code
+
+
+def _of_click(error: Exception) -> str:
+    said = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{said}; see `{context.command_path} --help`" if context is not None else said
+
+
+def _sorted(error: Exception) -> tuple[str, int]:
+    """A message and an exit code for what a command raised."""
+    from wball.evaluate.files import FolderInUse
+
+    if isinstance(error, FolderInUse):
+        return str(error), IN_USE
+    if isinstance(
+        error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, ImportError)
+    ):
+        return str(error), BAD_INPUT
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        hint = "; free some space and give the same command again: it goes on where it was" if error.errno == 28 else ""
+        return f"{error.strerror or error}{where}{hint}", NO_FILE
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"unexpected {type(error).__name__}: {first} (WBALL_DEBUG=1 shows where)", INTERNAL

@@ -1,0 +1,6 @@
+"""``python -m wball.cli``."""
+
+from wball.cli import entry
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,243 @@
+"""What a report says, as plain data for its template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wball.evaluate.result import Evaluation
+from wball.report.pictures import change_uri, common_scale, image_uri
+from wball.report.transport import plan_moves
+
+OUTCOMES = {"broken": "broken", "withstood": "withstood", "wrong": "wrong anyway"}
+
+
+def make_content(evaluations: Sequence[Evaluation], title: str | None, images: int) -> dict[str, Any]:
+    """The variables of ``template.html``; ``data`` is what the page's script gets."""
+    if not evaluations:
+        raise ValueError("evaluations is empty: there is nothing to report on")
+    units = {e.unit for e in evaluations}
+    if len(units) > 1:
+        raise ValueError(f"evaluations have radii in different units ({', '.join(sorted(units))}): write two reports")
+    names = _names(evaluations)
+    scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
+    each = max(1, images // len(evaluations))
+    return {
+        "title": title or f"Robustness to moved mass: {', '.join(names)}",
+        "unit": evaluations[0].unit,
+        "relative": evaluations[0].settings["ball"].get("mass") == "relative",
+        "scale": scale,
+        "runs": [_run(e, name) for e, name in zip(evaluations, names, strict=True)],
+        "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
+        "rows": _rows(evaluations),
+        "proved": any(e.settings["certify"] is not None for e in evaluations),
+        "cards": [c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)],
+        "classes": _classes(evaluations),
+        "outcomes": OUTCOMES,
+        "explorable": any(_explored(e).numel() for e in evaluations),
+        "data": {
+            "unit": evaluations[0].unit,
+            "scale": scale,
+            "runs": [
+                {"name": name, "curve": _curve(e), "explorer": _explorer(e, scale)}
+                for e, name in zip(evaluations, names, strict=True)
+            ],
+        },
+    }
+
+
+def _names(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Names that differ."""
+    seen: dict[str, int] = {}
+    names = []
+    for e in evaluations:
+        seen[e.name] = seen.get(e.name, 0) + 1
+        names.append(e.name if seen[e.name] == 1 else f"{e.name} ({seen[e.name]})")
+    return names
+
+
+def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
+    return list(dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"]))
+
+
+def _class(e: Evaluation, k: int) -> str:
+    classes = e.settings["data"]["classes"]
+    return str(classes[k]) if 0 <= k < len(classes) else str(k)
+
+
+def _run(e: Evaluation, name: str) -> dict[str, Any]:
+    curve = e.curve()
+    found = e.images["read_as"] >= 0
+    distances = e.images["distance"][found]
+    half = next((p.eps for p in curve if p.accuracy < 0.5), None)
+    ball, settings = e.settings["ball"], e.settings
+    return {
+        "name": name,
+        "images": len(e),
+        "data": settings["data"]["name"],
+        "clean": e.clean_accuracy,
+        "curve": curve,
+        "last": curve[-1],
+        "headline": curve[min(len(curve) - 1, (len(curve) + 1) // 2)],
+        "half": half,
+        "median": float(distances.median()) if len(distances) else None,
+        "audit": e.audit_summary(),
+        "rejected": list(e.rejected[:20]),
+        "warnings": list(e.warnings),
+        "attack": _attack(settings["attack"]),
+        "minimal": settings["mode"] == "minimal",
+        "certify": settings["certify"],
+        "threat": _threat(ball),
+        "seed": settings["seed"],
+        "parameters": settings["model"]["parameters"],
+        "sha256": settings["model"]["sha256"],
+        "data_sha256": settings["data"]["sha256"],
+        "provenance": e.provenance,
+    }
+
+
+def _attack(attack: dict[str, Any]) -> str:
+    if attack["name"] == "StandardAttack":
+        return f"StandardAttack, {attack['version']}"
+    shown = {k: v for k, v in attack.items() if k in ("objective", "steps", "step_size", "reg", "random_start")}
+    return f"{attack['name']} ({', '.join(f'{k} {v}' for k, v in shown.items())})"
+
+
+def _threat(ball: dict[str, Any]) -> str:
+    box = "no box" if ball["box"] is None else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
+    if ball["kind"] != "WassersteinBall":
+        return f"{ball['kind']}, {box}"
+    if ball["cost"] == "grid":
+        moves = f"moves inside {ball['window']} × {ball['window']} pixels at the cost of distance"
+        moves += "" if ball["p"] == 1 else f" to the power {ball['p']:g}"
+    else:
+        moves = "moves by a table of costs" if ball["cost"] == "table" else "moves by a matrix of costs"
+    unit = "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
+    return f"Wasserstein ball, {unit}; {moves}; {box}"
+
+
+def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """The table of accuracies: a row per radius, a pair of cells per evaluation; ``None`` beyond its radii."""
+    rows = []
+    for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
+        cells = []
+        for e in evaluations:
+            inside = eps <= float(e.settings["radii"][-1]) * (1 + 1e-9)
+            cells.append({"accuracy": e.accuracy_at(eps) if inside else None, "certified": e.certified_at(eps)})
+        rows.append({"eps": eps, "cells": cells})
+    return rows
+
+
+def _curve(e: Evaluation) -> dict[str, Any]:
+    points = e.curve()
+    if e.settings["mode"] == "minimal":
+        top = float(e.settings["radii"][-1])
+        at = sorted({0.0, top, *(r for r in e.images["radius"].tolist() if 0 < r <= top)})
+        points = e.curve(at)
+    certified = [p.certified for p in points]
+    return {
+        "eps": [p.eps for p in points],
+        "accuracy": [100 * p.accuracy for p in points],
+        "certified": None if certified[0] is None else [100 * c for c in certified if c is not None],
+        "broken": [p.broken for p in points],
+        "images": len(e),
+        "steps": e.settings["mode"] == "minimal",
+    }
+
+
+def _changes(e: Evaluation) -> Tensor:
+    return e.examples["adversarial"] - e.examples["original"] if "original" in e.examples else torch.zeros(0, 1, 1, 1)
+
+
+def _explored(e: Evaluation) -> Tensor:
+    if "explorer" not in e.exhibit:
+        return torch.zeros(0, 1, 1, 1)
+    where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"])
+    return e.exhibit["explorer"] - e.exhibit["original"][where].unsqueeze(1)
+
+
+def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list[dict[str, Any]]:
+    """The gallery: images that fell, smallest radius first, then those that withstood or were wrong anyway."""
+    if "index" not in e.exhibit or e.exhibit["original"].ndim != 4:
+        return []
+    examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}
+    cards = []
+    for k, i in enumerate(e.exhibit["index"].tolist()):
+        x = e.exhibit["original"][k]
+        label, predicted = int(e.images["label"][i]), int(e.images["predicted"][i])
+        outcome = "wrong" if label != predicted else "broken" if i in examples else "withstood"
+        card = {
+            "run": run,
+            "name": name,
+            "index": i,
+            "label": _class(e, label),
+            "predicted": _class(e, predicted),
+            "outcome": outcome,
+            "original": image_uri(x),
+            "radius": None,
+            "distance": None,
+            "read_as": _class(e, predicted) if outcome == "wrong" else None,
+            "change": None,
+            "adversarial": None,
+            "certified": float(e.images["certified"][i]),
+        }
+        if outcome == "broken":
+            z = e.examples["adversarial"][examples[i]]
+            card |= {
+                "radius": float(e.images["radius"][i]),
+                "distance": float(e.images["distance"][i]),
+                "read_as": _class(e, int(e.images["read_as"][i])),
+                "change": change_uri(z - x, scale),
+                "adversarial": image_uri(z),
+            }
+        cards.append(card)
+    order = {"broken": 0, "withstood": 1, "wrong": 2}
+    cards.sort(key=lambda c: (order[c["outcome"]], c["distance"] or 0.0, c["index"]))
+    if len(cards) > count:
+        cards = [cards[round(k * (len(cards) - 1) / max(1, count - 1))] for k in range(count)]
+    return cards
+
+
+def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
+    """Images of the explorer at every radius, with the moves that lead to them."""
+    if "explorer" not in e.exhibit or e.exhibit["original"].ndim != 4:
+        return None
+    shown, radii = e.exhibit["explorer_index"].tolist(), e.exhibit["explorer_radii"].tolist()
+    where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"]).tolist()
+    items = []
+    for k, i in enumerate(shown):
+        x = e.exhibit["original"][where[k]]
+        label = int(e.images["label"][i])
+        states = []
+        for r in range(len(radii)):
+            z = e.exhibit["explorer"][k, r]
+            read_as = int(e.exhibit["explorer_read_as"][k, r])
+            moves = plan_moves(e.settings["ball"], x, z)
+            states.append(
+                {
+                    "z": image_uri(z),
+                    "change": change_uri(z - x, scale),
+                    "read_as": _class(e, read_as),
+                    "wrong": read_as != label,
+                    "arrows": [] if moves is None else moves.arrows,
+                    "moved": None if moves is None else round(moves.moved, 5),
+                    "farthest": None if moves is None else round(moves.farthest, 3),
+                    "largest": round(float((z - x).abs().max()), 4),
+                }
+            )
+        radius = float(e.images["radius"][i])
+        items.append(
+            {
+                "index": i,
+                "label": _class(e, label),
+                "x": image_uri(x),
+                "radius": radius if math.isfinite(radius) else None,
+                "states": states,
+            }
+        )
+    height, width = (int(s) for s in e.exhibit["original"].shape[-2:])
+    return {"radii": radii, "height": height, "width": width, "items": items}
