@@ -6,8 +6,6 @@ JOBS   ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Without a GPU, prefer torch's CPU wheels where their index can be reached: the default ones bring gigabytes of CUDA.
-CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast lint format coverage wheel clean
@@ -18,11 +16,6 @@ help: ## list the commands
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "wball needs Python 3.10 or later: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	@index=""; \
-	if ! command -v nvidia-smi >/dev/null 2>&1 && [ "$$(uname -s)" = Linux ] && \
-	   $(PYTHON) -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' $(CPU_INDEX)/torch/ 2>/dev/null; \
-	then index="--extra-index-url $(CPU_INDEX)"; fi; \
-	set -x; $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$index torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 

@@ -201,9 +201,7 @@ class GridCost:
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
         """The moves ``(dr, dc, cost)`` that can stay inside a ``height x width`` image, cheapest first."""
         rr, rc = min(self.radius, height - 1), min(self.radius, width - 1)
-        found = [
-            (r, c, float(r * r + c * c) ** (self.p / 2)) for r in range(-rr, rr + 1) for c in range(-rc, rc + 1)
-        ]
+        found = [(r, c, float(r * r + c * c) ** (self.p / 2)) for r in range(-rr, rr + 1) for c in range(-rc, rc + 1)]
         return sorted(found, key=lambda move: (move[2], move[0], move[1]))
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilArcs:

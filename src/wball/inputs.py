@@ -50,6 +50,14 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
 
 def check_tensor(name: str, value: Tensor) -> Tensor:
     """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor."""
+    check_layout(name, value)
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+    return value
+
+
+def check_layout(name: str, value: Tensor) -> None:
+    """Type and shape alone, without a look at the values."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if not value.is_floating_point():
@@ -61,11 +69,8 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
             f"{name} must have shape (B, C, H, W), or (B, n) for histograms, got {tuple(value.shape)}; "
             f"for one image use {name}[None]"
         )
-    if value[0:1].numel() == 0 and value.shape[0] > 0 or any(s == 0 for s in value.shape[1:]):
+    if 0 in value.shape[1:]:
         raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
-    return value
 
 
 def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> Tensor:
@@ -87,12 +92,12 @@ def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> T
 
 def check_like(name: str, value: Tensor, x: Tensor) -> Tensor:
     """A finite tensor of ``x``'s shape on ``x``'s device."""
-    check_tensor(name, value)
+    check_layout(name, value)
     if value.shape != x.shape:
         raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)")
-    return value
+    return check_tensor(name, value)
 
 
 def check_eps_count(eps: float | Tensor, batch: int) -> None:

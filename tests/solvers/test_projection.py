@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import cvxpy as cp
 import pytest
 import torch
 from hypothesis import given, settings
-from problems import Known, Problem, known, problems, random_problem, reference_projection
 from torch import Tensor
 
 import wball
+from problems import Known, Problem, known, problems, random_problem, reference_projection
 from wball.result import Status
 from wball.solvers.sinkhorn import wright_omega
 
@@ -20,8 +21,9 @@ REGS = (10.0, 1e2, 1e3, 1e4, 1e5, 1e6)
 def same_objective(problem: Problem, reg: float) -> None:
     try:
         expected = reference_projection(problem.ball, problem.x, problem.w, reg).objective
-    except Exception as error:  # the reference itself gives up on a few ill-conditioned entropic problems
-        assert math.isfinite(reg), f"{problem.label}: {error}"
+    except cp.SolverError:  # the reference itself gives up on a few ill-conditioned entropic problems
+        if math.isinf(reg):
+            raise
         return
     result = problem.ball.project(problem.x, problem.w, reg)
     start = 0.5 * float((problem.w - problem.x).square().sum())
@@ -184,7 +186,9 @@ def test_paper_mode_clamps_and_loses_mass() -> None:
 
 
 def test_wright_omega() -> None:
-    y = torch.cat([torch.linspace(-700, 700, 4001, dtype=torch.float64), torch.tensor([1e6, 1e12], dtype=torch.float64)])
+    y = torch.cat(
+        [torch.linspace(-700, 700, 4001, dtype=torch.float64), torch.tensor([1e6, 1e12], dtype=torch.float64)]
+    )
     o = wright_omega(y)
     torch.testing.assert_close(o + torch.log(o), y, atol=1e-10, rtol=1e-12)
 

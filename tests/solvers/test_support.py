@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
-from problems import Problem, problems, random_problem, reference_support
 
 import wball
+from problems import Problem, problems, random_problem, reference_support
 
 
 def bounds_hold(problem: Problem, optimum: float, **options: float) -> None:

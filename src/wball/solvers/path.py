@@ -111,7 +111,7 @@ class Quadratic(Columns):
 
 @dataclass(frozen=True)
 class Linear(Columns):
-    """``f(z) = -g z``: ``u = g`` unless the column is full (``u < g``, ``z = hi``) or drained (``u > g``, ``z = lo``)."""
+    """``f(z) = -g z``: ``u = g``, but full columns (``z = hi``) have less and drained ones (``z = lo``) more."""
 
     g: Tensor
     lo: float
@@ -133,7 +133,9 @@ class Linear(Columns):
 
     def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
         side = self._side(u, columns)
-        return torch.where(side < 0, torch.minimum(new, self.g), torch.where(side > 0, torch.maximum(new, self.g), self.g))
+        return torch.where(
+            side < 0, torch.minimum(new, self.g), torch.where(side > 0, torch.maximum(new, self.g), self.g)
+        )
 
     def take(self, index: Tensor) -> Linear:
         return Linear(self.g[index], self.lo, self.hi)
@@ -309,9 +311,9 @@ Accept = Callable[[Tensor, Plan, list[tuple[Tensor, Tensor]]], Tensor]
 def follow(
     problem: Problem, start: Tensor, tau_start: Tensor, tau_end: Tensor, max_iter: int, accept: Accept
 ) -> Tensor:
-    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau_end`` and return the Newton steps used per image.
+    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau_end``; returns the Newton steps used per image.
 
-    With ``tau_end > 0`` (finite ``reg``), ``accept`` is offered the iterate at ``tau_end`` after each Newton step there.
+    With ``tau_end > 0`` (finite ``reg``), ``accept`` is offered the iterate at ``tau_end`` after every Newton step.
     With ``tau_end = 0`` it is offered every level: its plan, which is off by little more than ``tau``, and the duals at
     the end of the tangent, which are off by far less.
     """

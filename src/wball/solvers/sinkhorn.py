@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wball.ground import Arcs
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.batch import as_given, as_grid
@@ -53,7 +54,7 @@ def paper_projection(
     point and the columns of the plan. No plan is handed out, because none proves this point.
     """
     grid, target = as_grid(x), as_grid(w)
-    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     batch = grid.shape[0]
     mass = grid.flatten(1).sum(1)
     tau = mass.clamp(min=1e-300) / reg
@@ -113,11 +114,8 @@ def paper_projection(
     )
 
 
-def _log_scatter(moves: object, score: Tensor) -> Tensor:
+def _log_scatter(moves: Arcs, score: Tensor) -> Tensor:
     """``lse`` over what arrives at each pixel: a scatter in logs, stabilised per image."""
-    from wball.ground import Arcs
-
-    assert isinstance(moves, Arcs)
     masked = torch.where(moves.allowed, score, -torch.inf)
     top = masked.flatten(1).amax(1)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))

@@ -1,0 +1,135 @@
+"""Balls at the door: every bad input gets an error that names the argument, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import wball
+
+BALL = wball.WassersteinBall(0.1)
+CALLS: list[Callable[[wball.WassersteinBall | wball.LinfBall, Tensor, Tensor], object]] = [
+    lambda ball, x, w: ball.project(x, w),
+    lambda ball, x, w: ball.support(x, w),
+]
+
+
+def image(value: float = 0.5) -> Tensor:
+    return torch.full((2, 1, 4, 4), value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("ball", [BALL, wball.LinfBall(0.1)])
+def test_bad_images_are_refused(
+    call: Callable[[object, Tensor, Tensor], object], ball: wball.WassersteinBall | wball.LinfBall
+) -> None:
+    nan = image()
+    nan[0, 0, 1, 1] = float("nan")
+    inf = image()
+    inf[1] = float("inf")
+    cases: list[tuple[Tensor, Tensor, type[Exception], str]] = [
+        (nan, image(), ValueError, "x has NaN or infinite"),
+        (inf, image(), ValueError, "x has NaN or infinite"),
+        (image(), nan, ValueError, "NaN or infinite"),
+        (image(1.5), image(), ValueError, r"x has pixels from 1.5 to 1.5, outside \[0, 1\]"),
+        (image(-0.1), image(), ValueError, "normalise inside the model"),
+        (image()[0], image()[0], ValueError, r"shape \(B, C, H, W\).*\[None\]"),
+        (image(), image()[:1], ValueError, r"must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)"),
+        ((255 * image()).to(torch.uint8), image(), TypeError, r"float\(\) / 255"),
+        (image().tolist(), image(), TypeError, "must be a torch.Tensor"),  # type: ignore[list-item]
+        (torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 0, 4), ValueError, "empty image"),
+        (image(), image().to("meta"), ValueError, "is on meta but x is on cpu"),
+    ]
+    for x, w, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            call(ball, x, w)
+
+
+def test_rounding_outside_the_box_is_clipped() -> None:
+    x = image(0.0)
+    x[:, :, 1] = 1.0 + 3e-8
+    x[:, :, 2] = -3e-8
+    before = x.clone()
+    point = BALL.project(x, x).point
+    assert float(point.min()) >= 0
+    assert float(point.max()) <= 1
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("make", [wball.WassersteinBall, wball.LinfBall])
+def test_bad_radii_are_refused(make: Callable[..., wball.WassersteinBall | wball.LinfBall]) -> None:
+    with pytest.raises(ValueError, match=r"eps must be finite and >= 0, got -0\.1"):
+        make(-0.1)
+    with pytest.raises(ValueError, match="eps must be finite"):
+        make(float("nan"))
+    with pytest.raises(ValueError, match="eps must be finite"):
+        make(torch.tensor([0.1, -0.2]))
+    with pytest.raises(ValueError, match="1-D"):
+        make(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match="eps must be a number"):
+        make("large")
+    with pytest.raises(ValueError, match="3 values for 2 images"):
+        make(torch.tensor([0.1, 0.2, 0.3])).project(image(), image())
+    with pytest.raises(ValueError, match="0 <= lo < hi"):
+        make(0.1, box=(1.0, 0.0))
+    with pytest.raises(TypeError, match="pair"):
+        make(0.1, box=3)
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="relative"):
+        wball.WassersteinBall(0.1, mass="both")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="cost must be"):
+        wball.WassersteinBall(0.1, cost=5)  # type: ignore[arg-type]
+    for reg in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="reg must be > 0"):
+            BALL.project(image(), image(), reg)
+    with pytest.raises(ValueError, match="tol must be > 0"):
+        BALL.support(image(), image(), tol=0.0)
+    with pytest.raises(ValueError, match="max_iter must be at least 1"):
+        BALL.project(image(), image(), max_iter=0)
+    with pytest.raises(ValueError, match="mode"):
+        BALL.project(image(), image(), mode="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="finite reg"):
+        BALL.project(image(), image(), mode="paper")
+
+
+def test_units() -> None:
+    x = torch.rand(3, 3, 5, 5)
+    relative, absolute = wball.WassersteinBall(0.2), wball.WassersteinBall(7.0, mass="absolute")
+    torch.testing.assert_close(relative.budget(x), 0.2 * x.double().flatten(1).sum(1))
+    torch.testing.assert_close(absolute.budget(x), torch.full((3,), 7.0, dtype=torch.float64))
+    assert "fraction" in relative.unit
+    assert "fraction" not in absolute.unit
+    assert relative.at(0.3).eps == 0.3
+    per_image = relative.at(torch.tensor([0.1, 0.2, 0.3]))
+    assert per_image.take(torch.tensor([2])).eps.tolist() == pytest.approx([0.3])  # type: ignore[union-attr]
+    assert relative.take(torch.tensor([2])).eps == 0.2
+
+
+def test_black_image_is_alone_in_its_ball() -> None:
+    x = torch.zeros(1, 1, 6, 6)
+    for call in CALLS:
+        result = call(wball.WassersteinBall(1.0), x, torch.rand_like(x))
+        assert torch.equal(result.point, x)  # type: ignore[attr-defined]
+        assert bool(result.converged.all())  # type: ignore[attr-defined]
+
+
+def test_window_larger_than_the_image_is_a_full_plan() -> None:
+    x, w = torch.rand(1, 1, 3, 4, dtype=torch.float64), torch.rand(1, 1, 3, 4, dtype=torch.float64)
+    r, c = torch.arange(12) // 4, torch.arange(12) % 4
+    matrix = ((r[:, None] - r).square() + (c[:, None] - c).square()).double().sqrt()
+    wide = wball.WassersteinBall(0.2, wball.GridCost(21)).project(x, w)
+    dense = wball.WassersteinBall(0.2, wball.DenseCost(matrix)).project(x, w)
+    torch.testing.assert_close(wide.objective, dense.objective, atol=1e-5, rtol=1e-5)
+
+
+def test_non_contiguous_and_channels_last() -> None:
+    x = torch.rand(2, 3, 6, 5)
+    last = x.contiguous(memory_format=torch.channels_last)
+    g = torch.randn(2, 3, 5, 6).transpose(2, 3)
+    plain = BALL.support(x, g.contiguous())
+    torch.testing.assert_close(BALL.support(last, g).value, plain.value)

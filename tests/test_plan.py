@@ -1,0 +1,89 @@
+"""Plans: rows stay, repair reaches the box and the budget from any plan, cancelling never costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from wball import GridCost, StencilCost
+from wball.ground import Arcs
+from wball.plan import Plan, identity
+
+
+def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Plan]:
+    torch.manual_seed(seed)
+    x = lo + (hi - lo) * torch.rand(3, 2, 6, 5, dtype=torch.float64)
+    x[0] = x[0].round() if (lo, hi) == (0.0, 1.0) else hi
+    table = ((1.0, 2.0, 0.5), (1.0, 0.0, 3.0), (1.0, 1.0, 1.0))
+    cost: GridCost | StencilCost = GridCost(5) if seed % 2 else StencilCost(table)
+    moves: Arcs = cost.arcs(6, 5, x)
+    score = torch.where(moves.allowed, 4 * torch.randn(3, 2, moves.cost.shape[0], 6, 5, dtype=x.dtype), -torch.inf)
+    return x, Plan(moves, x.unsqueeze(2) * torch.softmax(score, 2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("box", [(0.0, 1.0), (0.2, 0.7), None])
+def test_repair_is_feasible_to_the_last_bit(seed: int, box: tuple[float, float] | None) -> None:
+    x, plan = random_plan(seed, *(box or (0.0, 1.0)))
+    budget = torch.tensor([0.0, 0.5, 100.0], dtype=torch.float64)
+    fixed = plan.repair(budget, box)
+    torch.testing.assert_close(fixed.rows(), x, atol=1e-12, rtol=0)
+    assert bool((fixed.arcs() >= 0).all())
+    assert bool((fixed.cost() <= budget * (1 + 1e-12)).all())
+    z = fixed.columns()
+    torch.testing.assert_close(z.sum((2, 3)), x.sum((2, 3)))
+    if box is not None:
+        assert float(z.min()) >= box[0] - 1e-12
+        assert float(z.max()) <= box[1] + 1e-12
+    torch.testing.assert_close(z[0], x[0])  # no budget, no move
+
+
+def test_repair_leaves_a_feasible_plan_alone() -> None:
+    _, plan = random_plan(1)
+    once = plan.repair(torch.full((3,), 1.0, dtype=torch.float64), (0.0, 1.0))
+    twice = once.repair(torch.full((3,), 1.0, dtype=torch.float64), (0.0, 1.0))
+    torch.testing.assert_close(once.flow, twice.flow, atol=1e-12, rtol=0)
+
+
+def test_small_excess_costs_little() -> None:
+    """Full pixels in a row that overflow by 1e-6 give back about that much, not everything that moved."""
+    x = torch.ones(1, 1, 1, 12, dtype=torch.float64)
+    x[..., -1] = 0.0
+    moves = GridCost(3).arcs(1, 12, x)
+    right = next(k for k, offset in enumerate(moves.offsets) if offset == (0, 1))
+    flow = identity(moves, x).flow
+    flow[:, :, moves.offsets.index((0, 0)), 0, :-1] -= 0.5
+    flow[:, :, right, 0, :-1] += 0.5
+    flow[:, :, right, 0, 3] += 1e-6
+    flow[:, :, moves.offsets.index((0, 0)), 0, 3] -= 1e-6
+    plan = Plan(moves, flow)
+    fixed = plan.repair(torch.tensor([100.0], dtype=torch.float64), (0.0, 1.0))
+    assert float(fixed.columns().max()) <= 1 + 1e-12
+    assert float((fixed.columns() - plan.columns()).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cancelling_keeps_rows_and_columns_and_never_costs(seed: int) -> None:
+    x, plan = random_plan(seed)
+    net = plan.cancelled()
+    torch.testing.assert_close(net.rows(), x)
+    torch.testing.assert_close(net.columns(), plan.columns())
+    assert bool((net.cost() <= plan.cost() + 1e-12).all())
+    opposite = torch.minimum(net.flow, net.moves.opposite(net.flow))
+    assert float(torch.where(net.moves.stay(), torch.zeros_like(opposite), opposite).max()) <= 1e-12
+
+
+def test_towards_the_centre_is_linear() -> None:
+    x, plan = random_plan(1)
+    share = torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+    part = plan.toward_centre(share)
+    torch.testing.assert_close(part.columns(), x + share.view(-1, 1, 1, 1) * (plan.columns() - x))
+    torch.testing.assert_close(part.cost(), share * plan.cost())
+
+
+def test_identity() -> None:
+    x, plan = random_plan(3)
+    still = identity(plan.moves, x)
+    torch.testing.assert_close(still.columns(), x)
+    assert float(still.cost().sum()) == 0
