@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wball.ground import Arcs, StencilArcs
 from wball.kernels import reference
 from wball.kernels.reference import EntropicPlan, Move
 
@@ -29,7 +30,9 @@ __all__ = [
     "choose",
     "entropic_plan",
     "entropic_plan_dense",
+    "load",
     "requested",
+    "stencil",
     "why_not",
 ]
 
@@ -40,8 +43,8 @@ KERNELS = {
 }
 """Name -> module."""
 
-AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "torch")}
-"""Device -> what ``auto`` tries, the fastest first. Elsewhere it is torch."""
+AUTOMATIC = {"cpu": ("cpu",), "cuda": ("triton",)}
+"""Device -> what ``auto`` tries before torch."""
 
 ALIASES = {"": "auto", "numba": "cpu", "reference": "torch"}
 
@@ -61,23 +64,29 @@ def requested() -> str:
 
 def why_not(name: str, x: Tensor | None = None, moves: Sequence[Move] | None = None) -> str | None:
     """Why kernel ``name`` cannot serve such images (without images: cannot run here at all), or ``None``."""
-    module = _load(name)
-    if isinstance(module, str):
-        return module
+    try:
+        module = load(name)
+    except KernelError as error:
+        return str(error)
     refuse = getattr(module, "why_not", None)
     return refuse(x, moves) if refuse is not None and x is not None else None
 
 
-def choose(x: Tensor, moves: Sequence[Move] | None) -> str:
-    """The name of the kernel that serves these images (``moves=None`` stands for a matrix of costs)."""
+def choose(x: Tensor, moves: Sequence[Move] | None, operation: str = "entropic_plan") -> str:
+    """The name of the kernel that serves these images (``moves=None`` stands for a matrix of costs).
+
+    A kernel need not have every operation. Where the one asked for has no version of its own, torch serves.
+    """
     name = requested()
     if name != "auto":
         reason = why_not(name, x, moves)
         if reason is not None:
             raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
-        return name
-    candidates = AUTOMATIC.get(x.device.type, ("torch",))
-    return next(kernel for kernel in candidates if why_not(kernel, x, moves) is None)
+        return name if hasattr(load(name), operation) else "torch"
+    for kernel in AUTOMATIC.get(x.device.type, ()):
+        if why_not(kernel, x, moves) is None and hasattr(load(kernel), operation):
+            return kernel
+    return "torch"
 
 
 def entropic_plan(
@@ -85,9 +94,7 @@ def entropic_plan(
 ) -> EntropicPlan:
     """:func:`wball.kernels.reference.entropic_plan` by the kernel that serves ``x``; the result says which."""
     name = choose(x, moves)
-    module = _load(name)
-    assert not isinstance(module, str)
-    return replace(module.entropic_plan(x, b, budget, moves, *args, **kwargs), kernel=name)
+    return replace(load(name).entropic_plan(x, b, budget, moves, *args, **kwargs), kernel=name)
 
 
 def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
@@ -99,11 +106,21 @@ def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
 _loaded: dict[str, ModuleType | str] = {}
 
 
-def _load(name: str) -> ModuleType | str:
-    """The kernel's module, or why it cannot be imported."""
+def load(name: str) -> ModuleType:
+    """The kernel's module."""
     if name not in _loaded:
         try:
             _loaded[name] = importlib.import_module(KERNELS[name])
         except (ImportError, OSError, RuntimeError) as error:
             _loaded[name] = f"{type(error).__name__}: {error}"
-    return _loaded[name]
+    module = _loaded[name]
+    if isinstance(module, str):
+        raise KernelError(module)
+    return module
+
+
+def stencil(arcs: Arcs) -> list[Move] | None:
+    """The moves ``(dr, dc, cost)`` of a stencil cost; ``None`` for a matrix of costs."""
+    if not isinstance(arcs, StencilArcs):
+        return None
+    return [(r, c, cost) for (r, c), cost in zip(arcs.offsets, arcs.cost.flatten().tolist(), strict=True)]

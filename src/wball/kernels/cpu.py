@@ -28,7 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, split
+from wball.kernels.cpu_path import Best, Tolerance, follow_path
 from wball.kernels.reference import COST_TOL, REPAIR_SHARES, EntropicPlan, Move
+
+__all__ = ["Best", "Tolerance", "entropic_plan", "follow_path", "why_not"]
 
 LINEAR_SPREAD = 600.0
 """Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.

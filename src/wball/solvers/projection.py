@@ -14,13 +14,13 @@ from optimal it can be, because the dual value bounds the optimum from below at 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from wball import inputs
+from wball import inputs, kernels
 from wball.ground import Arcs
 from wball.plan import Plan, identity
 from wball.result import Duals, ProjectionResult, Status, statuses
@@ -31,6 +31,8 @@ from wball.solvers.sinkhorn import paper_projection
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
+
+_EVERYWHERE = (-math.inf, math.inf)
 
 
 def project(
@@ -78,11 +80,13 @@ def project(
         return paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
 
     grid, target = as_grid(x), as_grid(w)
-    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        parts.append(_Projection(moves, grid[part], target[part], budget[part], ball.box, reg, tol).run(max_iter, warm))
+        problem = _Projection(moves, grid[part], target[part], budget[part], ball.box, reg, tol, kernel)
+        parts.append(problem.run(max_iter, warm))
     joined = _join(parts, moves, grid)
     shape = x.shape
     return ProjectionResult(
@@ -94,6 +98,7 @@ def project(
         n_iter=joined.n_iter,
         duals=Duals(joined.beta.reshape(shape), joined.psi),
         plan=Plan(moves, joined.flow),
+        kernel=kernel,
     )
 
 
@@ -116,9 +121,18 @@ class _Projection:
     """One chunk: keeps each image's best feasible plan and best dual bound while the path is followed."""
 
     def __init__(
-        self, moves: Arcs, x: Tensor, w: Tensor, budget: Tensor, box: tuple[float, float] | None, reg: float, tol: float
+        self,
+        moves: Arcs,
+        x: Tensor,
+        w: Tensor,
+        budget: Tensor,
+        box: tuple[float, float] | None,
+        reg: float,
+        tol: float,
+        kernel: str,
     ) -> None:
         self.moves, self.x, self.w, self.budget, self.box, self.tol = moves, x, w, budget, box, tol
+        self.kernel = kernel
         mass = x.flatten(1).sum(1)
         self.tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
         lo, hi = box if box is not None else (-math.inf, math.inf)
@@ -151,7 +165,9 @@ class _Projection:
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         self.dual = torch.where(single, self.primal, self.dual)
         todo = (~single).nonzero().squeeze(1)
-        if todo.numel():
+        if todo.numel() and self.kernel != "torch":
+            n_iter[todo] = self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
+        elif todo.numel():
             problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
 
             def accept(index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -167,13 +183,30 @@ class _Projection:
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
 
+    def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
+        """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep."""
+        kernel = kernels.load(self.kernel)
+        fields = (self.flow, self.primal, self.dual, self.dual, self.beta, self.psi)
+        best = kernel.Best(*(field[todo].contiguous() for field in fields))
+        tolerance = kernel.Tolerance(self.tol, 1e-3, self.offset[todo], self._floor(todo))
+        n_iter: Tensor = kernel.follow_path(
+            self.x[todo], kernels.stencil(self.moves), self.budget[todo], self.w[todo], self.box or _EVERYWHERE,
+            start, tau_start, self.tau[todo], max_iter, tolerance, best, linear=False,
+        )  # fmt: skip
+        self.flow[todo], self.primal[todo], self.dual[todo] = best.flow, best.primal, best.dual
+        self.beta[todo], self.psi[todo] = best.u, best.psi
+        return n_iter
+
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""
         pick = slice(None) if index is None else index
         objective, parts = (primal + self.offset[pick]).abs(), primal - 2 * self.entropic(flow, index)
         # The entropic objective may cross zero, where nothing is small in proportion to it: its parts set a floor.
-        floor = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
-        return self.tol * torch.maximum(objective, 1e-3 * parts) + self.tol**2 * self.at_centre[pick] + floor
+        return self.tol * torch.maximum(objective, 1e-3 * parts) + self._floor(pick)
+
+    def _floor(self, pick: Tensor | slice) -> Tensor:
+        rounding = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
+        return self.tol**2 * self.at_centre[pick] + rounding
 
     def accept(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Keep the plan, repaired, and the duals where they are the best so far; who is within the tolerance?"""
@@ -213,10 +246,7 @@ def _join(parts: list[_Solved], moves: Arcs, grid: Tensor) -> _Solved:
         none = grid.new_zeros(0)
         flow = grid.new_zeros((0, grid.shape[1], moves.cost.shape[0], *grid.shape[-2:]))
         return _Solved(grid, flow, none, none, none, grid, none, none.long(), ())
-    return _Solved(
-        *(
-            torch.cat([getattr(part, name) for part in parts])
-            for name in ("point", "flow", "objective", "gap", "residual", "beta", "psi", "n_iter")
-        ),
-        status=tuple(s for part in parts for s in part.status),
-    )
+    tensors = {
+        f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(_Solved) if f.name != "status"
+    }
+    return _Solved(**tensors, status=tuple(s for part in parts for s in part.status))

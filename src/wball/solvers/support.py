@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wball import inputs
+from wball import inputs, kernels
 from wball.ground import Arcs
 from wball.plan import Plan, identity
 from wball.result import SupportResult, statuses
@@ -61,13 +61,14 @@ def support(
     inputs.check_count("max_iter", max_iter)
     budget = ball.budget(x)
     grid, direction = as_grid(x), as_grid(g)
-    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     solved = [
-        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol).run(max_iter)
+        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol, kernel).run(max_iter)
         for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
     ]
     if not solved:
-        solved = [_Support(moves, grid, direction, budget, ball.box, reg, tol)]
+        solved = [_Support(moves, grid, direction, budget, ball.box, reg, tol, kernel)]
     flow = torch.cat([s.flow for s in solved])
     point = as_given(Plan(moves, flow).columns(), x, ball.box)
     value = dot(direction, as_grid(point))
@@ -79,6 +80,7 @@ def support(
         status=statuses(torch.cat([s.done for s in solved])),
         n_iter=torch.cat([s.n_iter for s in solved]),
         plan=Plan(moves, flow),
+        kernel=kernel,
     )
 
 
@@ -86,9 +88,18 @@ class _Support:
     """One chunk: keeps each image's best feasible plan and least upper bound."""
 
     def __init__(
-        self, moves: Arcs, x: Tensor, g: Tensor, budget: Tensor, box: tuple[float, float] | None, reg: float, tol: float
+        self,
+        moves: Arcs,
+        x: Tensor,
+        g: Tensor,
+        budget: Tensor,
+        box: tuple[float, float] | None,
+        reg: float,
+        tol: float,
+        kernel: str,
     ) -> None:
         self.moves, self.x, self.g, self.budget, self.box, self.tol = moves, x, g, budget, box, tol
+        self.kernel = kernel
         mass = x.flatten(1).sum(1)
         self.tau = torch.full_like(mass, 0.0 if math.isinf(reg) else 1.0 / reg)
         self.flow = identity(moves, x).flow
@@ -116,7 +127,9 @@ class _Support:
         return self.dual - self.primal <= self._allowed()
 
     def _allowed(self, index: Tensor | None = None) -> Tensor:
-        x, g, primal = (self.x, self.g, self.primal) if index is None else (self.x[index], self.g[index], self.primal[index])
+        x, g, primal = (
+            (self.x, self.g, self.primal) if index is None else (self.x[index], self.g[index], self.primal[index])
+        )
         return self.tol * ((primal - dot(g, x)).abs() + 1e-2 * dot(g.abs(), x)) + 1e-300
 
     def _kink(self, index: Tensor, max_iter: int) -> None:
@@ -150,7 +163,9 @@ class _Support:
             if bool(settled.all()):
                 break
             # Slopes budget - cost: negative on the left, not negative on the right.
-            meet = (h_lo - h_hi + (budget - cost_hi) * hi - (budget - cost_lo) * lo) / (cost_lo - cost_hi).clamp(min=1e-300)
+            meet = (h_lo - h_hi + (budget - cost_hi) * hi - (budget - cost_lo) * lo) / (cost_lo - cost_hi).clamp(
+                min=1e-300
+            )
             middle = 0.5 * (lo + hi)
             psi = meet if step % 3 < 2 else middle  # every third step halves, against creeping brackets
             psi = torch.where((psi > lo) & (psi < hi), psi, middle)
@@ -166,7 +181,9 @@ class _Support:
             lo, cost_lo, h_lo = (torch.where(go_left, a, b) for a, b in ((psi, lo), (cost, cost_lo), (h, h_lo)))
             steps += (~settled).long()
             settled = settled | (flat & (step % 3 < 2)) | (hi - lo <= 4e-16 * hi)
-        blend = torch.where(cost_lo > cost_hi, (budget - cost_hi) / (cost_lo - cost_hi).clamp(min=1e-300), torch.zeros_like(budget))
+        blend = torch.where(
+            cost_lo > cost_hi, (budget - cost_hi) / (cost_lo - cost_hi).clamp(min=1e-300), torch.zeros_like(budget)
+        )
         blend = torch.where(free, torch.zeros_like(blend), blend.clamp(0, 1))
         flow = torch.zeros_like(ends)
         flow.scatter_add_(2, move_hi, per_image(1 - blend, ends) * x.unsqueeze(2))
@@ -188,19 +205,35 @@ class _Support:
 
     def _problem(self, index: Tensor) -> path.Problem:
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
-        return path.Problem(
-            self.x[index], self.budget[index], self.moves, path.Linear(self.g[index], lo, hi)
-        )
+        return path.Problem(self.x[index], self.budget[index], self.moves, path.Linear(self.g[index], lo, hi))
 
     def _follow_path(self, index: Tensor, max_iter: int) -> None:
         g = self.g[index]
         spread = (g.flatten(1).amax(1) - g.flatten(1).amin(1)).clamp(min=1e-30)
         tau_start = torch.maximum(0.25 * spread, self.tau[index])
+        if self.kernel != "torch":
+            self.n_iter[index] += self._follow_compiled(index, tau_start, max_iter)
+            return
 
         def accept(part: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
             return self._offer(index[part], plan, duals)
 
         self.n_iter[index] += path.follow(self._problem(index), g, tau_start, self.tau[index], max_iter, accept)
+
+    def _follow_compiled(self, index: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
+        """The same path by a compiled kernel, which minimises and keeps the books that :meth:`_offer` keeps."""
+        assert self.box is not None
+        kernel, x, g = kernels.load(self.kernel), self.x[index], self.g[index]
+        bounds = (-self.primal[index], -self.dual[index], -self.upper[index])
+        best = kernel.Best(self.flow[index].contiguous(), *bounds, g.clone(), torch.zeros_like(tau_start))
+        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + 1e-300)
+        n_iter: Tensor = kernel.follow_path(
+            x, kernels.stencil(self.moves), self.budget[index], g, self.box, g, tau_start, self.tau[index], max_iter,
+            tolerance, best, linear=True,
+        )  # fmt: skip
+        self.flow[index], self.primal[index] = best.flow, -best.primal
+        self.dual[index], self.upper[index] = -best.dual, -best.hard
+        return n_iter
 
     def _offer(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Keep the plan, repaired, and the bounds where they are the best so far; who is within the tolerance?"""
@@ -228,7 +261,9 @@ class _Support:
         score = torch.where(self.moves.allowed, score, -math.inf)
         excess = g - u
         if self.box is None:
-            rest = torch.where(excess == 0, torch.zeros_like(excess), torch.full_like(excess, math.inf)).flatten(1).sum(1)
+            rest = (
+                torch.where(excess == 0, torch.zeros_like(excess), torch.full_like(excess, math.inf)).flatten(1).sum(1)
+            )
         else:
             lo, hi = self.box
             rest = (hi * excess.clamp(min=0) + lo * excess.clamp(max=0)).flatten(1).sum(1)
@@ -258,7 +293,7 @@ def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None =
     potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
     share = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
     budget = share * ball.budget(x)
-    moves = ball.cost.arcs(*grid.shape[-2:], grid)
+    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     points = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         score = torch.where(moves.allowed, 3 * moves.gather(potential[part]) - moves.cost, -math.inf)
