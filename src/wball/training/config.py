@@ -112,17 +112,20 @@ class Adversary:
         attack: any attack of the library. Its ball's ``eps`` is the (largest) radius. ``until_success=True`` stops at
             an image's first success, as in the paper; ``False`` goes on to the highest loss.
         radius: ``"fixed"``; ``"uniform"``, drawn per image and step from ``[low, eps]``; or ``"per-image"``: each
-            training image has a radius of its own that grows by ``move`` when it withstood and shrinks when it fell,
-            within ``[low, eps]``.
+            training image has a radius of its own, which starts at ``start``, grows by ``grow`` each time the image
+            withstood and shrinks by ``shrink`` each time it fell, within ``[low, eps]``. It settles where the image
+            falls with probability ``grow / (grow + shrink)``.
         low: smallest radius.
-        move: see ``radius``.
+        start, grow, shrink: see ``radius``.
         ramp: share of the run over which all radii grow from 0 to their value.
     """
 
     attack: Attack
     radius: RadiusRule = "fixed"
     low: float = 0.0
-    move: float = 0.02
+    start: float = 0.0
+    grow: float = 0.02
+    shrink: float = 0.02
     ramp: float = 0.0
 
     def __post_init__(self) -> None:
@@ -134,7 +137,8 @@ class Adversary:
             raise ValueError(f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}')
         if not 0 <= self.low <= self.attack.ball.eps:
             raise ValueError(f"low must be in [0, eps] = [0, {self.attack.ball.eps:g}], got {self.low}")
-        inputs.check_positive("move", self.move)
+        inputs.check_positive("grow", self.grow)
+        inputs.check_positive("shrink", self.shrink)
         if not 0 <= self.ramp <= 1:
             raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
 

@@ -56,11 +56,9 @@ class Opponent:
         device = next(model.parameters()).device
         self.settings, self.seed = settings, seed
         self.victim = Victim(model, options)
-        own = settings.radius == "per-image"
-        self.radii = torch.full(
-            (count if own else 0,), settings.low + settings.move, dtype=torch.float64, device=device
-        )
-        self.radii.clamp_(max=settings.eps)
+        first = min(max(settings.low, settings.start), settings.eps)
+        shape = (count if settings.radius == "per-image" else 0,)
+        self.radii = torch.full(shape, first, dtype=torch.float64, device=device)
 
     def __call__(self, x: Tensor, y: Tensor, index: Tensor, step: int, progress: float, world: World) -> Tensor:
         """What the attack makes of this process's shard ``x, y`` of the batch of training images ``index``."""
@@ -78,5 +76,6 @@ class Opponent:
         eps = self.radii[index]
         result = settings.attack.at(scale * world.shard(eps))(self.victim, x, y, generator=draws)
         fell = world.gather(result.success.to(eps.dtype))
-        self.radii[index] = (eps + settings.move * (1 - 2 * fell)).clamp(settings.low, settings.eps)
+        eps = eps + settings.grow * (1 - fell) - settings.shrink * fell
+        self.radii[index] = eps.clamp(settings.low, settings.eps)
         return result.images
