@@ -79,10 +79,11 @@ def choose(x: Tensor, moves: Sequence[Move] | None, operation: str = "entropic_p
     """
     name = requested()
     if name != "auto":
-        reason = why_not(name, x, moves)
+        lacks = why_not(name) is None and not hasattr(load(name), operation)
+        reason = None if lacks else why_not(name, x, moves)
         if reason is not None:
             raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
-        return name if hasattr(load(name), operation) else "torch"
+        return "torch" if lacks else name
     for kernel in AUTOMATIC.get(x.device.type, ()):
         if why_not(kernel, x, moves) is None and hasattr(load(kernel), operation):
             return kernel

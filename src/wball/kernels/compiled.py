@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
 WORTHWHILE = 200_000
@@ -23,9 +24,9 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
     """``numba.njit`` without the interpreter lock, with numpy's division, and cached on disk where that is possible.
 
     ``inner`` functions are called by compiled ones only and become part of their callers. A cached function is compiled
-    anew when its file changes and not when another does: keep what it calls in the same file, and hand it settings of
-    other modules as arguments. numba's own parallel loops are not used: their thread pools do not survive a fork and
-    may not be entered twice.
+    anew when its file changes and not when another does: keep what it calls in the same file (:func:`exp` stays as it
+    is), and hand it settings of other modules as arguments. numba's own parallel loops are not used: their thread pools
+    do not survive a fork and may not be entered twice.
     """
     options |= {"nogil": True, "error_model": "numpy"}
 
@@ -38,6 +39,30 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
             return numba.njit(**options)(function)
 
     return wrap
+
+
+@compiled(inner=True, fastmath={"contract", "nsz"})
+def exp(t):  # type: ignore[no-untyped-def]
+    """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative error 3e-16."""
+    u = min(max(t, -708.0), 709.0)
+    shifted = u * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2^52: the last bits are the integer part
+    n = shifted - 6755399441055744.0
+    r = (u - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10
+    p = 1.0 / 479001600.0
+    p = p * r + 1.0 / 39916800.0
+    p = p * r + 1.0 / 3628800.0
+    p = p * r + 1.0 / 362880.0
+    p = p * r + 1.0 / 40320.0
+    p = p * r + 1.0 / 5040.0
+    p = p * r + 1.0 / 720.0
+    p = p * r + 1.0 / 120.0
+    p = p * r + 1.0 / 24.0
+    p = p * r + 1.0 / 6.0
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    bits = np.int64(np.float64(shifted).view(np.int64) + 1023) << 52
+    return p * np.int64(bits).view(np.float64) if t > -708.0 else 0.0
 
 
 def split(batch: int, work: Callable[[int, int], None], entries: int) -> None:

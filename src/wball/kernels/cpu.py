@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.kernels.compiled import compiled, split
+from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.cpu_path import Best, Tolerance, follow_path
 from wball.kernels.reference import COST_TOL, REPAIR_SHARES, EntropicPlan, Move
 
@@ -136,30 +136,6 @@ class _Stencil:
         return channels * (height + 2 * self.radius[0]) * stride + 2 * (self.radius[0] * stride + self.radius[1])
 
 
-@compiled(inner=True, fastmath=_EXACT)
-def _exp(t):  # type: ignore[no-untyped-def]
-    """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative error 3e-16."""
-    u = min(max(t, -708.0), 709.0)
-    shifted = u * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2^52: the last bits are the integer part
-    n = shifted - 6755399441055744.0
-    r = (u - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10
-    p = 1.0 / 479001600.0
-    p = p * r + 1.0 / 39916800.0
-    p = p * r + 1.0 / 3628800.0
-    p = p * r + 1.0 / 362880.0
-    p = p * r + 1.0 / 40320.0
-    p = p * r + 1.0 / 5040.0
-    p = p * r + 1.0 / 720.0
-    p = p * r + 1.0 / 120.0
-    p = p * r + 1.0 / 24.0
-    p = p * r + 1.0 / 6.0
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    bits = np.int64(np.float64(shifted).view(np.int64) + 1023) << 52
-    return p * np.int64(bits).view(np.float64) if t > -708.0 else 0.0
-
-
 # The functions below work on the flat image between ``pad`` and ``pad + n``. With ``logs``, ``_E``, ``_A``, ``_Q`` and
 # the rings hold logarithms.
 
@@ -196,7 +172,7 @@ def _correlate_logs(out, here, there, factor, pad, n, shift, price, psi, first, 
             s, toll = pad + shift[k], psi * price[k]
             t, f = there[s : s + n], factor[s : s + n]
             for i in range(n):
-                o[i] += _exp(h[i] + t[i] - toll) * f[i]
+                o[i] += exp(h[i] + t[i] - toll) * f[i]
 
 
 @compiled(inner=True, fastmath=_SUMS)
@@ -219,7 +195,7 @@ def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-d
         for k in range(ring[d], ring[d + 1]):
             end = work[_E, pad + shift[k] : pad + shift[k] + n]
             for i in range(n):
-                total[i] += _exp(end[i] - out[i]) if price[k] < math.inf else 0.0
+                total[i] += exp(end[i] - out[i]) if price[k] < math.inf else 0.0
         for i in range(n):
             out[i] += math.log(total[i])
 
@@ -247,7 +223,7 @@ def _moments(work, pad, n, psi, ring_cost, logs):  # type: ignore[no-untyped-def
                 second[i] += c * c * t
         else:
             for i in range(n):
-                t = _exp(ring[i] - toll - top[i])
+                t = exp(ring[i] - toll - top[i])
                 norm[i] += t
                 first[i] += c * t
                 second[i] += c * c * t
@@ -390,9 +366,9 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
                 left += max(flow - w_back * a1[i] * e0[i], 0.0)
         else:
             for i in range(n):
-                flow = _exp(a0[i] + e1[i] - toll) * g0[i] * k1[i]
+                flow = exp(a0[i] + e1[i] - toll) * g0[i] * k1[i]
                 moved += flow
-                left += max(flow - _exp(a1[i] + e0[i] - toll_back) * g1[i] * k0[i], 0.0)
+                left += max(flow - exp(a1[i] + e0[i] - toll_back) * g1[i] * k0[i], 0.0)
         cost += price[k] * moved
         net += price[k] * left
     return cost, net
@@ -459,8 +435,8 @@ def _plan_images(  # type: ignore[no-untyped-def]
                 for j in range(first_column, last_column):
                     s, p = b[m, c, r, j] + q[m, c, r, j], q[m, c, r, j]
                     work[_X, at + j] = x[m, c, r, j]
-                    work[_E, at + j] = s if logs else _exp(s - middle)
-                    work[_Q, at + j] = p if logs else _exp(p)
+                    work[_E, at + j] = s if logs else exp(s - middle)
+                    work[_Q, at + j] = p if logs else exp(p)
 
         p = psi[m]
         for sweep in range(sweeps + 1):

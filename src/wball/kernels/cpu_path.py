@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wball.kernels.compiled import compiled, split
+from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.reference import Move
 
 SPARSE = 32.0
@@ -175,6 +175,17 @@ def _copy(source, into):  # type: ignore[no-untyped-def]
         b[i] = a[i]
 
 
+@compiled(inner=True, fastmath={"contract", "nsz", "reassoc"})
+def _exp_row(row, top, scale):  # type: ignore[no-untyped-def]
+    """``exp((row - top) * scale)`` in place, 0 where that is below ``e^-SPARSE``; returns the sum."""
+    total = 0.0
+    for k in range(row.size):
+        t = (row[k] - top) * scale
+        row[k] = exp(t) if t > -SPARSE else 0.0
+        total += row[k]
+    return total
+
+
 @compiled(inner=True)
 def _side(p, j, u, column):  # type: ignore[no-untyped-def]
     """Of a linear column: -1 if it is full, 1 if it is drained, 0 if it sits at its kink."""
@@ -192,25 +203,18 @@ def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-unty
     _fill(columns, 0.0)
     cost, rows = 0.0, 0.0
     for a in range(n_rows):
-        top = -math.inf
+        row, top = share[a], -math.inf
         for k in range(n_moves):
             j = p.end[a, k]
-            if j >= 0:
-                share[a, k] = u[j] - psi * p.price[k]
-                top = max(top, share[a, k])
-        total, cut = 0.0, top - SPARSE * tau
-        for k in range(n_moves):
-            if p.end[a, k] >= 0 and share[a, k] > cut:
-                share[a, k] = math.exp((share[a, k] - top) / tau)
-                total += share[a, k]
-            else:
-                share[a, k] = 0.0
+            row[k] = u[j] - psi * p.price[k] if j >= 0 else -math.inf
+            top = max(top, row[k])
+        total = _exp_row(row, top, 1.0 / tau)
         mean, m = 0.0, p.mass[a]
         for k in range(n_moves):
-            if share[a, k] > 0.0:
-                share[a, k] /= total
-                columns[p.end[a, k]] += m * share[a, k]
-                mean += share[a, k] * p.price[k]
+            if row[k] > 0.0:
+                row[k] /= total
+                columns[p.end[a, k]] += m * row[k]
+                mean += row[k] * p.price[k]
         cost += m * mean
         rows += m * (top + tau * math.log(total))
     dual = p.beyond - psi * p.budget - rows

@@ -1,0 +1,116 @@
+"""What this installation can do: versions, devices, kernels and why some are missing.
+
+``python -m wball.info`` prints a table, ``python -m wball.info --json`` the same for programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+import wball
+from wball import kernels
+from wball.ground import GridCost
+
+PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
+
+
+def info() -> dict[str, Any]:
+    """Versions, devices and kernels as plain data."""
+    return {
+        "wball": wball.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "devices": _devices(),
+        "requested": os.environ.get("WBALL_KERNEL", "auto"),
+        "kernels": {name: _kernel(name) for name in kernels.KERNELS},
+        "automatic": {device: _automatic(device) for device in ("cpu", "cuda")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    names = ["cpu"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        names.append(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return names
+
+
+def _kernel(name: str) -> dict[str, str | None]:
+    """For each kind of device, why the kernel cannot serve float32 images there; ``None`` where it can."""
+    reasons: dict[str, str | None] = {}
+    for device in ("cpu", "cuda"):
+        if device == "cuda" and not torch.cuda.is_available():
+            reasons[device] = "torch finds no CUDA device"
+            continue
+        reasons[device] = kernels.why_not(name, *_probe(device))
+    return reasons
+
+
+def _automatic(device: str) -> str | None:
+    """What serves without a request, or with the one in ``WBALL_KERNEL``; ``None`` where nothing does."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return None
+    try:
+        return kernels.choose(*_probe(device))
+    except kernels.KernelError:
+        return None
+
+
+def _probe(device: str) -> tuple[torch.Tensor, list[tuple[int, int, float]]]:
+    return torch.zeros(1, 1, 4, 4, device=device), GridCost(3).moves(4, 4)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report; the exit status says whether ``WBALL_KERNEL`` can be honoured on the CPU or a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m wball.info", description="versions, devices and kernels")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    report = info()
+    if parser.parse_args(arguments).json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    return 0 if any(report["automatic"].values()) else 1
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
+    console.print(", ".join(f"{name} {version or 'not installed'}" for name, version in report["packages"].items()))
+    console.print(f"{report['threads']} threads on {report['cpus']} CPUs; devices: {'; '.join(report['devices'])}")
+    table = Table(title=f"kernels (WBALL_KERNEL={report['requested']})", title_justify="left")
+    for heading in ("kernel", "images on the CPU", "images on a GPU"):
+        table.add_column(heading)
+    for name, reasons in report["kernels"].items():
+        cells = []
+        for device in ("cpu", "cuda"):
+            chosen = " [bold](chosen)[/bold]" if report["automatic"][device] == name else ""
+            cells.append(f"no: {reasons[device]}" if reasons[device] is not None else f"[green]yes[/green]{chosen}")
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The report on what is installed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from wball import kernels
+from wball.info import info, main
+
+
+def test_json_names_every_kernel_with_its_reasons(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WBALL_KERNEL", raising=False)
+    assert main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["kernels"]) == set(kernels.KERNELS)
+    assert report["kernels"]["torch"]["cpu"] is None
+    assert report["kernels"][report["automatic"]["cpu"]]["cpu"] is None
+    assert report["packages"]["torch"]
+    assert report["kernels"]["cpu"]["cuda"]  # a reason: it runs on the CPU alone, or there is no GPU
+
+
+def test_table_says_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setitem(kernels.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setenv("WBALL_KERNEL", "auto")
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "wball" in out and "No module named 'wball.kernels.missing'" in out
+    assert info()["automatic"]["cpu"] == "torch"
+    monkeypatch.setenv("WBALL_KERNEL", "cpu")
+    assert main([]) == 1
