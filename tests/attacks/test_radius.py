@@ -107,14 +107,17 @@ def test_standard_breaks_what_its_members_break(
     attack = StandardAttack(ball, version="standard", batch_size=4)
     result = attack(net, images, labels)
     check_valid(ball, images, result.images)
-    members = attack.members()
+    members = attack.members(classes=5)
     assert result.member is not None
     alone = members[0](net, images, labels)
     assert torch.equal(alone.success, result.member == 0)
     assert torch.equal(result.member >= 0, result.success)
     assert (result.success | ~alone.success).all()
     survivors = ~result.success
-    assert survivors.any() and (result.n_steps[survivors & (images.flatten(1).sum(1) > 0)] == attack.n_gradients).all()
+    assert (
+        survivors.any()
+        and (result.n_steps[survivors & (images.flatten(1).sum(1) > 0)] == sum(m.n_gradients for m in members)).all()
+    )
     with torch.no_grad():
         loss = nn.functional.cross_entropy(net(result.images), labels, reduction="none")
     torch.testing.assert_close(result.loss, loss, atol=1e-4, rtol=1e-4)
@@ -131,4 +134,5 @@ def test_versions_are_fixed() -> None:
     """A named ensemble must not depend on settings: changing a member is a new version."""
     names = [(m.objective, m.steps, m.step_size) for m in StandardAttack(BALL).members()]
     assert names == [(m.objective, m.steps, m.step_size) for m in replace(StandardAttack(BALL), batch_size=7).members()]
+    assert len(StandardAttack(BALL).members(classes=3)) < len(StandardAttack(BALL).members(classes=10))
     assert not any(str(m.objective).startswith("runner-up") for m in StandardAttack(BALL).members(targeted=True))
