@@ -36,6 +36,7 @@ from wball.kernels.triton_stencil import (
     staged_position,
     stencil,
     sum_two,
+    tighten,
 )
 
 _REPAIRS = tl.constexpr(len(REPAIR_SHARES))
@@ -197,7 +198,7 @@ def _plan_kernel(
         broken = tl.max((over | under).to(tl.int32), 0)
         repair = 0
         while (repair < _REPAIRS) & (broken > 0):
-            keep, give = _tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
+            keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
             tl.debug_barrier()
             tl.store(keep_ptr + place, keep, mask=real)
             tl.store(give_ptr + place, give, mask=real)
@@ -226,19 +227,6 @@ def _share(repair):
     """``REPAIR_SHARES[repair]``."""
     late = tl.where(repair == 6, 0.99, tl.where(repair == 7, 0.9, tl.where(repair == 8, 0.5, 0.0)))
     return tl.where(repair < 6, 1.0, late)
-
-
-@triton.jit
-def _tighten(x, sent, received, keep, give, over, under, lo, hi, share):
-    """Factors after one repair sweep; with share 0 every column and row of the image is treated."""
-    room = tl.maximum((hi - x + share * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
-    spare = tl.maximum((x - lo + share * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
-    kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
-    everywhere = share == 0.0
-    return (
-        tl.where(everywhere, kept, tl.where(over, kept, keep)),
-        tl.where(everywhere, given, tl.where(under, given, give)),
-    )
 
 
 # Large images: tiles ---------------------------------------------------------------------------------------------
@@ -453,7 +441,7 @@ def _tighten_kernel(
         received = tl.load(received_ptr + values + index, mask=real, other=0.0)
         keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
         z = x - give * sent + keep * received
-        keep, give = _tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
+        keep, give = tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
         tl.store(keep_ptr + staged + place, keep, mask=real)
         tl.store(give_ptr + staged + place, give, mask=real)
 

@@ -15,6 +15,7 @@ for loads more than it computes; large windows loop over a table, or they would 
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ from torch import Tensor
 
 Move = tuple[int, int, float]
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MAX_ON_CHIP = 4096
 """Images up to this many values are solved by one program that keeps them in registers."""
 TILE = 1024
@@ -220,14 +222,30 @@ def newton_step(psi, low, high, cost, slope, budget, tolerance):
 
 
 @triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
+def _add_two(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
 
 
 @triton.jit
 def sum_two(a, b):
-    """Two sums over a block for the price of one wait."""
-    return tl.reduce((a, b), 0, _add_two)
+    """Two sums over a block for the price of one wait (the interpreter adds pairs one by one, so not there)."""
+    if INTERPRETED:
+        return tl.sum(a, 0), tl.sum(b, 0)
+    else:
+        return tl.reduce((a, b), 0, _add_two)
+
+
+@triton.jit
+def _add_six(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@triton.jit
+def sum_six(a, b, c, d, e, f):
+    if INTERPRETED:
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0), tl.sum(e, 0), tl.sum(f, 0)
+    else:
+        return tl.reduce((a, b, c, d, e, f), 0, _add_six)
 
 
 @triton.jit
@@ -275,6 +293,19 @@ def exchange(
                 sent += out
                 received += into
     return sent, received
+
+
+@triton.jit
+def tighten(x, sent, received, keep, give, over, under, lo, hi, share):
+    """Factors after one repair sweep; with share 0 every column and row of the image is treated."""
+    room = tl.maximum((hi - x + share * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
+    spare = tl.maximum((x - lo + share * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
+    kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
+    everywhere = share == 0.0
+    return (
+        tl.where(everywhere, kept, tl.where(over, kept, keep)),
+        tl.where(everywhere, given, tl.where(under, given, give)),
+    )
 
 
 @triton.jit

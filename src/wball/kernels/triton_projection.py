@@ -1,0 +1,320 @@
+r"""Projected Sinkhorn (:mod:`wball.kernels.reference_projection`) in Triton: every sweep inside one launch.
+
+One program per image: both blocks of the ascent, momentum, the stopping test, repair and the gap. Images leave one by
+one. Arithmetic is float32; the gap is a sum of small terms, added in float64.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wball.kernels import reference_projection as reference
+from wball.kernels.reference_projection import ProjectedSinkhorn
+from wball.kernels.triton_stencil import (
+    Move,
+    arriving,
+    exchange,
+    is_halo,
+    log_rings,
+    newton_step,
+    pair_costs,
+    ring_moments,
+    ring_prices,
+    staged_position,
+    stencil,
+    sum_six,
+    sum_two,
+    tighten,
+)
+
+MAX_VALUES = 16384
+"""Larger images do not fit in one program."""
+
+_FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
+_ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
+_MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
+
+
+def projected_sinkhorn(
+    x: Tensor,
+    w: Tensor,
+    budget: Tensor,
+    moves: Sequence[Move],
+    box: tuple[float, float] | None,
+    tau: Tensor,
+    *,
+    u: Tensor,
+    psi: Tensor,
+    tol: float = 1e-4,
+    max_iter: int = 500,
+) -> ProjectedSinkhorn:
+    """See :func:`wball.kernels.reference_projection.projected_sinkhorn`."""
+    if x.dtype == torch.float64:
+        raise TypeError("the Triton kernels compute in float32; float64 images are served by the torch reference")
+    table = stencil(moves, x)
+    if table.values > MAX_VALUES:
+        raise ValueError(f"images of {table.values} values do not fit in one program (at most {MAX_VALUES})")
+    batch, device = x.shape[0], x.device
+    z, u_out = torch.empty((2, *x.shape), dtype=torch.float32, device=device)
+    # objective, gap, allowed gap, cost
+    numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
+    psi_out, residual = torch.empty((2, batch), dtype=torch.float32, device=device)
+    n_iter = torch.empty(batch, dtype=torch.int32, device=device)
+    staged = table.stage(4, batch, device)
+    lo, hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, float("inf"))
+    block = max(128, triton.next_power_of_2(table.values))
+    channels, height, width = table.shape
+    if batch:
+        _projection_kernel[(batch,)](
+            x.contiguous(), w.contiguous(), u.contiguous(), budget.to(torch.float64), tau, psi,
+            z, u_out, psi_out, numbers, residual, n_iter, *staged,
+            table.offset, table.price, table.pair_offset, table.pair_price,
+            1, lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0),
+            tol, max_iter, batch,
+            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
+            OFFSETS=table.offsets, PAIRS=table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0,
+            BOX=box is not None, BLOCK=block, num_warps=_warps(block), num_stages=1,
+        )  # fmt: skip
+    objective, gap, allowed, cost = numbers
+    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long(), kernel="triton")
+
+
+def _warps(block: int) -> int:
+    return min(32, max(4, block // 64))
+
+
+@triton.jit
+def _total(values, real):
+    return tl.sum(tl.where(real, values, 0.0).to(tl.float64), 0)
+
+
+@triton.jit
+def _x_log_y(x, y):
+    return tl.where(x > 0.0, x * tl.log(tl.maximum(y, 1.2e-38)), 0.0)
+
+
+@triton.jit
+def wright_omega(y):
+    """The solution ``o`` of ``o + log(o) = y``, by Newton steps on ``log(o)``."""
+    y = tl.maximum(y, -80.0)  # where o = e^y and vanishes in float32 next to anything
+    v = tl.where(y < 1.0, y - tl.minimum(tl.exp(tl.minimum(y, 1.0)), 0.5), tl.log(tl.maximum(y, 1.0)))
+    for _ in tl.static_range(4):
+        o = tl.exp(v)
+        v = v - (o + v - y) / (1.0 + o)
+    return tl.exp(v)
+
+
+@triton.jit
+def _clip(values, lo, hi):
+    return tl.minimum(tl.maximum(values, lo), hi)
+
+
+@triton.jit
+def _misfit(w, u, z, lo, hi):
+    """The first term of the gap, per pixel."""
+    v = w - u
+    c = _clip(v, lo, hi)
+    return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
+
+
+@triton.jit(do_not_specialize=["one", "max_iter", "batch", "tol"])
+def _projection_kernel(
+    x_ptr, w_ptr, u_ptr, budget_ptr, tau_ptr, psi_ptr,
+    z_out, u_out, psi_out, numbers_out, residual_out, n_iter_out,
+    s_ptr, t_ptr, keep_ptr, give_ptr,
+    offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
+    one, lo, hi, slack, tol, max_iter, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = C * H * W
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    GUARD: tl.constexpr = RR * (W + RC) + RC
+    image = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
+    real = index < N
+    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+    s_ptr += image * STAGED
+    t_ptr += image * STAGED
+    keep_ptr += image * STAGED
+    give_ptr += image * STAGED
+    for first in tl.range(0, STAGED + GUARD, BLOCK):
+        spot = first + index - GUARD
+        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+        tl.store(s_ptr + spot, float("-inf"), mask=halo)
+        tl.store(t_ptr + spot, float("-inf"), mask=halo)
+        tl.store(keep_ptr + spot, 0.0, mask=halo)
+        tl.store(give_ptr + spot, 0.0, mask=halo)
+    x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    log_x = tl.log(x)
+    budget_exact = tl.load(budget_ptr + image)
+    budget = budget_exact.to(tl.float32)
+    psi = tl.load(psi_ptr + image).to(tl.float32)
+    single = (budget <= 0.0) | (tl.sum(x, 0) <= 0.0)
+    tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(tl.float32))
+    at_centre = _total(0.5 * (w - x) * (w - x), real)
+    prices = ring_prices(price_ptr, ENDS)
+    log_tau = tl.log(tau)
+
+    beta = u / tau
+    last = beta
+    price = psi / tau
+    streak = 0.0
+    n_iter = 0
+    offers = 0
+    target = _FIRST * tol
+    done = single
+    while (n_iter < max_iter) & (done == False):  # noqa: E712
+        # Rows and price.
+        tl.debug_barrier()
+        tl.store(s_ptr + place, beta, mask=real)
+        tl.debug_barrier()
+        rings = log_rings(s_ptr, place, beta, offset_ptr, ENDS, OFFSETS)
+        low = -1.0
+        high = float("inf")
+        found = False
+        step = 0
+        steps = tl.where(n_iter == 0, 12, 3)
+        while (step < steps) & (found == False):  # noqa: E712
+            mean, variance, log_sum, moved = ring_moments(rings, prices, price)
+            cost, slope = sum_two(x * mean, x * variance)
+            price, low, high, found = newton_step(price, low, high, cost, slope, budget, _PSI_TOL * tol)
+            step += 1
+        mean, variance, log_sum, moved = ring_moments(rings, prices, price)
+        t = log_x - log_sum
+        tl.store(t_ptr + place, t, mask=real)
+        tl.debug_barrier()
+        received = arriving(t_ptr, place, beta, price, prices, offset_ptr, ENDS, OFFSETS)
+
+        # Columns.
+        columns = received + x * (1.0 - moved)
+        log_s = tl.log(columns) - beta
+        omega = wright_omega(w / tau + log_s - log_tau)
+        new = w / tau - omega
+        new = tl.where(omega * tau > hi, tl.log(hi) - log_s, new)
+        new = tl.where(omega * tau < lo, tl.log(lo) - log_s, new)
+        new = tl.where(real, new, 0.0)
+        n_iter += 1
+
+        # About the gap after a repair: columns above hi will send mass back, unspent.
+        kept = _clip(columns, lo, hi)
+        misfit, outside, entropy, distance, cost, turn = sum_six(
+            tl.where(real, _misfit(w, tau * beta, kept, lo, hi), 0.0),
+            tl.where(real, tl.abs(columns - kept), 0.0),
+            tl.where(real, beta * columns - x * log_sum, 0.0),
+            tl.where(real, 0.5 * (w - columns) * (w - columns), 0.0),
+            x * mean,
+            (new - beta) * (new - last),
+        )
+        scale = distance - tau * (entropy - price * cost) + tol * at_centre.to(tl.float32)
+        estimate = misfit + tau * price * (tl.abs(budget - cost) + 1.5 * outside)
+        if (estimate <= target * scale) | (n_iter == max_iter):
+            # Into the box.
+            keep = tl.full([BLOCK], 1.0, tl.float32)
+            give = tl.full([BLOCK], 1.0, tl.float32)
+            tl.store(keep_ptr + place, keep, mask=real)
+            tl.store(give_ptr + place, give, mask=real)
+            stayed = x * (1.0 - moved)
+            raw_sent = x * moved
+            raw_received = received
+            sent = raw_sent
+            arrived = raw_received
+            z = x - sent + arrived
+            if BOX:
+                over = (z > hi + slack) & real
+                under = (z < lo - slack) & real
+                broken = tl.max((over | under).to(tl.int32), 0)
+                repair = 0
+                while (repair <= _REPAIRS) & (broken > 0):
+                    final = repair == _REPAIRS
+                    tighter_keep, tighter_give = tighten(
+                        x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0)
+                    )
+                    tl.debug_barrier()
+                    tl.store(keep_ptr + place, tighter_keep, mask=real)
+                    tl.store(give_ptr + place, tighter_give, mask=real)
+                    tl.debug_barrier()
+                    raw_sent, raw_received = exchange(
+                        s_ptr, t_ptr, keep_ptr, give_ptr, place, beta, t, price, prices, offset_ptr, ENDS, OFFSETS
+                    )
+                    next_sent = tighter_give * raw_sent
+                    next_arrived = tighter_keep * raw_received
+                    excess = tl.maximum(z - hi, 0.0)
+                    below = tl.maximum(hi - (x - next_sent + next_arrived), 0.0)
+                    mix = tl.max(tl.where(over, excess / tl.maximum(excess + below, 1.2e-38), 0.0), 0)
+                    mix = tl.where(final & (lo == 0.0), mix, 1.0)
+                    sent += mix * (next_sent - sent)
+                    arrived += mix * (next_arrived - arrived)
+                    keep += mix * (tighter_keep - keep)
+                    give += mix * (tighter_give - give)
+                    z = x - sent + arrived
+                    over = (z > hi + slack) & real
+                    under = (z < lo - slack) & real
+                    broken = tl.max((over | under).to(tl.int32), 0)
+                    repair += 1
+                tl.debug_barrier()
+                tl.store(keep_ptr + place, keep, mask=real)
+                tl.store(give_ptr + place, give, mask=real)
+            tl.debug_barrier()
+            paid, _ = pair_costs(
+                s_ptr, t_ptr, keep_ptr, give_ptr, place, beta, t, keep, give, price,
+                pair_offset_ptr, pair_price_ptr, PAIRS,
+            )  # fmt: skip
+            # Within the budget.
+            spent = _total(paid, real)
+            share = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
+            spent *= share
+            sent *= share.to(tl.float32)
+            arrived *= share.to(tl.float32)
+            z = _clip(x - sent + arrived, lo, hi)
+            # The gap of this plan.
+            stay = tl.maximum(x - sent, 0.0)
+            divergence = _total(
+                _x_log_y(arrived, keep)
+                + _x_log_y(sent, give)
+                + _x_log_y(stay, stay / tl.maximum(stayed, 1.2e-38))
+                + sent * tl.log(share.to(tl.float32)),
+                real,
+            )
+            heat = tau.to(tl.float64)
+            value = price.to(tl.float64)
+            gap = _total(_misfit(w, tau * beta, z, lo, hi), real)
+            gap += heat * (value * (budget_exact - spent) + divergence)
+            entropy_exact = heat * (divergence - value * spent + _total(beta * z - x * log_sum, real))
+            distance_exact = _total(0.5 * (w - z) * (w - z), real)
+            allowed = tol * (distance_exact - entropy_exact) + tol * tol * at_centre
+            residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
+            tl.store(z_out + image * N + index, z, mask=real)
+            tl.store(u_out + image * N + index, tau * beta, mask=real)
+            tl.store(psi_out + image, tau * price)
+            tl.store(numbers_out + image, distance_exact + entropy_exact)
+            tl.store(numbers_out + batch + image, gap)
+            tl.store(numbers_out + 2 * batch + image, allowed)
+            tl.store(numbers_out + 3 * batch + image, spent)
+            tl.store(residual_out + image, residual)
+            offers += 1
+            done = (gap <= allowed) | (offers == _ROUNDS)
+            target = tl.maximum(0.5 * target, _LEAST * tol)
+        # Momentum, restarted when a sweep turns back.
+        streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
+        weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
+        beta = new + weight * (new - last)
+        last = new
+    tl.store(n_iter_out + image, n_iter)
+    if single:  # a ball of one point
+        tl.store(z_out + image * N + index, x, mask=real)
+        tl.store(u_out + image * N + index, u, mask=real)
+        tl.store(psi_out + image, psi)
+        tl.store(numbers_out + image, at_centre)
+        tl.store(numbers_out + batch + image, 0.0)
+        tl.store(numbers_out + 2 * batch + image, tol * at_centre)
+        tl.store(numbers_out + 3 * batch + image, 0.0)
+        tl.store(residual_out + image, 0.0)
