@@ -306,3 +306,14 @@ def test_errors_say_what_is_wrong(
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call(net, images, labels)
+
+
+def test_dropping_images_late_changes_nothing(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU finished images stay in the batch for some steps; their result must not move."""
+    attacks = (ATTACKS["dual averaging"], ATTACKS["linf pgd"])
+    expected = [attack(net, images, labels) for attack in attacks]
+    monkeypatch.setitem(wball.attacks.base.DROP_EVERY, "cpu", 3)
+    for attack, before in zip(attacks, expected, strict=True):
+        assert_same(attack(net, images, labels), before, tol=1e-4)

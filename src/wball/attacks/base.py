@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,15 +27,13 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks import objectives
 from wball.attacks.model import Model, as_found, check_logits
+from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.solvers.batch import result_dtype
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from wball.plan import Plan
 
-Tick = Callable[[int], None]
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -134,12 +131,12 @@ class Climb:
         target: Tensor | None,
         objective: objectives.Objective,
         until_success: bool,
-        tick: Tick | None = None,
+        progress: Bar | None = None,
     ) -> None:
         self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
         self.objective, self.until_success = objective, until_success
         self.steps_done = 0
-        self._tick = tick
+        self._progress = progress
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
             logits = check_logits(model(x), x.shape[0])
@@ -184,8 +181,8 @@ class Climb:
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
         self.steps_done += 1
-        if self._tick is not None:
-            self._tick(z.shape[0])
+        if self._progress is not None:
+            self._progress.step(z.shape[0])
         return gradient
 
     def value(self, z: Tensor) -> Tensor:
@@ -267,7 +264,7 @@ class Attack(ABC):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        tick: Tick | None = None,
+        progress: Bar | None = None,
     ) -> AttackResult:
         """Attack checked images that fit in memory, on a model that is ready for it."""
 
@@ -311,8 +308,8 @@ class Attack(ABC):
         x = x.to(result_dtype(x))
         with as_found(model, x.device), torch.inference_mode(False):
             x, y = x.clone(), y.clone()  # an inference tensor cannot carry gradients
-            with self._bar(x.shape[0]) as tick:
-                return self._in_batches(model, x, y, target, generator, tick)
+            with self._bar(x.shape[0]) as progress:
+                return self._in_batches(model, x, y, target, generator, progress)
 
     def _in_batches(
         self,
@@ -321,16 +318,18 @@ class Attack(ABC):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        tick: Tick | None,
+        progress: Bar | None,
     ) -> AttackResult:
         parts: list[AttackResult] = []
         start, size = 0, self.batch_size or max(1, x.shape[0])
         while start < x.shape[0] or not parts:
             index = torch.arange(start, min(start + size, x.shape[0]), device=x.device)
             seeds = generator.get_state()
+            if progress is not None:
+                progress.batch(start, index.numel())
             try:
                 part = None if target is None else target[index]
-                parts.append(self.take(index).attack_batch(model, x[index], y[index], part, generator, tick))
+                parts.append(self.take(index).attack_batch(model, x[index], y[index], part, generator, progress))
             except RuntimeError as error:
                 if not _out_of_memory(error) or size == 1:
                     raise
@@ -345,22 +344,10 @@ class Attack(ABC):
                 torch.cuda.empty_cache()
         return _joined(parts)
 
-    @contextmanager
-    def _bar(self, images: int) -> Iterator[Tick | None]:
-        total = images * self.n_gradients
-        show = total > PROGRESS_AFTER if self.progress is None else self.progress
-        if not show:
-            yield None
-            return
-        with progress_bar() as bar:
-            task = bar.add_task(type(self).__name__, total=self.n_gradients)
-            left = [images, 0]
-
-            def tick(active: int) -> None:
-                left[1] += 1
-                bar.update(task, completed=left[1] % (self.n_gradients + 1), description=f"{active} images left")
-
-            yield tick
+    def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
+        long = images * self.n_gradients > PROGRESS_AFTER
+        show = long if self.progress is None else self.progress
+        return bar(type(self).__name__, images, self.n_gradients) if show else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -391,12 +378,12 @@ class GradientAttack(Attack):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        tick: Tick | None = None,
+        progress: Bar | None = None,
     ) -> AttackResult:
         objective = objectives.find(self.objective)
         if x.shape[0] == 0:
             return _empty(x)
-        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, tick)
+        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, progress)
         climb.start()
         if not climb.empty:
             self.run(climb, generator)
@@ -424,14 +411,6 @@ def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
     if ball.mass == "absolute":
         return torch.ones_like(mass)
     return mass.clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def progress_bar() -> Progress:
-    """A bar on stderr, which vanishes when it is done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    return Progress(console=Console(stderr=True), transient=True)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:

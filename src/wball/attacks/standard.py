@@ -39,10 +39,11 @@ import torch
 from torch import Tensor
 
 from wball.attacks import checks, objectives
-from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack, Tick
+from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.model import Model, check_logits
 from wball.attacks.pgd import PGD
+from wball.attacks.progress import Bar
 from wball.ball import Ball, WassersteinBall
 
 Version = Literal["standard", "fast"]
@@ -138,7 +139,7 @@ class StandardAttack(Attack):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        tick: Tick | None = None,
+        progress: Bar | None = None,
     ) -> AttackResult:
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
@@ -151,7 +152,7 @@ class StandardAttack(Attack):
             if best is not None and left.numel() == 0:
                 break
             goal = None if target is None else target[left]
-            found = member.take(left).attack_batch(model, x[left], y[left], goal, generator, tick)
+            found = member.take(left).attack_batch(model, x[left], y[left], goal, generator, progress)
             found = replace(found, loss=_cross_entropy(model, found.images, y[left], goal))
             member_of[left[found.success]] = number
             best = found if best is None else _merged(best, left, found)
