@@ -61,8 +61,8 @@ def project(
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at most
-        ``tol * objective + tol^2 * 1/2 |w - x|^2`` (the second term is for points inside the ball, where the
-        objective vanishes).
+        ``tol * |objective| + tol^2 * 1/2 |w - x|^2``. The second term is for points inside the ball, where the
+        objective vanishes; an entropic objective may cross zero, and then 1e-3 of the size of its parts counts.
     """
     x = inputs.check_images("x", x, ball.box)
     inputs.check_like("w", w, x)
