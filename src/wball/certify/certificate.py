@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
-from wball.ball import Ball, Plans
+from wball.ball import Ball, Plans, WassersteinBall
 from wball.certify.graph import Graph, trace
 from wball.certify.input_set import InputSet, TransportSet, input_set, intervals
 from wball.certify.relaxation import Ascent, Bounds, Relaxation
@@ -213,19 +213,25 @@ class _Problem:
         if isinstance(source, TransportSet) and source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown"):
-            self._tighten(margins, bounds, steps if method == "alpha-crown" else 0)
+            self._tighten(margins, bounds)
+        if method == "alpha-crown":
+            self._tighten(margins, bounds, steps, reach=4.0)
         return margins.amin(1)
 
-    def _tighten(self, margins: Tensor, bounds: Bounds, steps: int) -> None:
+    def _tighten(self, margins: Tensor, bounds: Bounds, steps: int = 0, reach: float = 3.0) -> None:
         """Improve what is not certified yet: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
         """
-        left = (margins.amin(1) <= 0).nonzero()[:, 0]
+        lowest = margins.amin(1)
+        hopeful = (lowest <= 0) & (self.clean > 0)
+        if steps and isinstance(self.ball, WassersteinBall):
+            hopeful &= lowest > -self.clean  # what is far below 0 once anchored will not get above it
+        left = hopeful.nonzero()[:, 0]
         if left.numel() == 0:
             return
         some, y = bounds.take(left), self.y[left]
-        source = input_set(self.ball.take(left), self.x[left], self.plans)
+        source = input_set(self.ball.take(left), self.x[left], self.plans, reach)
         relaxation = self.relaxation(source, "alpha-crown", math.inf)
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:
@@ -244,6 +250,7 @@ class _Problem:
             climbed = relaxation.margins(y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only)
             found = torch.maximum(found, climbed)
         margins[left] = found
+        bounds.put(left, some)
 
     def _near(self, margins: Tensor, left: Tensor, share: float) -> Tensor:
         """Rows still open of images whose bound is below 0 by at most a share of the clean margin.

@@ -12,8 +12,9 @@ For a row ``a`` and a Wasserstein ball with budget ``E`` and box ``[lo, hi]``, e
 bound that counts is one evaluation of the right-hand side in float64. Charges ``M_ij`` on moves, which an anchored
 relaxation brings along (:mod:`wball.certify.anchor`), are added to ``a_j``.
 
-Full plans on a large grid: moves shorter than a *reach* are listed, any other move costs at least the next distance
-``far``, and the best it can do is ``max_j (a_j - r_j) - psi * far``. This only ever enlarges the bound.
+Full plans on a large grid: moves shorter than a *reach* are listed one by one. Longer ones are sorted into tiers of
+length: one of a tier costs at least the tier's shortest length, and the best it can do is the largest ``a_j - r_j``
+within the tier's longest. This only ever enlarges the bound.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -92,8 +94,8 @@ class _Field:
     """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
 
     ``value`` covers the targets; ``mass`` and ``stay`` the sources, ``(N, C, S)``; ``levels`` the options, each with
-    its worth ``(N, C, S)`` and cost. ``far`` is the worth ``(N, C)`` of a far move from a pixel that no row touches,
-    and ``elsewhere`` how much mass such pixels hold.
+    its worth ``(N, C, S)`` and cost. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at
+    several distances from the patch, ``away`` what it costs to come from there, ``far`` (N, C) what that is worth.
     """
 
     value: Tensor
@@ -102,13 +104,14 @@ class _Field:
     levels: list[tuple[Tensor, float | Tensor]]
     far: Tensor | None = None
     elsewhere: Tensor | None = None
+    away: tuple[float, ...] = ()
 
     def single(self) -> _Field:
         """The same in float32, for searching."""
         cast = [(v.float(), d.float() if isinstance(d, Tensor) else d) for v, d in self.levels]
         far = None if self.far is None else self.far.float()
         elsewhere = None if self.elsewhere is None else self.elsewhere.float()
-        return _Field(self.value, self.mass.float(), self.stay.float(), cast, far, elsewhere)
+        return _Field(self.value, self.mass.float(), self.stay.float(), cast, far, elsewhere, self.away)
 
 
 class TransportSet(InputSet):
@@ -123,6 +126,7 @@ class TransportSet(InputSet):
         height, width = grid.shape[-2:]
         self.matrix: Tensor | None = None
         self.far: float | None = None
+        self.tiers: list[tuple[float, int]] = []  # least cost and reach in pixels of unlisted moves, sorted by length
         self.moves: list[tuple[int, int, float]] = []
         cost = ball.cost
         if isinstance(cost, DenseCost):
@@ -134,7 +138,9 @@ class TransportSet(InputSet):
             limit = reach**cost.p if len(every) * height * width > LIST_ALL else math.inf
             self.moves = [m for m in every if m[2] < limit]
             beyond = [m[2] for m in every if m[2] >= limit]
-            self.far = min(beyond) if beyond else None
+            if beyond:
+                self.far = min(beyond)
+                self.tiers = _tiers(reach, self.far, cost.p, max(height, width))
         else:
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
@@ -247,16 +253,44 @@ class TransportSet(InputSet):
         levels = [(ring if charges is not None else self._sources(rows, ring), d) for d, ring in rings.items()]
         if self.far is None:
             return _Field(padded, mass, stay, levels)
-        ends = padded if charges is None else self._slice(padded, 0, 0) + charges.into
-        best = ends.flatten(2).amax(2)
-        elsewhere = None
-        if rows.corner is not None:
-            best = best.clamp(min=0)
-            total = self.x.flatten(2).sum(2).to(mass.dtype)[rows.image]
-            elsewhere = (total - mass.sum(2)).clamp(min=0)
-        away = best[:, :, None] if charges is None else best[:, :, None] + charges.out
-        levels.append((away, self.far))
-        return _Field(padded, mass, stay, levels, best, elsewhere)
+        ends = self._slice(padded, 0, 0)
+        if charges is not None:
+            ends = ends + charges.into
+        within, around = 0, ends
+        for least, wide in self.tiers:
+            if wide < max(ends.shape[-2:]) - 1:
+                around, within = _widen(around, wide - within), wide
+                best = self._sources(rows, around)
+            else:
+                best = ends.flatten(2).amax(2, keepdim=True)
+            if rows.corner is not None:
+                best = best.clamp(min=0)  # pixels beyond the patch
+            levels.append((best if charges is None else best + charges.out, least))
+        if rows.corner is None:
+            return _Field(padded, mass, stay, levels)
+        elsewhere, away = self._elsewhere(rows)
+        far = ends.flatten(2).amax(2).clamp(min=0)
+        return _Field(padded, mass, stay, levels, far, elsewhere, away)
+
+    def _elsewhere(self, rows: Rows) -> tuple[Tensor, tuple[float, ...]]:
+        """``(N, C, T)``: mass at several distances from each row's patch; and the least cost of coming from there."""
+        assert rows.corner is not None
+        height, width = self.x.shape[2:]
+        first = rows.corner
+        last = (first[0] + rows.coeff.shape[2], first[1] + rows.coeff.shape[3])
+        sums = F.pad(self.x.cumsum(2).cumsum(3), (1, 0, 1, 0))
+
+        def within(reach: int) -> Tensor:
+            top, bottom = (first[0] - reach).clamp(0, height), (last[0] + reach).clamp(0, height)
+            left, right = (first[1] - reach).clamp(0, width), (last[1] + reach).clamp(0, width)
+            corners = [
+                sums[rows.image, :, r, c] for r, c in ((bottom, right), (top, right), (bottom, left), (top, left))
+            ]
+            return corners[0] - corners[1] - corners[2] + corners[3]
+
+        edges = [within(self.radius), *(within(wide) for _, wide in self.tiers[:-1]), self.x.sum((2, 3))[rows.image]]
+        bands = [(b - a).clamp(min=0) for a, b in pairwise(edges)]
+        return torch.stack(bands, 2).to(rows.coeff.dtype), tuple(price for price, _ in self.tiers)
 
     # ---- the bound
 
@@ -303,8 +337,10 @@ class TransportSet(InputSet):
         padded = self._targets(rows, None)
         stay = self._slice(padded, 0, 0)
         listed = [m for m in self.moves if m[:2] != (0, 0)]
-        moves = torch.stack([self._sources(rows, self._slice(padded, r, c) - stay) for r, c, _ in listed], 2)
         source = self._sources(rows, stay)
+        moves = source[:, :, None].repeat(1, 1, len(listed), 1)
+        for k, (r, c, _) in enumerate(listed):
+            moves[:, :, k] = self._sources(rows, self._slice(padded, r, c)) - source
         out, into = -source, stay
         if charges is not None:
             moves, out, into = moves + charges.moves, out + charges.out, into + charges.into
@@ -359,7 +395,9 @@ class TransportSet(InputSet):
             padded = self._targets(rows, None)
             listed = [m for m in self.moves if m[:2] != (0, 0)]
             value = self._sources(rows, self._slice(padded, 0, 0))
-            moves = torch.stack([self._sources(rows, self._slice(padded, r, c)) for r, c, _ in listed], 2)
+            moves = value[:, :, None].repeat(1, 1, len(listed), 1)
+            for k, (r, c, _) in enumerate(listed):
+                moves[:, :, k] = self._sources(rows, self._slice(padded, r, c))
             costs = torch.tensor([d for *_, d in listed], dtype=torch.float64, device=padded.device)[:, None]
         if charges is not None:
             moves = moves + charges.moves
@@ -373,8 +411,8 @@ class TransportSet(InputSet):
             target = torch.where(torch.isfinite(self.matrix)[None], every, -1)
         else:
             listed = [m for m in self.moves if m[:2] != (0, 0)]
-            row = place[..., None] // width + torch.tensor([r for r, *_ in listed], device=place.device)
-            column = place[..., None] % width + torch.tensor([c for _, c, _ in listed], device=place.device)
+            shift = torch.tensor([m[:2] for m in listed], dtype=torch.long, device=place.device).reshape(-1, 2)
+            row, column = place[..., None] // width + shift[:, 0], place[..., None] % width + shift[:, 1]
             keep = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             target = torch.where(keep, row * width + column, -1)
         target = torch.cat([place[..., None], target], 2)
@@ -430,7 +468,22 @@ class TransportSet(InputSet):
             return 4 * rows.coeff.shape[1] * self.matrix.numel()
         if charged:
             return 2 * sources + (2 * len(self.moves) + 6) * max(listed, sources // 2)
-        return 2 * sources + (len(self.distances) + 4) * listed
+        return 2 * sources + (len(self.distances) + len(self.tiers) + 4) * listed
+
+
+def _tiers(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
+    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many pixels it spans."""
+    lengths = [length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side] or [reach]
+    spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
+    return [(max(least, length**p), span) for length, span in zip(lengths, spans, strict=True)]
+
+
+def _widen(maps: Tensor, reach: int) -> Tensor:
+    """The largest value within ``reach`` pixels in rows and columns."""
+    if reach <= 0:
+        return maps
+    maps = F.max_pool2d(maps, (1, 2 * reach + 1), stride=1, padding=(0, reach))
+    return F.max_pool2d(maps, (2 * reach + 1, 1), stride=1, padding=(reach, 0))
 
 
 def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -448,10 +501,10 @@ def _evaluate(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor]:
         paid = torch.where(better, cost, paid)
     worth, total = (best * field.mass).sum((1, 2)), (paid * field.mass).sum((1, 2))
     if field.elsewhere is not None and field.far is not None:
-        far = field.levels[-1][1]
-        gain = field.far - price[..., 0] * far
-        worth = worth + (gain.clamp(min=0) * field.elsewhere).sum(1)
-        total = total + (torch.where(gain > 0, far, 0.0) * field.elsewhere).sum(1)
+        away = torch.tensor(field.away, dtype=price.dtype, device=price.device)
+        gain = field.far[..., None] - price * away
+        worth = worth + (gain.clamp(min=0) * field.elsewhere).sum((1, 2))
+        total = total + (torch.where(gain > 0, away, 0.0) * field.elsewhere).sum((1, 2))
     return worth, total
 
 
@@ -502,7 +555,9 @@ def _pick(field: _Field, group: Tensor, place: Tensor | None = None) -> _Field:
         mass = mass * (place < field.mass.shape[1] * field.mass.shape[2])[:, None]
     far = None if field.far is None else field.far[group]
     elsewhere = None if field.elsewhere is None else field.elsewhere[group]
-    return _Field(field.value, mass, read(field.stay), [(read(v), d) for v, d in field.levels], far, elsewhere)
+    return _Field(
+        field.value, mass, read(field.stay), [(read(v), d) for v, d in field.levels], far, elsewhere, field.away
+    )
 
 
 def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:

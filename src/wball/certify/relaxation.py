@@ -305,7 +305,8 @@ class Relaxation:
             every = torch.arange(images * size, device=like.device)
             image, unit = every // size, every % size
         low, up = (b[position].view(images, size) for b in (bounds.lower, bounds.upper))
-        gains = _Collector(self, position, images, shape, like) if anchored else None
+        collect = anchored and isinstance(self.graph.ops[position], Activation)
+        gains = _Collector(self, position, images, shape, like) if collect else None
 
         for sign, store in ((-1.0, up), (1.0, low)):
             sign_of = torch.full((1,), sign, device=like.device)
