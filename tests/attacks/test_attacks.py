@@ -257,8 +257,9 @@ def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None
         return net(z)
 
     attack = ATTACKS["dual averaging"]
-    with pytest.warns(RuntimeWarning, match="batches of 2"):
+    with pytest.warns(RuntimeWarning, match="out of memory") as told:
         result = attack(greedy, images, labels)
+    assert [str(w.message).split()[-2] for w in told] == ["5", "2"]
     assert_same(result, attack(net, images, labels), tol=1e-3)
     with pytest.raises(RuntimeError, match="shapes"):  # other errors are the user's to see
         attack(lambda z: net(z) @ torch.ones(3, 3), images, labels)

@@ -133,7 +133,8 @@ class Climb:
         until_success: bool,
         progress: Bar | None = None,
     ) -> None:
-        self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
+        self.model, self.x, self.y, self.target = model, x, y, target
+        self.within(ball)
         self.objective, self.until_success = objective, until_success
         self.steps_done = 0
         self._progress = progress
@@ -146,12 +147,15 @@ class Climb:
         survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
         status = torch.where(success, wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        self._all = _Best(x.clone(), success, zero, loss, steps, status, zero + self._eps())
+        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius.clone())
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)
 
-    def _eps(self) -> Tensor:
-        return torch.as_tensor(self.ball.eps, dtype=torch.float64, device=self.x.device)
+    def within(self, ball: Ball) -> None:
+        """Candidates from now on are from ``ball``."""
+        self.ball = ball
+        eps = torch.as_tensor(ball.eps, dtype=torch.float64).to(self.x.device)
+        self._radius = eps.expand(self.x.shape[0]).contiguous()
 
     def reached(self, logits: Tensor) -> Tensor:
         """Whether logits meet the goal. NaN is no class: a model that overflows is not fooled, it is broken."""
@@ -209,7 +213,7 @@ class Climb:
             distance=torch.where(better, distance.to(best.distance), best.distance),
             loss=torch.where(better, loss, best.loss),
             status=torch.where(better, status, best.status),
-            radius=torch.where(best.success & ~better, best.radius, self._eps()),
+            radius=torch.where(best.success & ~better, best.radius, self._radius),
         )
 
     def survivors(self) -> Tensor | None:
@@ -224,7 +228,8 @@ class Climb:
             return None
         self._all.put(self._active, self._best)
         self._active, self._best = self._active[kept], self._best.at(kept)
-        self.x, self.y, self.ball = self.x[kept], self.y[kept], self.ball.take(kept)
+        self.x, self.y = self.x[kept], self.y[kept]
+        self.within(self.ball.take(kept))
         self.target = None if self.target is None else self.target[kept]
         self._aim = None if self._aim is None else self._aim[kept]
         return kept

@@ -113,7 +113,7 @@ class PGD(GradientAttack):
                 z, gradient = z[kept], gradient[kept]
                 eps = eps[kept.to(eps.device)] if isinstance(eps, Tensor) else eps
             if self.growth is not None:
-                climb.ball = climb.ball.at(self.growth.at(eps, step))
+                climb.within(climb.ball.at(self.growth.at(eps, step)))
             z, distance = self._project(climb, self._ahead(climb, z, gradient))
         climb.offer(z, distance)
 
