@@ -1,17 +1,17 @@
-"""wball: robustness of image classifiers to moved mass (small Wasserstein distance)."""
+# ruff: noqa: F405
+"""wball: robustness of image classifiers to moved mass (small Wasserstein distance).
 
-from wball.attacks import PGD, AttackResult, DualAveraging, FrankWolfe, StandardAttack, minimal_radius
-from wball.audit import AuditReport, audit
-from wball.ball import LinfBall, WassersteinBall
-from wball.certify import CertificateResult, FlowSmoothing, certified_radius, certify, flow_noise
-from wball.checkpoint import load_weights, save_weights
-from wball.data import load_dataset, load_folder, load_sample, to_tensors
-from wball.evaluate import Evaluation, evaluate, load_evaluation
-from wball.fetch import download
-from wball.ground import DenseCost, GridCost, StencilCost
-from wball.models import Normalized, architectures, build_model
-from wball.result import ProjectionResult, Status, SupportResult
-from wball.zoo import list_models, load_model, model_card
+The public names come from ``_api.py`` (add new ones there and to ``__all__``). It is imported when the first of them is
+used, so that ``wball --help`` need not wait for torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wball._api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -54,3 +54,25 @@ __all__ = [
     "StandardAttack",
     "minimal_radius",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    api = import_module("wball._api")
+    globals().update({key: getattr(api, key) for key in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Python enters submodules here when they are imported. One that has the name of a function stays out."""
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

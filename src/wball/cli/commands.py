@@ -46,25 +46,51 @@ Models = Annotated[
 OneModel = Annotated[
     str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=_complete_models, show_default=False)
 ]
-Weights = Annotated[Path | None, typer.Option("--weights", "-w", help="weights, .safetensors or .pth")]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", "-w", help="weights, .safetensors or .pth", rich_help_panel="Model and data")
+]
 Data = Annotated[
     str,
     typer.Option(
-        "--data", "-d", help="sample (bundled digits), mnist, fashion-mnist, cifar10, a folder, or module:function"
+        "--data",
+        "-d",
+        help="sample (bundled digits), mnist, fashion-mnist, cifar10, a folder, or module:function",
+        rich_help_panel="Model and data",
     ),
 ]
-Root = Annotated[Path, typer.Option("--root", envvar="WBALL_DATA", help="where data sets are")]
-Split = Annotated[str, typer.Option(help="test or train")]
-Limit = Annotated[int | None, typer.Option("--limit", "-n", min=1, help="use the first so many images")]
-Size = Annotated[int | None, typer.Option(min=1, help="resize the images of a folder to this height and width")]
-Grey = Annotated[bool, typer.Option("--grey", help="one channel for the images of a folder")]
-Eps = Annotated[str, typer.Option("--eps", "-e", help="radii, separated by commas")]
-OneEps = Annotated[float, typer.Option("--eps", "-e", min=0.0, help="radius")]
-Window = Annotated[int, typer.Option(min=1, help="mass moves inside a window of this many pixels (odd)")]
-Power = Annotated[float, typer.Option("--p", min=0.0, help="cost of a move: distance to the power p")]
-Mass = Annotated[str, typer.Option(help="unit of eps: relative (x the image's mass) or absolute")]
-AttackName = Annotated[str, typer.Option("--attack", "-a", help=", ".join(ATTACKS))]
-Steps = Annotated[int | None, typer.Option(min=1, help="gradient steps, where the attack has such a number")]
+Root = Annotated[
+    Path, typer.Option("--root", envvar="WBALL_DATA", help="where data sets are", rich_help_panel="Model and data")
+]
+Split = Annotated[str, typer.Option(help="test or train", rich_help_panel="Model and data")]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", "-n", min=1, help="use the first so many images", rich_help_panel="Model and data"),
+]
+Size = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="resize the images of a folder to this height and width", rich_help_panel="Model and data"
+    ),
+]
+Grey = Annotated[
+    bool, typer.Option("--grey", help="one channel for the images of a folder", rich_help_panel="Model and data")
+]
+Eps = Annotated[str, typer.Option("--eps", "-e", help="radii, separated by commas", rich_help_panel="Threat model")]
+OneEps = Annotated[float, typer.Option("--eps", "-e", min=0.0, help="radius", rich_help_panel="Threat model")]
+Window = Annotated[
+    int,
+    typer.Option(min=1, help="mass moves inside a window of this many pixels (odd)", rich_help_panel="Threat model"),
+]
+Power = Annotated[
+    float, typer.Option("--p", min=0.0, help="cost of a move: distance to the power p", rich_help_panel="Threat model")
+]
+Mass = Annotated[
+    str, typer.Option(help="unit of eps: relative (x the image's mass) or absolute", rich_help_panel="Threat model")
+]
+AttackName = Annotated[str, typer.Option("--attack", "-a", help=", ".join(ATTACKS), rich_help_panel="Attack")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="gradient steps, where the attack has such a number", rich_help_panel="Attack")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 Seed = Annotated[int, typer.Option(min=0, help="of everything random")]
 Batch = Annotated[int | None, typer.Option("--batch-size", min=1, help="images at a time (default: by device)")]
@@ -117,9 +143,7 @@ def evaluate(
     seed: Seed = 0,
     batch_size: Batch = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="folder for results (default: out/MODEL)")] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="start afresh, even if the folder has results")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="start afresh, whatever the folder has")] = False,
     report: Annotated[bool, typer.Option(help="write report.html")] = True,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -134,8 +158,9 @@ def evaluate(
 
         wball evaluate mine.py:net --data mnist --root data --eps 0.1,0.2
 
-    Several models are compared in one report. Killed at any moment, the same command goes on where it was; `torchrun
-    -m wball.cli evaluate ...` shares the work. The folder gets results.json, examples.safetensors, report.html, log.jsonl.
+    Several models are compared in one report. Killed at any moment, the same command goes on where it was, and
+    `torchrun -m wball.cli evaluate ...` shares the work. The folder gets results.json, examples.safetensors, report.html
+    and log.jsonl.
     """
     from wball.evaluate.run import evaluate as run
 
@@ -240,8 +265,8 @@ def attack(
     table = Table(
         title=f"{attack} on {name}, {len(x)} images of {title}, eps {eps:g} {threat.unit}", title_justify="left"
     )
-    for heading in ("image", "label", "read as", f"distance ({threat.unit})", "steps", "audit", "status"):
-        table.add_column(heading, justify="left" if heading == "status" else "right")
+    for column in ("image", "label", "read as", f"distance ({threat.unit})", "steps", "audit", "status"):
+        table.add_column(column, justify="left" if column == "status" else "right")
     for i in range(len(x)):
         table.add_row(
             str(i),

@@ -3,7 +3,11 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const $ = (id) => document.getElementById(id);
-  const colours = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"];
+  // Okabe and Ito's colours, and lighter ones of the same hues for dark pages.
+  const palettes = {
+    light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07900", "#56b4e9", "#777777"],
+    dark: ["#5cb3ea", "#f08c3c", "#3fcf9f", "#e3a3c6", "#e6b450", "#9bd3f7", "#b5b5b5"],
+  };
   const short = (v) => String(Number(v.toPrecision(6)));
 
   // Theme: what the system asks for, unless the reader chose; paper is always light.
@@ -29,7 +33,7 @@
   // Accuracy against radius.
   function draw(isDark) {
     const ink = isDark ? "#eceae6" : "#1c1d21", grid = isDark ? "#32353e" : "#e6e3dc";
-    const traces = [];
+    const traces = [], colours = palettes[isDark ? "dark" : "light"];
     data.runs.forEach((run, k) => {
       const curve = run.curve, colour = colours[k % colours.length];
       const shape = curve.steps ? "hv" : "linear", mode = curve.steps ? "lines" : "lines+markers";
@@ -47,13 +51,13 @@
     const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickcolor: grid };
     const layout = {
       font: { color: ink, family: "system-ui, sans-serif", size: 14 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 60, r: 16, t: 16, b: 56 }, hovermode: "x unified",
+      margin: { l: 60, r: 16, t: 16, b: 56 }, hovermode: "x unified", modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink },
       hoverlabel: { bgcolor: isDark ? "#23262e" : "#ffffff", font: { color: ink } },
       xaxis: { ...axis, title: { text: "radius (" + escaped(data.unit) + ")" }, rangemode: "tozero", unifiedhovertitle: { text: "radius %{x}" } },
       yaxis: { ...axis, title: { text: "accuracy (%)" }, range: [-2, 102] },
       legend: { orientation: "h", y: 1.08, x: 0 }, showlegend: traces.length > 1,
     };
-    Plotly.react("chart", traces, layout, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    Plotly.react("chart", traces, layout, { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
   }
   function escaped(text) {
     const span = document.createElement("span");

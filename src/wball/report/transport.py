@@ -2,19 +2,27 @@ r"""Where the mass went: the moves of a cheapest transport plan between two imag
 
 .. math:: \min_P \langle P, C \rangle, \qquad P 1 = x,\; P^T 1 = z
 
-over all plans. Where the cost is a metric (p <= 1), mass that both images share can stay, and only the rest is matched.
+over plans that use only the moves of the ball. Mass that has no such move (rounding) is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import ot
 from numpy.typing import NDArray
+from scipy import sparse
 from torch import Tensor
+
+from wball.ground import GridCost, StencilCost
+
+Array = NDArray[np.float64]
+Index = NDArray[np.int64]
 
 SHOWN = 90
 """Arrows drawn at most, those that move the most."""
@@ -37,43 +45,63 @@ class Moves:
 
 def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
     """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` if the ball has no distances between pixels."""
-    if ball.get("cost") not in ("grid", "table"):
+    if ball.get("cost") == "grid":
+        cost: GridCost | StencilCost = GridCost(int(ball["window"]), float(ball["p"]))
+    elif ball.get("cost") == "table":
+        cost = StencilCost(tuple(tuple(math.inf if v is None else v for v in row) for row in ball["table"]))
+    else:
         return None
-    p = float(ball.get("p", 1.0))
-    width = x.shape[-1]
-    found: list[NDArray[np.float64]] = []
-    for a, b in zip(x.double().flatten(1).numpy(), z.double().flatten(1).numpy(), strict=True):
-        found.append(_channel(a, np.clip(b, 0, None), width, p))
-    moves = np.concatenate(found) if found else np.zeros((0, 5))
-    mass = float(x.double().sum())
-    if len(moves) == 0 or mass == 0:
+    height, width = (int(s) for s in x.shape[-2:])
+    start, end, price = _arcs(cost, height, width)
+    found = [
+        _channel(start, end, price, a, np.clip(b, 0, None))
+        for a, b in zip(x.double().flatten(1).numpy(), z.double().flatten(1).numpy(), strict=True)
+    ]
+    i, j, mass = (np.concatenate(part) for part in zip(*found, strict=True))
+    whole = float(x.double().sum())
+    if len(mass) == 0 or whole == 0:
         return Moves([], 0.0, 0.0)
-    total = float(moves[:, 4].sum())
+    moves = np.stack([i // width, i % width, j // width, j % width, mass], 1).astype(np.float64)
     length = np.hypot(moves[:, 2] - moves[:, 0], moves[:, 3] - moves[:, 1])
-    heavy = moves[:, 4] >= 1e-3 * total
-    order = np.argsort(-moves[:, 4] * length, kind="stable")[:SHOWN]
+    heavy = mass >= 1e-3 * mass.sum()
+    order = np.argsort(-mass * length, kind="stable")[:SHOWN]
     arrows = [[*(float(v) for v in row[:4]), round(float(row[4]), 4)] for row in moves[order]]
-    return Moves(arrows, total / mass, float(length[heavy].max(initial=0.0)))
+    return Moves(arrows, float(mass.sum()) / whole, float(length[heavy].max(initial=0.0)))
 
 
-def _channel(a: NDArray[np.float64], b: NDArray[np.float64], width: int, p: float) -> NDArray[np.float64]:
-    """Rows ``(row, column, row, column, mass)`` of a cheapest plan from ``a`` to ``b``, without what stays."""
-    if a.sum() == 0 or b.sum() == 0:
-        return np.zeros((0, 5))
-    b = b * (a.sum() / b.sum())
-    if p <= 1:
-        common = np.minimum(a, b)
-        a, b = a - common, b - common
-    rows, columns = np.flatnonzero(a > 1e-7), np.flatnonzero(b > 1e-7)
-    if len(rows) == 0 or len(columns) == 0:
-        return np.zeros((0, 5))
-    start, end = a[rows], b[columns]
-    mass = start.sum()
-    squared = (
-        np.subtract.outer(rows // width, columns // width) ** 2 + np.subtract.outer(rows % width, columns % width) ** 2
-    ).astype(np.float64)
-    plan = mass * ot.emd(start / mass, end / end.sum(), squared ** (p / 2), numItermax=10**6, check_marginals=False)
-    i, j = np.nonzero(plan > 1e-6)
-    i, j = i[rows[i] != columns[j]], j[rows[i] != columns[j]]
-    r, c = rows[i], columns[j]
-    return np.stack([r // width, r % width, c // width, c % width, plan[i, j]], 1).astype(np.float64)
+@lru_cache(maxsize=4)
+def _arcs(cost: GridCost | StencilCost, height: int, width: int) -> tuple[Index, Index, Array]:
+    """Every move on a grid: where it starts, where it ends, what it costs."""
+    row, column = np.divmod(np.arange(height * width), width)
+    parts = []
+    for down, right, value in cost.moves(height, width):
+        inside = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
+        here = np.flatnonzero(inside)
+        parts.append((here, here + down * width + right, np.full(len(here), value)))
+    start, end, price = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return start, end, price
+
+
+def _channel(start: Index, end: Index, price: Array, a: Array, b: Array) -> tuple[Index, Index, Array]:
+    """Start, end and mass of the moves of a cheapest plan from ``a`` to ``b``, without what stays."""
+    nothing = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+    total = float(a.sum())
+    if total == 0 or b.sum() == 0:
+        return nothing
+    a, b = a / total, b / b.sum()
+    rows, columns = np.flatnonzero(a), np.flatnonzero(b)
+    n, m = len(rows), len(columns)
+    kept = (a[start] > 0) & (b[end] > 0)
+    # One more row and column take what has no move, at a price above that of any detour.
+    dear = float(price.max()) * min(n, m) + 1.0
+    i = np.concatenate([np.searchsorted(rows, start[kept]), np.arange(n), np.full(m, n), [n]])
+    j = np.concatenate([np.searchsorted(columns, end[kept]), np.full(n, m), np.arange(m), [m]])
+    costs = sparse.coo_matrix(
+        (np.concatenate([price[kept], np.full(n + m, dear), [0.0]]), (i, j)), shape=(n + 1, m + 1)
+    )
+    supply, demand = np.append(a[rows], 1.0) / 2, np.append(b[columns], 1.0) / 2
+    plan = ot.emd(supply, demand, costs, numItermax=10**6, check_marginals=False).tocoo()
+    real = (plan.row < n) & (plan.col < m)
+    i, j, mass = rows[plan.row[real]], columns[plan.col[real]], 2 * total * plan.data[real]
+    moves = (i != j) & (mass > 1e-7 * total)
+    return i[moves], j[moves], mass[moves]
