@@ -3,11 +3,12 @@ r"""The attack step's oracle: from potentials to a point of the ball.
 Given potentials ``b`` (what the attacker has learnt so far about where mass should arrive), the oracle returns
 
 .. math::
-    z = x + t\,(P^T 1 - x), \qquad t = \min(1,\; budget / cost(\bar P)),
+    z = x + t\,(P^T 1 - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)),
 
 where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
 the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
-bound. The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point, whatever ``b`` is.
+bound, and ``delta`` covers what rounding does to it. The plan keeps the box and ``x`` is in it, so ``z`` is: every
+answer is a valid point, whatever ``b`` is.
 
 Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
 ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
@@ -64,8 +65,11 @@ class TransportOracle:
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
         self.budget = ball.budget(self.x)
-        if not isinstance(ball.cost, DenseCost):
+        if isinstance(ball.cost, DenseCost):
+            self._dearest = float(ball.cost.matrix[ball.cost.matrix.isfinite()].max())
+        else:
             self._moves = ball.cost.moves(int(self._grid.shape[-2]), int(self._grid.shape[-1]))
+            self._dearest = self._moves[-1][2]
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
         self._kappa = torch.ones_like(self.budget)
@@ -80,7 +84,11 @@ class TransportOracle:
         else:
             plan = kernels.entropic_plan(self._grid, potentials, raw, self._moves, box, **state)
         self._psi, self._q = plan.psi, plan.q
-        slack = self.budget / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
+        # Exponents are sums of potentials and prices. In this precision a sum of size M is off by a few M * eps, and
+        # so is each flow: those that were priced and those that arrived may differ by that share.
+        size = (potentials + plan.q).flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._dearest
+        doubt = (6 * torch.finfo(potentials.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
+        slack = self.budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
         self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
         share = slack.clamp(max=1.0)
         step = share.to(self.x.dtype).view(-1, 1, 1, 1)
