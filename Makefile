@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format coverage wheel clean
+.PHONY: help demo docs test test-fast lint format coverage wheel clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -19,8 +19,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP) ## perturb bundled digits inside a Wasserstein ball, audit them, save out/demo.png
-	$(BIN)/python -m wball.demo
+demo: $(STAMP) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m wball.demo
+
+docs: $(STAMP) ## build the documentation into out/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
 
 test: lint ## every check: style, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q

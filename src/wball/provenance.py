@@ -42,7 +42,7 @@ def command() -> str:
     if not sys.argv or not sys.argv[0]:
         return "an interactive Python session"
     program = Path(sys.argv[0])
-    if program.name in ("wball", "wball.exe") or program.parts[-2:] == ("wball", "cli.py"):
+    if program.name in ("wball", "wball.exe") or program.parts[-3:-1] == ("wball", "cli"):
         return shlex.join(["wball", *sys.argv[1:]])
     return shlex.join(["python", program.name, *sys.argv[1:]])
 

@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(
             args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False, prog_name="wball"
         )
-        return code if isinstance(code, int) else 0
+        code = code if isinstance(code, int) else 0
     except typer.Exit as done:
-        return done.exit_code
+        code = done.exit_code
     except (typer.Abort, KeyboardInterrupt):
-        return _fail("interrupted; the same command goes on where it was", INTERRUPTED)
+        code = INTERRUPTED
     except ClickException as error:
         return _fail(_of_click(error), BAD_INPUT)
     except BrokenPipeError:  # a reader such as `head` had enough
@@ -40,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
         return _fail(*_sorted(error))
+    if code == INTERRUPTED:
+        return _fail("interrupted; the same command goes on where it was", INTERRUPTED)
+    return code
 
 
 def entry() -> None:

@@ -159,8 +159,8 @@ def evaluate(
         wball evaluate mine.py:net --data mnist --root data --eps 0.1,0.2
 
     Several models are compared in one report. Killed at any moment, the same command goes on where it was, and
-    `torchrun -m wball.cli evaluate ...` shares the work. The folder gets results.json, examples.safetensors, report.html
-    and log.jsonl.
+    `torchrun -m wball.cli evaluate ...` shares the work. The folder gets results.json, examples.safetensors,
+    report.html and log.jsonl.
     """
     from wball.evaluate.run import evaluate as run
 

@@ -1,0 +1,303 @@
+"""The report: complete, escaped, and alive in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from wball.evaluate import Evaluation, evaluate
+from wball.report.pictures import change_uri, image_uri
+from wball.report.transport import plan_moves
+
+pytest.importorskip("plotly")
+pytest.importorskip("jinja2")
+
+NASTY = "</script><script>alert(1)</script>"
+RADII = [0.1, 0.2, 0.4]
+BALL = wball.WassersteinBall(0.4)
+
+
+def problem(channels: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(14, channels, 6, 6, generator=generator).square() * 0.8
+    weight = torch.linspace(-1, 1, 6).repeat(6 * channels)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36 * channels, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    y = model(x).argmax(1)
+    y[0] = 1 - y[0]
+    return model.eval(), x, y
+
+
+def run(name: str, channels: int = 1, **changes: Any) -> Evaluation:
+    model, x, y = problem(channels)
+    settings: dict[str, Any] = {"classes": ("left & <i>", "right"), "command": f"wball evaluate '{name}'", **changes}
+    return evaluate(model, x, y, BALL, RADII, wball.DualAveraging(BALL, steps=6), name=name, **settings)
+
+
+@pytest.fixture(scope="module")
+def evaluations() -> list[Evaluation]:
+    return [run("first", certify="crown"), run(NASTY, seed=1)]
+
+
+@pytest.fixture(scope="module")
+def page(evaluations: list[Evaluation], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return evaluations[0].report(tmp_path_factory.mktemp("report") / "new" / "report.html", *evaluations[1:])
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load and the text of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.unlabelled: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.tags.append(tag)
+        self.links += [v for k, v in found.items() if k in ("src", "href") and v]
+        self.ids += [v for k, v in found.items() if k == "id" and v]
+        if tag == "img" and "alt" not in found:
+            self.unlabelled.append(str(found))
+
+
+def test_one_complete_file(page: Path, evaluations: list[Evaluation]) -> None:
+    text = page.read_text(encoding="utf-8")
+    parsed = Page()
+    parsed.feed(text)
+    assert all(link.startswith(("data:", "#")) for link in parsed.links)
+    assert not parsed.unlabelled and len(set(parsed.ids)) == len(parsed.ids)
+    assert text.count("<h1>") == 1 and 'lang="en"' in text
+    assert page.stat().st_size < 15e6
+    for e in evaluations:
+        for point in e.curve():
+            assert f"{100 * point.accuracy:.1f} %" in text
+
+
+def test_strings_of_the_user_are_escaped(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert NASTY not in text
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in text
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    assert json.loads(data)["runs"][1]["name"] == NASTY
+    assert "left & <i>" not in text and "left &amp; &lt;i&gt;" in text
+
+
+def test_gallery_has_what_happened_to_each_image(page: Path, evaluations: list[Evaluation]) -> None:
+    text = page.read_text(encoding="utf-8")
+    for outcome in ("broken", "withstood", "wrong"):
+        shown = len(re.findall(rf'data-outcome="{outcome}"', text))
+        expected = 0
+        for e in evaluations:
+            wrong = e.images["label"] != e.images["predicted"]
+            found = e.images["read_as"] >= 0
+            expected += int({"broken": found, "withstood": ~wrong & ~found, "wrong": wrong}[outcome].sum())
+        assert shown == expected
+
+
+@pytest.mark.slow
+def test_two_hundred_colour_images_stay_below_15_megabytes(tmp_path: Path) -> None:
+    x = torch.rand(200, 3, 32, 32)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.05)
+    result = evaluate(net, x, y, ball, attack=wball.DualAveraging(ball, steps=1, step_size=20.0), batch_size=200)
+    path = result.report(tmp_path / "r.html")
+    assert path.read_text().count('class="card ') == 200
+    assert path.stat().st_size < 15e6
+
+
+def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
+    from wball.report import write_report
+
+    with pytest.raises(ValueError, match="empty"):
+        write_report([], tmp_path / "a.html")
+    with pytest.raises(ValueError, match=r"\.html"):
+        write_report(evaluations, tmp_path / "a.pdf")
+    model, x, y = problem()
+    ball = wball.LinfBall(0.1)
+    other = evaluate(model, x, y, ball, attack=wball.PGD(ball, steps=2))
+    with pytest.raises(ValueError, match="different units"):
+        write_report([evaluations[0], other], tmp_path / "a.html")
+    assert write_report([other], tmp_path / "b.html").is_file()
+
+
+def test_moves_are_a_cheapest_plan() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(1, 5, 6, generator=generator, dtype=torch.float64)
+    z = BALL.at(0.3).sample(x[None], generator)[0]
+    description = {"cost": "grid", "window": 5, "p": 1.0}
+    moves = plan_moves(description, x, z)
+    assert moves is not None
+    cost = sum(m * math.hypot(r1 - r0, c1 - c0) for r0, c0, r1, c1, m in moves.arrows)
+    place = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)
+    price = np.hypot(*(place[:, None, k] - place[None, :, k] for k in range(2)))
+    price[np.abs(place[:, None] - place[None]).max(2) > 2] = 1e6
+    exact = ot.emd2(x.flatten().numpy(), (z * x.sum() / z.sum()).flatten().numpy(), price)
+    assert cost == pytest.approx(exact, rel=0.02)  # arrows are rounded and the smallest left out
+    change = torch.zeros(5, 6, dtype=torch.float64)
+    for r0, c0, r1, c1, m in moves.arrows:
+        change[int(r0), int(c0)] -= m
+        change[int(r1), int(c1)] += m
+    torch.testing.assert_close(change, (z - x)[0], atol=5e-3, rtol=0)
+    assert plan_moves(description, x, x).arrows == []  # type: ignore[union-attr]
+    assert plan_moves({"cost": "matrix"}, x, x) is None
+
+
+def test_pictures_show_pixels_and_signs() -> None:
+    import base64
+    import io
+
+    image = pytest.importorskip("PIL.Image")
+
+    def pixels(uri: str) -> Any:
+        return np.asarray(image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))))
+
+    x = torch.tensor([[[0.0, 1.0], [0.5, 0.2]]])
+    assert pixels(image_uri(x)).tolist() == [[0, 255], [128, 51]]
+    shown = pixels(change_uri(torch.tensor([[[0.0, 0.1], [-0.2, -5.0]]]), 0.2))
+    assert shown[..., 3].tolist() == [[0, 128], [255, 255]]
+    assert shown[0, 1, 0] > shown[0, 1, 2] and shown[1, 0, 2] > shown[1, 0, 0]
+
+
+# In a browser ---------------------------------------------------------------------------------------------------
+
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,1000",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("needs chromium and chromedriver")
+    pytest.importorskip("selenium", reason="needs selenium")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = binary
+    with tempfile.TemporaryDirectory() as profile:
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        window = webdriver.Chrome(service=Service(driver), options=options)
+        window.set_page_load_timeout(120)
+        yield window
+        window.quit()
+
+
+def wait(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the page did not get there"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], tmp_path: Path) -> None:
+    browser.get(page.as_uri())
+    wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "true")
+
+    def find(selector: str) -> Any:
+        return browser.find_element("css selector", selector)
+
+    # the chart: as many lines as there are curves, and exact values on hover
+    assert len(browser.find_elements("css selector", "#chart .scatterlayer .trace")) == 3
+    from selenium.webdriver import ActionChains
+
+    find("#curve").click()
+    plot = find("#chart .nsewdrag")
+    ActionChains(browser).move_to_element_with_offset(plot, -plot.size["width"] // 2 + 3, 0).perform()
+    wait(lambda: browser.find_elements("css selector", "#chart .hoverlayer .legendtext, #chart .hoverlayer text"))
+    hover = " ".join(e.text for e in browser.find_elements("css selector", "#chart .hoverlayer text"))
+    assert f"{100 * evaluations[0].clean_accuracy:.2f} % right" in hover
+
+    # the explorer: the slider changes the image, the arrows and what is said
+    slider = find("#ex-slider")
+    move = (
+        "const s = document.getElementById('ex-slider'); s.value = arguments[0];"
+        "s.dispatchEvent(new Event('input', {bubbles: true}));"
+    )
+    seen = set()
+    for step in range(len(RADII) + 1):
+        browser.execute_script(move, step)
+        text = find("#ex-said").text
+        seen.add(text)
+        arrows = browser.find_elements("css selector", "#ex-svg path")
+        assert bool(arrows) == (step > 0)
+        assert (find("#ex-z").get_attribute("src") == find("#ex-x").get_attribute("src")) == (step == 0)
+    assert len(seen) == len(RADII) + 1 and f"radius {RADII[-1]:g}" in text
+    slider.send_keys("\ue012")  # the left arrow key
+    assert f"radius {RADII[-2]:g}" in find("#ex-said").text
+    first = find("#ex-x").get_attribute("src")
+    browser.find_elements("css selector", "#ex-thumbs button")[1].click()
+    assert find("#ex-x").get_attribute("src") != first
+    find("#ex-arrows").click()
+    assert not browser.find_elements("css selector", "#ex-svg path")
+
+    # the gallery's filters
+    def visible() -> list[Any]:
+        return [c for c in browser.find_elements("css selector", ".card") if c.is_displayed()]
+
+    whole = len(visible())
+    find("#filters select[name=outcome] option[value=broken]").click()
+    broken = visible()
+    assert 0 < len(broken) < whole and {c.get_attribute("data-outcome") for c in broken} == {"broken"}
+    find(f"#filters select[name=radius] option[value='{RADII[0]}']").click()
+    assert all(float(c.get_attribute("data-radius")) <= RADII[0] for c in visible())
+    assert find("#count").text.startswith(f"{len(visible())} of {whole}")
+    find("#filters button[type=reset]").click()
+    wait(lambda: len(visible()) == whole)
+
+    # light and dark
+    def background() -> str:
+        return str(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+
+    before = background()
+    find("#theme").click()
+    assert background() != before
+
+    # nothing was executed that should not be, nothing failed, nothing was asked of the network
+    assert browser.execute_script("return document.querySelectorAll('.run').length") == 2
+    assert NASTY in find("h1").text
+    assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    requests = []
+    for entry in browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            requests.append(message["params"]["request"]["url"])
+    assert requests and [u for u in requests if u.startswith(("http", "ws", "ftp"))] == []
+    assert browser.save_screenshot(str(tmp_path / "report.png"))
+    assert (tmp_path / "report.png").stat().st_size > 20_000

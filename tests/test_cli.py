@@ -1,0 +1,269 @@
+"""The command line: what it writes, what it says, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import wball
+from wball.cli import main
+from wball.cli.commands import app
+from wball.evaluate import load_evaluation
+from wball.evaluate.files import locked, read_tensors
+
+SOURCES = Path(__file__).parent.parent / "src"
+
+MINE = """
+import torch
+from torch import nn
+
+def halves():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return model
+
+def other():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+
+def data():
+    x = torch.rand(9, 1, 6, 6, generator=torch.Generator().manual_seed(0)).square() * 0.8
+    return x, halves()(x).argmax(1)
+
+def labels_out_of_range():
+    x, y = data()
+    return x, y + 5
+
+def slow():
+    import time
+    net = halves()
+    def model(x):
+        time.sleep(0.2)
+        return net(x)
+    return model
+
+broken = 3
+"""
+
+QUICK = ["--attack", "dual-averaging", "--steps", "5", "--eps", "0.1,0.3"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of the user's, as the working directory."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WBALL_DATA", raising=False)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK, "--out", "o")
+    assert code == 0
+    assert "halves on 9 images" in out and "audit:" in out and "mass fraction x px" in out
+    result = load_evaluation(here / "o")
+    assert result.clean_accuracy == 1.0 and result.radii == [0.1, 0.3]
+    assert (here / "o" / "report.html").stat().st_size > 1e6
+    tensors, _ = read_tensors(here / "o" / "examples.safetensors")
+    assert tensors["adversarial"].shape == tensors["original"].shape
+    # the same command again reads the result back
+    before = (here / "o" / "results.json").stat().st_mtime_ns
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "--json")
+    assert code == 0 and (here / "o" / "results.json").stat().st_mtime_ns == before
+    (content,) = json.loads(out)
+    assert content["model"] == "halves" and content["curve"][0]["accuracy"] == 1.0
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "-q")
+    assert (code, out) == (0, "")
+
+
+def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
+    models = ["mine.py:halves", "mine.py:other"]
+    line = ["evaluate", *models, "-d", "mine.py:data", *QUICK, "--minimal", "--no-report", "--out", "two"]
+    assert said(capsys, *line)[0] == 0
+    assert not (here / "two" / "report.html").exists()
+    code, out, _ = said(capsys, "report", "two/halves", "two/other", "--out", "r.html", "--title", "A & <b>")
+    assert code == 0 and "r.html" in out
+    assert "A &amp; &lt;b&gt;" in (here / "r.html").read_text()
+    code, out, _ = said(capsys, "figures", "two/halves", "two/other", "--out", "f", "--format", "png")
+    assert code == 0
+    assert (here / "f" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (here / "f" / "examples-halves.png").exists()
+
+
+def test_attack_shows_each_image(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.3", "--limit", "4"]
+    code, out, _ = said(capsys, *line, "--out", "z.safetensors", "--json")
+    content = json.loads(out)
+    assert code == 0 and len(content["success"]) == 4 and content["audit"]["valid_count"] == 4
+    tensors, _ = read_tensors(here / "z.safetensors")
+    assert torch.equal(tensors["success"], torch.tensor(content["success"]))
+    code, out, _ = said(capsys, *line, "--target", "1", "--attack", "pgd", "--steps", "2")
+    assert code == 0 and "pgd on halves" in out
+
+
+def test_certify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["certify", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.001,5", "--method", "crown", "--json"]
+    code, out, _ = said(capsys, *line)
+    small, large = json.loads(out)["radii"]
+    assert code == 0 and small["certified"] > large["certified"] == 0.0
+
+
+def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "models")
+    assert code == 0 and all(name in out for name in (*wball.list_models(), *wball.architectures()))
+    code, out, _ = said(capsys, "models", "mnist-standard")
+    assert json.loads(out)["architecture"] == "mnist-cnn"
+    code, out, _ = said(capsys, "data")
+    assert code == 0 and "fashion-mnist" in out
+    code, out, _ = said(capsys, "info", "--json")
+    content = json.loads(out)
+    assert content["wball"] == wball.__version__ and content["kernels"]["torch"] == "usable"
+    code, out, _ = said(capsys, "--version")
+    assert (code, out.strip()) == (0, wball.__version__)
+
+
+@pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands])  # type: ignore[union-attr]
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, command, "--help")
+    assert code == 0 and "Usage: wball " + command in out
+
+
+BAD = {
+    "unknown command": (["evalute"], "evalute"),
+    "unknown option": (["evaluate", "mnist-standard", "--epsilon", "1"], "--epsilon"),
+    "no model": (["evaluate"], "MODEL"),
+    "unknown model": (["evaluate", "mnist-standart"], "did you mean mnist-standard?"),
+    "architecture without weights": (["evaluate", "mnist-cnn"], "--weights"),
+    "missing weights": (["evaluate", "mnist-cnn", "--weights", "none.pth"], "no weights file"),
+    "truncated weights": (["evaluate", "mnist-cnn", "--weights", "cut.safetensors"], "cut.safetensors"),
+    "wrong architecture": (["evaluate", "cifar10-resnet18", "--weights", "mnist.safetensors"], "do not fit"),
+    "weights for a zoo model": (["evaluate", "mnist-standard", "--weights", "mnist.safetensors"], "comes with weights"),
+    "no such file": (["evaluate", "nothing.py:net"], "nothing.py"),
+    "no such module": (["evaluate", "no.such.module:net"], "cannot import"),
+    "no such function": (["evaluate", "mine.py:halvs"], "did you mean halves?"),
+    "not a model": (["evaluate", "mine.py:broken"], "not callable"),
+    "no such data": (["evaluate", "mnist-standard", "--data", "nowhere"], "--data nowhere"),
+    "data not downloaded": (["evaluate", "mnist-standard", "--data", "mnist"], "wball data mnist"),
+    "labels out of range": (["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"], "2 classes"),
+    "wrong shape": (["evaluate", "mnist-standard", "--data", "mine.py:data"], "does not take images of shape"),
+    "bad radius": (["evaluate", "mnist-standard", "--eps", "0.1,b"], "--eps"),
+    "negative radius": (["evaluate", "mnist-standard", "--eps", "-0.1"], "above 0"),
+    "even window": (["evaluate", "mnist-standard", "--window", "4"], "odd"),
+    "bad mass": (["evaluate", "mnist-standard", "--mass", "most"], "--mass"),
+    "bad attack": (["evaluate", "mnist-standard", "--attack", "magic"], "--attack magic"),
+    "steps of a fixed attack": (["evaluate", "mnist-standard", "--steps", "3"], "--steps"),
+    "bad split": (["evaluate", "mnist-standard", "--split", "all"], "--split"),
+    "bad device": (["evaluate", "mnist-standard", "--device", "tpu"], "--device tpu"),
+    "zero images": (["evaluate", "mnist-standard", "--limit", "0"], "--limit"),
+    "out is a file": (["evaluate", "mine.py:halves", "--data", "mine.py:data", "--out", "mine.py"], "is a file"),
+    "no results": (["report", "."], "results.json"),
+    "bad method": (["certify", "mine.py:halves", "-d", "mine.py:data", "--method", "guess"], "method"),
+    "bad data set": (["data", "imagenet"], "imagenet"),
+    "bad preset": (["train", "nothing"], "mnist-standard"),
+    "bad file for images": (["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"], ".safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = here / "mnist.safetensors"
+    if "safetensors" in " ".join(BAD[case][0]):
+        wball.save_weights(wball.build_model("mnist-cnn"), whole)
+        (here / "cut.safetensors").write_bytes(whole.read_bytes()[:1000])
+    arguments, expected = BAD[case]
+    code, out, err = said(capsys, *arguments)
+    assert code == 2
+    assert "Traceback" not in out and err.count("\n") == 1 and err.startswith("wball: ")
+    assert expected in err
+    assert not (here / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_when_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "evaluate", "mnist-standard", "--device", "cuda")
+    assert code == 2 and "--device cpu" in err
+
+
+def test_full_disk_and_folder_in_use(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "--out", "o"]
+    with locked(here / "o"):
+        code, _, err = said(capsys, *line)
+        assert code == 4 and "in use" in err
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        code, _, err = said(capsys, *line)
+    assert code == 5 and "No space left" in err and err.count("\n") == 1
+    assert not list((here / "o").rglob("*.part"))
+    assert said(capsys, *line)[0] == 0
+
+
+def test_claims_that_fail_the_audit_have_an_exit_code(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wball.evaluate import run
+
+    def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor) -> wball.AuditReport:
+        return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
+
+    monkeypatch.setattr(run, "audit", strict)
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "--out", "o"]
+    code, out, _ = said(capsys, *line)
+    assert code == 3 and "rejected and not counted" in out
+
+
+def test_unexpected_errors_are_one_line_too(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr(torch, "get_num_threads", fail)
+    code, _, err = said(capsys, "info")
+    assert code == 70 and err == "wball: unexpected ZeroDivisionError: surprise (WBALL_DEBUG=1 shows where)\n"
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_keyboard(here: Path) -> None:
+    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", *QUICK, "--out", "o"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(line, cwd=here, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not (here / "o" / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1].startswith("wball: interrupted") and "Traceback" not in err
+    assert not (here / "o" / "results.json").exists() and not list(here.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from wball.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
