@@ -17,7 +17,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,6 +254,7 @@ class Attack(ABC):
     """
 
     ball: Ball
+    _: KW_ONLY
     batch_size: int | None = None
     progress: bool | None = None
 
@@ -365,6 +366,7 @@ class GradientAttack(Attack):
             loss, which is what training wants.
     """
 
+    _: KW_ONLY
     objective: str | objectives.Objective = "cross-entropy"
     until_success: bool = True
 
