@@ -145,9 +145,9 @@ def conv_net(seed: int) -> nn.Sequential:
 @pytest.mark.parametrize("kind", ["conv", "residual"])
 def test_no_point_of_the_ball_beats_the_bound(kind: str, method: str) -> None:
     if kind == "conv":
-        net, x = conv_net(0), images(3, 1, 16, 0)
+        net, x = conv_net(0), images(2, 1, 16, 0)
     else:
-        net, x = residual(0), images(3, 2, 9, 0)  # type: ignore[assignment]
+        net, x = residual(0), images(2, 2, 9, 0)  # type: ignore[assignment]
     net.eval()
     y = net(x).argmax(1)
     for eps in (0.02, 0.2) if kind == "conv" else (0.05,):
@@ -207,20 +207,20 @@ def test_patches_give_what_dense_rows_give(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_batches_do_not_matter() -> None:
-    net, x = conv_net(2), images(5, 1, 16, 2)
+    net, x = conv_net(2), images(3, 1, 16, 2)
     y = net(x).argmax(1)
-    eps = torch.tensor([0.01, 0.02, 0.05, 0.1, 0.3])
+    eps = torch.tensor([0.01, 0.05, 0.3])
     whole = certify(net, x, y, wball.WassersteinBall(eps))
-    for i in range(5):
+    for i in range(3):
         alone = certify(net, x[i : i + 1], y[i : i + 1], wball.WassersteinBall(float(eps[i])))
         torch.testing.assert_close(alone.margin, whole.margin[i : i + 1], atol=1e-5, rtol=1e-5)
 
 
 def test_methods_are_ordered_and_alpha_never_loses() -> None:
-    net, x = conv_net(3), images(4, 1, 16, 3)
+    net, x = conv_net(3), images(2, 1, 16, 3)
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.05)
-    margin = {m: certify(net, x, y, ball, m, steps=5).margin for m in WASSERSTEIN}
+    margin = {m: certify(net, x, y, ball, m, steps=2).margin for m in WASSERSTEIN}
     assert bool((margin["interval"] < margin["crown"]).all())
     assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
     assert bool((margin["anchored"] >= margin["crown"]).all())
@@ -281,7 +281,7 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     net, x = conv_net(5), images(4, 1, 16, 5)
     y = net(x).argmax(1)
     y[3] = (y[3] + 1) % 4
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), "crown", rounds=8)
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), "crown", rounds=5)
     assert float(radius[3]) == 0.0
     assert bool((radius[:3] > 0).all())
     assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), "crown").certified.all())
