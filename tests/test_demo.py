@@ -1,31 +1,24 @@
-"""What a newcomer runs first must work: the demonstration and the example in the README."""
+"""What a newcomer runs first must work."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from wball import demo
+from wball.evaluate import load_evaluation
 
 
 @pytest.mark.slow
-def test_demo_makes_valid_images_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "new" / "demo.png"
-    assert demo.main(["--eps", "0.2", "--steps", "2", "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    arguments = ["--images", "4", "--models", "mnist-standard", "mnist-binarized", "--out", str(tmp_path / "new")]
+    assert demo.main(arguments) == 0
     said = capsys.readouterr().out
-    assert said.count("10 of 10 valid") == 2
-    assert "mass fraction x px" in re.sub(r"\s+", " ", said)
-    fooled = [int(n) for n in re.findall(r"(\d+) of 10 fooled", said)]
-    assert max(fooled) >= 1
-
-
-@pytest.mark.slow
-def test_readme_example(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip()
+    assert said.count("examples valid") == 2 and "report.html" in said and "mass fraction x px" in said
+    for name in ("mnist-standard", "mnist-binarized"):
+        result = load_evaluation(tmp_path / "new" / name)
+        assert len(result) == 4 and not result.rejected
+        assert result.accuracy_at(0.3) < result.clean_accuracy
+    assert (tmp_path / "new" / "report.html").stat().st_size > 1e6

@@ -506,26 +506,9 @@ def data(
 @app.command()
 def info(as_json: AsJson = False) -> int:
     """Versions, devices and kernels on this machine: what to put into a bug report."""
-    import torch
+    from wball.info import main as show
 
-    from wball import kernels, provenance
-
-    reasons = {name: kernels.why_not(name) for name in kernels.KERNELS}
-    found: dict[str, Any] = {
-        **provenance.versions(),
-        "kernels": {name: "usable" if reason is None else reason for name, reason in reasons.items()},
-        "kernel requested": kernels.requested(),
-        "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
-        "threads": torch.get_num_threads(),
-    }
-    if as_json:
-        _print_json(found)
-        return 0
-    for key, value in found.items():
-        if isinstance(value, dict):
-            value = "; ".join(f"{k}: {v}" for k, v in value.items())
-        print(f"{key:18}{', '.join(value) if isinstance(value, list) else value}")
-    return 0
+    return show(["--json"] if as_json else [])
 
 
 def _version(show: bool) -> None:
