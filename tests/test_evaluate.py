@@ -19,6 +19,7 @@ import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluate.files import locked, read_json, read_tensors, write_bytes
+from wball.evaluate.run import _audit
 
 SOURCES = Path(__file__).parent.parent / "src"
 BALL = wball.WassersteinBall(0.4)
@@ -302,6 +303,16 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
         read_tensors(tmp_path / "c.safetensors")
 
 
+def test_audit_in_threads_is_the_audit() -> None:
+    _, x, _ = problem(40)
+    ball = BALL.at(torch.linspace(0.01, 0.4, 40))
+    z = BALL.at(0.2).sample(x, torch.Generator().manual_seed(0))
+    z[3] *= 0.9
+    one, many = wball.audit(ball, x, z), _audit(ball, x, z)
+    assert 0 < one.n_valid < 40
+    assert one.to_dict() == many.to_dict()
+
+
 def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
     model, x, y = problem(4)
     noisy = nn.Sequential(model, nn.Softmax(1), nn.Dropout(0.5))
@@ -351,6 +362,10 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
         evaluate(model, x, y, BALL, attack="pgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="another threat model"):
         evaluate(model, x, y, BALL, attack=wball.DualAveraging(wball.WassersteinBall(0.1, mass="absolute")))
+    with pytest.raises(ValueError, match="one of interval"):
+        evaluate(model, x, y, BALL, certify="guess")
+    with pytest.raises(TypeError, match="Module"):
+        evaluate(lambda z: model(z), x, y, BALL, certify=True)
     with pytest.raises(ValueError, match="empty"):
         evaluate(model, x[:0], y[:0], BALL)
     (tmp_path / "file").write_text("")
