@@ -47,11 +47,13 @@ MOMENTUM = 0.95
 """Largest weight of the extrapolation."""
 ROUNDS = 8
 """How often an image may offer a plan, because the repaired one is not always as good as estimated."""
-FIRST, LEAST = 0.7, 0.1
+FIRST, LEAST = 0.7, 0.02
 """An image offers its plan when the estimate falls below this share of the tolerance, halved from offer to offer."""
-REPAIR_SWEEPS = 6
+REPAIR_SWEEPS = 40
+SLACK = 5e-7
+"""What may be left above ``hi`` (and is cut off: far less mass than float32 images are given in)."""
 PSI_TOL = 0.2
-"""The price is exact enough when the cost misses the budget by this share of the tolerance."""
+"""The price is exact enough when the cost misses the budget by this share of what an offer asks for."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class _Search:
         for step in range(max_iter):
             if bool(done.all()):
                 break
-            price = torch.where(done, price, self._price(beta, price, 12 if step == 0 else 3))
+            price = torch.where(done, price, self._price(beta, price, target, 12 if step == 0 else 3))
             rows = self._rows(beta, price)
             columns = rows.columns()
             new = self._columns(beta, columns)
@@ -185,11 +187,11 @@ class _Search:
             n_iter=n_iter,
         )
 
-    def _price(self, beta: Tensor, price: Tensor, newton: int) -> Tensor:
+    def _price(self, beta: Tensor, price: Tensor, target: Tensor, newton: int) -> Tensor:
         """The rows' block: bracketed Newton steps on the price, in units of ``tau``."""
         rings, cost_of = _rings(beta, self.moves), self.moves.ring_cost
         low, high = torch.full_like(price, -1.0), torch.full_like(price, math.inf)
-        tolerance = PSI_TOL * self.tol
+        tolerance = (PSI_TOL * target).clamp(min=16 * torch.finfo(price.dtype).eps)
         for _ in range(newton):
             share = torch.softmax(rings - _per_image(price) * cost_of, 0)
             mean = (share * cost_of).sum(0)
@@ -272,7 +274,7 @@ class _Search:
         x, lo, hi = self.x, self.lo, self.hi
         keep, give = torch.ones_like(x), torch.ones_like(x)
         sent, received = rows.exchange(keep, give)
-        slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
+        slack = SLACK * max(1.0, hi if math.isfinite(hi) else 1.0)
         tiny = torch.finfo(x.dtype).tiny
 
         def tightened(share: float) -> tuple[Tensor, Tensor]:

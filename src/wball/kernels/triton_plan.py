@@ -22,17 +22,23 @@ from torch import Tensor
 from wball.kernels.reference import COST_TOL, REPAIR_SHARES, EntropicPlan
 from wball.kernels.triton_stencil import (
     MAX_ON_CHIP,
+    RANGE,
     TILE,
     Move,
     Stencil,
     arriving,
     exchange,
+    extent,
     is_halo,
+    log_moments,
     log_rings,
+    make_rings,
+    moments,
     newton_step,
     pair_costs,
-    ring_moments,
     ring_prices,
+    stage_factors,
+    stage_halos,
     staged_position,
     stencil,
     sum_two,
@@ -91,41 +97,38 @@ def _shape(table: Stencil) -> dict[str, object]:
 
 
 def _warps(block: int) -> int:
-    """Four values a thread: enough of them in flight, and the rings stay in registers."""
-    return min(16, max(4, block // 128))
+    """One program has a multiprocessor for itself in common batches: as many threads as there are."""
+    return min(32, max(4, block // 64))
 
 
-def _on_chip(
-    table: Stencil,
-    given: Tensors,
-    out: Tensors,
-    staged: Tensors,
-    box: tuple[float, float] | None,
-    sweeps: int,
-    newton: int,
-) -> None:
+def _on_chip(table: Stencil, given: Tensors, out: Tensors, staged: Tensors, box: Box, sweeps: int, newton: int) -> None:
     block = max(128, triton.next_power_of_2(table.values))
-    _plan_kernel[(given[0].shape[0],)](
-        *given, *out, *staged, table.offset, table.price, table.pair_offset, table.pair_price, 1, *_slack(box),
-        sweeps, newton, **_shape(table), BOX=box is not None, TOL=COST_TOL, BLOCK=block,
-        num_warps=_warps(block), num_stages=1,
-    )  # fmt: skip
+    wide = torch.empty(given[0].shape[0], dtype=torch.int32, device=given[0].device)
+    for linear in (True, False):  # the second solves what the first notes in `wide`
+        _plan_kernel[(given[0].shape[0],)](
+            *given, *out, *staged, wide, table.offset, table.price, table.pair_offset, table.pair_price, 1,
+            *_slack(box), sweeps, newton, **_shape(table), BOX=box is not None, TOL=COST_TOL, LINEAR=linear,
+            WIDEST=RANGE, BLOCK=block, num_warps=_warps(block), num_stages=1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["one", "sweeps", "newton"])
 def _plan_kernel(
     x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
     z_out, q_out, psi_out, cost_out, net_out,
-    s_ptr, t_ptr, keep_ptr, give_ptr,
+    s_ptr, t_ptr, keep_ptr, give_ptr, wide_ptr,
     offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
     one, lo, hi, slack, sweeps, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, LINEAR: tl.constexpr,
+    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    GUARD: tl.constexpr = RR * (W + RC) + RC
     image = tl.program_id(0).to(tl.int64)
+    if not LINEAR:  # noqa: SIM102, decided when compiling
+        if tl.load(wide_ptr + image) == 0:
+            return
     # Times a one the compiler cannot see: shifted loads are never aligned, so neighbouring threads should hold
     # neighbouring pixels instead of four each.
     index = tl.arange(0, BLOCK) * one
@@ -135,17 +138,10 @@ def _plan_kernel(
     t_ptr += image * STAGED
     keep_ptr += image * STAGED
     give_ptr += image * STAGED
-    for first in tl.range(0, STAGED + GUARD, BLOCK):
-        spot = first + index - GUARD
-        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
-        tl.store(s_ptr + spot, float("-inf"), mask=halo)
-        tl.store(t_ptr + spot, float("-inf"), mask=halo)
-        tl.store(keep_ptr + spot, 0.0, mask=halo)
-        tl.store(give_ptr + spot, 0.0, mask=halo)
+    stage_halos(s_ptr, t_ptr, keep_ptr, give_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    log_x = tl.log(x)  # -inf where the row is empty
     budget = tl.load(budget_ptr + image).to(tl.float32)
     psi = tl.load(psi_ptr + image).to(tl.float32)
     keep = tl.full([BLOCK], 1.0, tl.float32)
@@ -154,57 +150,67 @@ def _plan_kernel(
     tl.store(give_ptr + place, give, mask=real)
     prices = ring_prices(price_ptr, ENDS)
 
+    # s and t are the column and row terms of a move: added in logs, multiplied without.
     s = b + q
-    t = log_x
+    t = x
     sent = x
     received = x
+    wide = False
     sweep = 0
     while sweep <= sweeps:
         s = b + q
+        if LINEAR:
+            top, bottom = extent(s, real)
+            wide = wide | (top - bottom > WIDEST)
+            s = tl.exp(s - top)
         tl.debug_barrier()
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
-        rings = log_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS)
+        rings = make_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS, LINEAR)
         low = -1.0
         high = float("inf")
-        done = False
+        done = wide
         step = 0
         while (step < newton) & (done == False):  # noqa: E712
-            mean, variance, norm, moved = ring_moments(rings, prices, psi)
+            mean, variance, norm, moved = moments(rings, prices, psi, LINEAR)
             cost, slope = sum_two(x * mean, x * variance)
             psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, TOL)
             step += 1
-        mean, variance, norm, moved = ring_moments(rings, prices, psi)
-        t = log_x - norm
+        mean, variance, norm, moved = moments(rings, prices, psi, LINEAR)
+        if LINEAR:
+            t = x / norm
+            stay = t * s
+        else:
+            t = tl.log(x) - norm  # -inf where the row is empty
+            stay = tl.exp(t + s)
         sent = x * moved
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = arriving(t_ptr, place, s, psi, prices, offset_ptr, ENDS, OFFSETS)
+        received = arriving(t_ptr, place, s, psi, prices, offset_ptr, ENDS, OFFSETS, LINEAR)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
-                z = tl.maximum(tl.exp(t + s) + received, 1e-12)
+                z = tl.maximum(stay + received, 1e-12)
                 shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
-                still = tl.max((shift != q).to(tl.int32), 0) == 0
+                still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
                 q = shift
                 if still:
                     sweep = sweeps + 1
+    if LINEAR:
+        tl.store(wide_ptr + image, wide.to(tl.int32))
 
     z = x - sent + received
     if BOX:
         over = (z > hi + slack) & real
         under = (z < lo - slack) & real
-        broken = tl.max((over | under).to(tl.int32), 0)
+        broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
         repair = 0
         while (repair < _REPAIRS) & (broken > 0):
             keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
-            tl.debug_barrier()
-            tl.store(keep_ptr + place, keep, mask=real)
-            tl.store(give_ptr + place, give, mask=real)
-            tl.debug_barrier()
+            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
             sent, received = exchange(
-                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS, OFFSETS
+                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS, OFFSETS, LINEAR
             )
             z = x - give * sent + keep * received
             over = (z > hi + slack) & real
@@ -213,13 +219,17 @@ def _plan_kernel(
             repair += 1
     tl.debug_barrier()
     cost, net = pair_costs(
-        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, pair_offset_ptr, pair_price_ptr, PAIRS
-    )
+        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, pair_offset_ptr, pair_price_ptr,
+        PAIRS, 4 if len(OFFSETS) > 0 else 1, LINEAR,
+    )  # fmt: skip
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
     tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))
     tl.store(psi_out + image, psi)
     tl.store(z_out + image * N + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
     tl.store(q_out + image * N + index, q, mask=real)
+    if LINEAR:
+        tl.store(keep_ptr + place, keep, mask=real)
+        tl.store(give_ptr + place, give, mask=real)
 
 
 @triton.jit
@@ -364,7 +374,7 @@ def _newton_kernel(
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + staged + place)
         rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS, OFFSETS)
-        mean, variance, norm, _ = ring_moments(rings, ring_prices(price_ptr, ENDS), psi)
+        mean, variance, norm, _ = log_moments(rings, ring_prices(price_ptr, ENDS), psi)
         tl.store(t_ptr + staged + place, tl.log(x) - norm, mask=real)
         if step < newton:
             last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
@@ -397,7 +407,7 @@ def _shift_kernel(
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
         q = tl.load(q_ptr + values + index, mask=real, other=0.0)
         z = tl.exp(t + s) + arriving(
-            t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS
+            t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False
         )
         z = tl.maximum(z, 1e-12)
         shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
@@ -419,7 +429,7 @@ def _move_kernel(
     psi = tl.load(psi_ptr + image)
     x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
     s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-    received = arriving(t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS)
+    received = arriving(t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False)
     sent = tl.maximum(x - tl.exp(t + s), 0.0)
     tl.store(sent_ptr + values + index, sent, mask=real)
     tl.store(received_ptr + values + index, received, mask=real)
@@ -461,7 +471,7 @@ def _exchange_kernel(
         keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
         sent, received = exchange(
             s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, psi,
-            ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS,
+            ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False,
         )  # fmt: skip
         tl.store(sent_ptr + values + index, sent, mask=real)
         tl.store(received_ptr + values + index, received, mask=real)
@@ -489,7 +499,7 @@ def _cost_kernel(
     tl.store(z_ptr + values + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
     cost, net = pair_costs(
         s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, keep, give, psi,
-        offset_ptr, price_ptr, PAIRS,
+        offset_ptr, price_ptr, PAIRS, 4 if len(OFFSETS) > 0 else 1, False,
     )  # fmt: skip
     last, cost, net = _image_sums(
         tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK

@@ -1,7 +1,8 @@
 r"""Projected Sinkhorn (:mod:`wball.kernels.reference_projection`) in Triton: every sweep inside one launch.
 
 One program per image: both blocks of the ascent, momentum, the stopping test, repair and the gap. Images leave one by
-one. Arithmetic is float32; the gap is a sum of small terms, added in float64.
+one. Arithmetic is float32; the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to
+do without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second.
 """
 
 # mypy: ignore-errors
@@ -17,15 +18,18 @@ from torch import Tensor
 from wball.kernels import reference_projection as reference
 from wball.kernels.reference_projection import ProjectedSinkhorn
 from wball.kernels.triton_stencil import (
+    RANGE,
     Move,
     arriving,
     exchange,
-    is_halo,
-    log_rings,
+    extent,
+    make_rings,
+    moments,
     newton_step,
     pair_costs,
-    ring_moments,
     ring_prices,
+    stage_factors,
+    stage_halos,
     staged_position,
     stencil,
     sum_six,
@@ -70,16 +74,20 @@ def projected_sinkhorn(
     lo, hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, float("inf"))
     block = max(128, triton.next_power_of_2(table.values))
     channels, height, width = table.shape
-    if batch:
+    wide = torch.empty(batch, dtype=torch.int32, device=device)
+    x, w, budget = x.contiguous(), w.contiguous(), budget.to(torch.float64)
+    for linear in (True, False) if batch else ():
+        start = (u.contiguous(), psi) if linear else (u_out, psi_out)
         _projection_kernel[(batch,)](
-            x.contiguous(), w.contiguous(), u.contiguous(), budget.to(torch.float64), tau, psi,
-            z, u_out, psi_out, numbers, residual, n_iter, *staged,
+            x, w, budget, tau, *start, z, u_out, psi_out, numbers, residual, n_iter, *staged, wide,
             table.offset, table.price, table.pair_offset, table.pair_price,
-            1, lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0),
+            1, lo, hi, reference.SLACK * (max(1.0, hi) if box is not None else 1.0),
             tol, max_iter, batch,
             C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
-            OFFSETS=table.offsets, PAIRS=table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0,
-            BOX=box is not None, BLOCK=block, num_warps=_warps(block), num_stages=1,
+            # In logs the moves are looped over: that kernel is rarely needed, and long to compile.
+            OFFSETS=table.offsets if linear else (),
+            PAIRS=table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0, BOX=box is not None,
+            LINEAR=linear, WIDEST=RANGE, BLOCK=block, num_warps=_warps(block), num_stages=1,
         )  # fmt: skip
     objective, gap, allowed, cost = numbers
     return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long(), kernel="triton")
@@ -125,18 +133,21 @@ def _misfit(w, u, z, lo, hi):
 
 @triton.jit(do_not_specialize=["one", "max_iter", "batch", "tol"])
 def _projection_kernel(
-    x_ptr, w_ptr, u_ptr, budget_ptr, tau_ptr, psi_ptr,
+    x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, numbers_out, residual_out, n_iter_out,
-    s_ptr, t_ptr, keep_ptr, give_ptr,
+    s_ptr, t_ptr, keep_ptr, give_ptr, wide_ptr,
     offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
     one, lo, hi, slack, tol, max_iter, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, LINEAR: tl.constexpr, WIDEST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    GUARD: tl.constexpr = RR * (W + RC) + RC
     image = tl.program_id(0).to(tl.int64)
+    if not LINEAR:  # noqa: SIM102, decided when compiling
+        if tl.load(wide_ptr + image) == 0:
+            return
     index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
     real = index < N
     place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
@@ -144,17 +155,10 @@ def _projection_kernel(
     t_ptr += image * STAGED
     keep_ptr += image * STAGED
     give_ptr += image * STAGED
-    for first in tl.range(0, STAGED + GUARD, BLOCK):
-        spot = first + index - GUARD
-        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
-        tl.store(s_ptr + spot, float("-inf"), mask=halo)
-        tl.store(t_ptr + spot, float("-inf"), mask=halo)
-        tl.store(keep_ptr + spot, 0.0, mask=halo)
-        tl.store(give_ptr + spot, 0.0, mask=halo)
+    stage_halos(s_ptr, t_ptr, keep_ptr, give_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    log_x = tl.log(x)
     budget_exact = tl.load(budget_ptr + image)
     budget = budget_exact.to(tl.float32)
     psi = tl.load(psi_ptr + image).to(tl.float32)
@@ -172,27 +176,40 @@ def _projection_kernel(
     offers = 0
     target = _FIRST * tol
     done = single
+    wide = False
     while (n_iter < max_iter) & (done == False):  # noqa: E712
         # Rows and price.
+        s = beta
+        top = 0.0
+        if LINEAR:
+            top, bottom = extent(beta, real)
+            wide = top - bottom > WIDEST
+            s = tl.exp(beta - top)
         tl.debug_barrier()
-        tl.store(s_ptr + place, beta, mask=real)
+        tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
-        rings = log_rings(s_ptr, place, beta, offset_ptr, ENDS, OFFSETS)
+        rings = make_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS, LINEAR)
         low = -1.0
         high = float("inf")
-        found = False
+        found = wide
         step = 0
         steps = tl.where(n_iter == 0, 12, 3)
+        tolerance = tl.maximum(_PSI_TOL * target, 1.9e-6)
         while (step < steps) & (found == False):  # noqa: E712
-            mean, variance, log_sum, moved = ring_moments(rings, prices, price)
+            mean, variance, norm, moved = moments(rings, prices, price, LINEAR)
             cost, slope = sum_two(x * mean, x * variance)
-            price, low, high, found = newton_step(price, low, high, cost, slope, budget, _PSI_TOL * tol)
+            price, low, high, found = newton_step(price, low, high, cost, slope, budget, tolerance)
             step += 1
-        mean, variance, log_sum, moved = ring_moments(rings, prices, price)
-        t = log_x - log_sum
+        mean, variance, norm, moved = moments(rings, prices, price, LINEAR)
+        if LINEAR:
+            t = x / norm
+            log_sum = tl.log(norm) + top
+        else:
+            t = tl.log(x) - norm  # -inf where the row is empty
+            log_sum = norm
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = arriving(t_ptr, place, beta, price, prices, offset_ptr, ENDS, OFFSETS)
+        received = arriving(t_ptr, place, s, price, prices, offset_ptr, ENDS, OFFSETS, LINEAR)
 
         # Columns.
         columns = received + x * (1.0 - moved)
@@ -216,12 +233,13 @@ def _projection_kernel(
         )
         scale = distance - tau * (entropy - price * cost) + tol * at_centre.to(tl.float32)
         estimate = misfit + tau * price * (tl.abs(budget - cost) + 1.5 * outside)
-        if (estimate <= target * scale) | (n_iter == max_iter):
+        if wide:
+            done = True
+        elif (estimate <= target * scale) | (n_iter == max_iter):
             # Into the box.
             keep = tl.full([BLOCK], 1.0, tl.float32)
             give = tl.full([BLOCK], 1.0, tl.float32)
-            tl.store(keep_ptr + place, keep, mask=real)
-            tl.store(give_ptr + place, give, mask=real)
+            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
             stayed = x * (1.0 - moved)
             raw_sent = x * moved
             raw_received = received
@@ -238,12 +256,11 @@ def _projection_kernel(
                     tighter_keep, tighter_give = tighten(
                         x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0)
                     )
-                    tl.debug_barrier()
-                    tl.store(keep_ptr + place, tighter_keep, mask=real)
-                    tl.store(give_ptr + place, tighter_give, mask=real)
-                    tl.debug_barrier()
+                    stage_factors(
+                        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, tighter_keep, tighter_give, real, LINEAR
+                    )
                     raw_sent, raw_received = exchange(
-                        s_ptr, t_ptr, keep_ptr, give_ptr, place, beta, t, price, prices, offset_ptr, ENDS, OFFSETS
+                        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, price, prices, offset_ptr, ENDS, OFFSETS, LINEAR
                     )
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
@@ -260,13 +277,10 @@ def _projection_kernel(
                     under = (z < lo - slack) & real
                     broken = tl.max((over | under).to(tl.int32), 0)
                     repair += 1
-                tl.debug_barrier()
-                tl.store(keep_ptr + place, keep, mask=real)
-                tl.store(give_ptr + place, give, mask=real)
-            tl.debug_barrier()
+            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
             paid, _ = pair_costs(
-                s_ptr, t_ptr, keep_ptr, give_ptr, place, beta, t, keep, give, price,
-                pair_offset_ptr, pair_price_ptr, PAIRS,
+                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, price,
+                pair_offset_ptr, pair_price_ptr, PAIRS, 4 if len(OFFSETS) > 0 else 1, LINEAR,
             )  # fmt: skip
             # Within the budget.
             spent = _total(paid, real)
@@ -306,8 +320,13 @@ def _projection_kernel(
         # Momentum, restarted when a sweep turns back.
         streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
         weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
-        beta = new + weight * (new - last)
+        beta = tl.where(wide, beta, new + weight * (new - last))
         last = new
+    if LINEAR:
+        tl.store(wide_ptr + image, wide.to(tl.int32))
+        if wide:  # where the second launch takes over
+            tl.store(u_out + image * N + index, tau * beta, mask=real)
+            tl.store(psi_out + image, tau * price)
     tl.store(n_iter_out + image, n_iter)
     if single:  # a ball of one point
         tl.store(z_out + image * N + index, x, mask=real)

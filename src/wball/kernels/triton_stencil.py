@@ -4,7 +4,12 @@ Triton cannot gather from registers, so what neighbours must see (potentials, ro
 small global buffer per image that stays in the first-level cache. Rows are ``W + rc`` apart and planes ``H + rr`` rows
 apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of a row is also the halo to the left of
 the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
-no bounds are checked, and a buffer is little larger than the images. Halos hold ``-inf`` in logs: no mass.
+no bounds are checked, and a buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
+
+Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated once a
+pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the moves
+loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
+passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
 
 Moves are ordered by ring, the centre alone in ring 0. Rings are unrolled (each is a tensor in registers). So are the
 moves inside a ring of small windows, with their offsets in the code, because a pass over an image that is on chip waits
@@ -32,6 +37,8 @@ MAX_ON_CHIP = 4096
 """Images up to this many values are solved by one program that keeps them in registers."""
 TILE = 1024
 """Values per program of a larger image."""
+RANGE = 60.0
+"""Potentials that differ by no more than this over an image need no logs."""
 MAX_UNROLLED = 49
 """Windows with up to this many moves have their offsets in the code."""
 
@@ -153,6 +160,40 @@ def is_halo(place, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.co
 
 
 @triton.jit
+def stage_halos(
+    s_ptr, t_ptr, keep_ptr, give_ptr, index,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
+    LINEAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Everything around an image that its stencil may touch: no mass there."""
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    GUARD: tl.constexpr = RR * (W + RC) + RC
+    nothing = 0.0 if LINEAR else float("-inf")
+    for first in tl.range(0, STAGED + GUARD, BLOCK):
+        spot = first + index - GUARD
+        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+        tl.store(s_ptr + spot, nothing, mask=halo)
+        tl.store(t_ptr + spot, nothing, mask=halo)
+        tl.store(keep_ptr + spot, 0.0, mask=halo)
+        tl.store(give_ptr + spot, 0.0, mask=halo)
+
+
+@triton.jit
+def _widest(a0, a1, b0, b1):
+    return tl.maximum(a0, b0), tl.minimum(a1, b1)
+
+
+@triton.jit
+def extent(values, real):
+    """Largest and smallest value of an image."""
+    above, below = tl.where(real, values, float("-inf")), tl.where(real, values, float("inf"))
+    if INTERPRETED:
+        return tl.max(above, 0), tl.min(below, 0)
+    else:
+        return tl.reduce((above, below), 0, _widest)
+
+
+@triton.jit
 def ring_prices(price_ptr, ENDS: tl.constexpr):
     """The cost of each ring, as a tuple of scalars."""
     prices = (0.0,)
@@ -183,7 +224,7 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
 
 
 @triton.jit
-def ring_moments(rings, prices, psi):
+def log_moments(rings, prices, psi):
     """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that moves."""
     top = rings[0]
     pivot = tl.zeros_like(top)  # the likeliest cost: moments around it do not cancel
@@ -204,6 +245,61 @@ def ring_moments(rings, prices, psi):
     total = stay + moving
     shift = first / total
     return pivot + shift, tl.maximum(second / total - shift * shift, 0.0), top + tl.log(total), moving / total
+
+
+@triton.jit
+def ring_sums(b_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+    """For each ring, the sum of the staged values at its ends."""
+    rings = (own,)
+    for d in tl.static_range(1, len(ENDS) - 1):
+        total = tl.zeros_like(own)
+        if len(OFFSETS) > 0:
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                total += tl.load(b_ptr + place + OFFSETS[k])
+        else:
+            for k in tl.range(ENDS[d], ENDS[d + 1]):
+                total += tl.load(b_ptr + place + tl.load(offset_ptr + k))
+        rings = rings + (total,)
+    return rings
+
+
+@triton.jit
+def sum_moments(rings, prices, psi):
+    """:func:`log_moments` for sums; the normaliser itself instead of its log."""
+    best = rings[0]
+    pivot = tl.zeros_like(best)
+    moving = tl.zeros_like(best)
+    for d in tl.static_range(1, len(rings)):
+        weight = rings[d] * tl.exp(-psi * prices[d])
+        pivot = tl.where(weight > best, prices[d], pivot)
+        best = tl.maximum(best, weight)
+        moving += weight
+    first = -pivot * rings[0]
+    second = pivot * pivot * rings[0]
+    for d in tl.static_range(1, len(rings)):
+        weight = rings[d] * tl.exp(-psi * prices[d])
+        apart = prices[d] - pivot
+        first += apart * weight
+        second += apart * apart * weight
+    total = rings[0] + moving
+    shift = first / total
+    return pivot + shift, tl.maximum(second / total - shift * shift, 0.0), total, moving / total
+
+
+@triton.jit
+def moments(rings, prices, psi, LINEAR: tl.constexpr):
+    if LINEAR:
+        return sum_moments(rings, prices, psi)
+    else:
+        return log_moments(rings, prices, psi)
+
+
+@triton.jit
+def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
+    if LINEAR:
+        return ring_sums(ptr, place, own, offset_ptr, ENDS, OFFSETS)
+    else:
+        return log_rings(ptr, place, own, offset_ptr, ENDS, OFFSETS)
 
 
 @triton.jit
@@ -249,17 +345,38 @@ def sum_six(a, b, c, d, e, f):
 
 
 @triton.jit
-def arriving(t_ptr, place, own, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """What arrives at each pixel from others: ``sum_k exp(t[i - k] + own - psi c_k)``."""
-    total = tl.zeros_like(own)
+def neighbours(ptr, place, toward: tl.constexpr, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+    """``sum_k value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays."""
+    total = tl.zeros(place.shape, tl.float32)
     for d in tl.static_range(1, len(ENDS) - 1):
-        toll = psi * prices[d]
+        ring = tl.zeros(place.shape, tl.float32)
         if len(OFFSETS) > 0:
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                total += tl.exp(tl.load(t_ptr + place - OFFSETS[k]) + own - toll)
+                ring += tl.load(ptr + place + toward * OFFSETS[k])
         else:
             for k in tl.range(ENDS[d], ENDS[d + 1]):
-                total += tl.exp(tl.load(t_ptr + place - tl.load(offset_ptr + k)) + own - toll)
+                ring += tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+        total += ring * tl.exp(-psi * prices[d])
+    return total
+
+
+@triton.jit
+def arriving(
+    t_ptr, place, own, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr
+):
+    """What arrives at each pixel from others: ``sum_k A[i - k] B[i] exp(-psi c_k)``."""
+    if LINEAR:
+        total = own * neighbours(t_ptr, place, -1, psi, prices, offset_ptr, ENDS, OFFSETS)
+    else:
+        total = tl.zeros_like(own)
+        for d in tl.static_range(1, len(ENDS) - 1):
+            toll = psi * prices[d]
+            if len(OFFSETS) > 0:
+                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                    total += tl.exp(tl.load(t_ptr + place - OFFSETS[k]) + own - toll)
+            else:
+                for k in tl.range(ENDS[d], ENDS[d + 1]):
+                    total += tl.exp(tl.load(t_ptr + place - tl.load(offset_ptr + k)) + own - toll)
     return total
 
 
@@ -271,27 +388,47 @@ def _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, ahead, behind, s, t, toll):
 
 
 @triton.jit
+def stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
+    """Let the neighbours see the factors: on their own, or (without logs) multiplied into what they belong to."""
+    tl.debug_barrier()
+    if LINEAR:
+        tl.store(s_ptr + place, s * keep, mask=real)
+        tl.store(t_ptr + place, t * give, mask=real)
+    else:
+        tl.store(keep_ptr + place, keep, mask=real)
+        tl.store(give_ptr + place, give, mask=real)
+    tl.debug_barrier()
+
+
+@triton.jit
 def exchange(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr
-):
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
     """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
-    sent = tl.zeros_like(s)
-    received = tl.zeros_like(s)
-    for d in tl.static_range(1, len(ENDS) - 1):
-        toll = psi * prices[d]
-        if len(OFFSETS) > 0:
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                out, into = _exchange_one(
-                    s_ptr, t_ptr, keep_ptr, give_ptr, place + OFFSETS[k], place - OFFSETS[k], s, t, toll
-                )
-                sent += out
-                received += into
-        else:
-            for k in tl.range(ENDS[d], ENDS[d + 1]):
-                offset = tl.load(offset_ptr + k)
-                out, into = _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, place + offset, place - offset, s, t, toll)
-                sent += out
-                received += into
+    if LINEAR:
+        sent = t * neighbours(s_ptr, place, 1, psi, prices, offset_ptr, ENDS, OFFSETS)
+        received = s * neighbours(t_ptr, place, -1, psi, prices, offset_ptr, ENDS, OFFSETS)
+    else:
+        sent = tl.zeros_like(s)
+        received = tl.zeros_like(s)
+        for d in tl.static_range(1, len(ENDS) - 1):
+            toll = psi * prices[d]
+            if len(OFFSETS) > 0:
+                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                    out, into = _exchange_one(
+                        s_ptr, t_ptr, keep_ptr, give_ptr, place + OFFSETS[k], place - OFFSETS[k], s, t, toll
+                    )
+                    sent += out
+                    received += into
+            else:
+                for k in tl.range(ENDS[d], ENDS[d + 1]):
+                    offset = tl.load(offset_ptr + k)
+                    out, into = _exchange_one(
+                        s_ptr, t_ptr, keep_ptr, give_ptr, place + offset, place - offset, s, t, toll
+                    )
+                    sent += out
+                    received += into
     return sent, received
 
 
@@ -310,16 +447,21 @@ def tighten(x, sent, received, keep, give, over, under, lo, hi, share):
 
 @triton.jit
 def pair_costs(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr
-):
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, offset_ptr, price_ptr,
+    PAIRS: tl.constexpr, UNROLL: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
     """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel."""
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
-    for k in tl.range(0, PAIRS):
+    for k in tl.range(0, PAIRS, loop_unroll_factor=UNROLL):
         ahead = place + tl.load(offset_ptr + k)
         there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
-        out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
-        into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back) * (keep * tl.load(give_ptr + ahead))
+        if LINEAR:
+            out = t * give * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
+            into = s * keep * tl.load(t_ptr + ahead) * tl.exp(-psi * tl.maximum(back, 0.0))
+        else:
+            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
+            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back) * (keep * tl.load(give_ptr + ahead))
         into = tl.where(back >= 0, into, 0.0)
         back = tl.maximum(back, 0.0)
         cost += there * out + back * into
