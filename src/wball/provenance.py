@@ -41,10 +41,11 @@ def command() -> str:
     """The command line of this process, as one would type it."""
     if not sys.argv or not sys.argv[0]:
         return "an interactive Python session"
-    program = Path(sys.argv[0])
-    if program.name in ("wball", "wball.exe") or program.parts[-3:-1] == ("wball", "cli"):
+    program, spec = Path(sys.argv[0]), getattr(sys.modules.get("__main__"), "__spec__", None)
+    module = "" if spec is None else spec.name.removesuffix(".__main__")
+    if module == "wball.cli" or program.name in ("wball", "wball.exe"):
         return shlex.join(["wball", *sys.argv[1:]])
-    return shlex.join(["python", program.name, *sys.argv[1:]])
+    return shlex.join(["python", *(["-m", module] if module else [program.name]), *sys.argv[1:]])
 
 
 def device_name(device: torch.device) -> str:

@@ -55,7 +55,7 @@
       hoverlabel: { bgcolor: isDark ? "#23262e" : "#ffffff", font: { color: ink } },
       xaxis: { ...axis, title: { text: "radius (" + escaped(data.unit) + ")" }, rangemode: "tozero", unifiedhovertitle: { text: "radius %{x}" } },
       yaxis: { ...axis, title: { text: "accuracy (%)" }, range: [-2, 102] },
-      legend: { orientation: "h", y: 1.08, x: 0 }, showlegend: traces.length > 1,
+      legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 }, showlegend: traces.length > 1,
     };
     Plotly.react("chart", traces, layout, { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
   }

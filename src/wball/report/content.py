@@ -27,7 +27,7 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
     each = max(1, images // len(evaluations))
     return {
-        "title": title or f"Robustness to moved mass: {', '.join(names)}",
+        "title": title or f"Robustness to moved mass: {', '.join(names) if len(names) < 3 else f'{len(names)} models'}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "scale": scale,
