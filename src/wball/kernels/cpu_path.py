@@ -4,6 +4,7 @@ The mathematics is that of the torch version: Newton's method on the dual with c
 each entered along the tangent; plans are repaired and bounds kept as in :mod:`wball.solvers.projection` and
 :mod:`wball.solvers.support`, with the support function written as the minimum of ``-<g, z>``. What differs is the work:
 
+* the support function without box is the kink of a convex function of the price alone and is found first;
 * an image stops when *it* is done, and takes as many steps as *it* needs;
 * only rows with mass and columns within their reach exist. A column beyond reach stays at ``z = 0``, and its dual
   variable has a closed form (``u = w``, or ``u = g``);
@@ -91,7 +92,7 @@ def follow_path(
 
     Args:
         x: images with mass, ``(B, C, H, W)``.
-        moves: ``(dr, dc, cost)``.
+        moves: ``(dr, dc, cost)``, cheapest first.
         budget: positive, per image.
         target: ``w`` of the quadratic columns, ``g`` of the linear ones.
         box: ``(lo, hi)``, possibly infinite.
@@ -101,7 +102,7 @@ def follow_path(
         max_iter: Newton steps.
         tolerance: when an image is done.
         best: what is known, improved in place.
-        linear: whether the columns are linear.
+        linear: whether the columns are linear. With an infinite ``hi``, only the kink is then searched for.
     """
     from wball import plan
     from wball.solvers import path
@@ -446,7 +447,8 @@ def _shrink(p, flow, share):  # type: ignore[no-untyped-def]
 def _into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
     """Send excess back along the moves it came by, recall what drained pixels sent: see ``Plan.repair``."""
     n_rows, n_moves = flow.shape
-    rounding = 8 * 2.220446049250313e-16 * max(1.0, p.hi)
+    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+    rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
     easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
     for sweep in range(sweeps + 1):
@@ -559,6 +561,74 @@ def _bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
     return entropic if math.isfinite(entropic) else -math.inf, plain if math.isfinite(plain) else -math.inf
 
 
+# Without box ----------------------------------------------------------------------------------------------------
+
+
+@compiled(inner=True)
+def _best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
+    """Each row's best move at the price ``psi``, the cheapest of several; returns their cost and ``h(psi)``."""
+    cost, value = 0.0, psi * p.budget
+    for a in range(p.mass.size):
+        top = -math.inf
+        for k in range(p.price.size):  # cheapest first
+            if p.end[a, k] >= 0 and p.target[p.end[a, k]] - psi * p.price[k] > top:
+                top = p.target[p.end[a, k]] - psi * p.price[k]
+                choice[a] = k
+        cost += p.mass[a] * p.price[choice[a]]
+        value += p.mass[a] * top
+    return cost, value
+
+
+@compiled(inner=True)
+def _kink(p, max_iter, share):  # type: ignore[no-untyped-def]
+    """The support function without box: the kink of ``h``, a plan there in ``share``, and a sound upper bound.
+
+    Two lines bracket the kink; they are intersected until they meet. See :mod:`wball.solvers.support`.
+    """
+    n_rows = p.mass.size
+    at_low, at_high, trial = (np.empty(n_rows, np.int64), np.empty(n_rows, np.int64), np.empty(n_rows, np.int64))
+    least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
+    for k in range(p.price.size):
+        least = min(least, p.price[k]) if p.price[k] > 0.0 else least
+    for j in range(p.target.size):
+        smallest, largest = min(smallest, p.target[j]), max(largest, p.target[j])
+    for a in range(n_rows):
+        size += p.mass[a] * abs(p.target[p.home[a]])
+    low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
+    cost_low, h_low = _best_moves(p, low, at_low)
+    cost_high, h_high = _best_moves(p, high, at_high)
+    upper, blend, steps = min(h_low, h_high), 0.0, 1
+    if cost_low <= p.budget:
+        _copy(at_low, at_high)
+    else:
+        for step in range(max_iter):
+            # Slopes budget - cost: negative on the left, not negative on the right.
+            lines = h_low - h_high + (p.budget - cost_high) * high - (p.budget - cost_low) * low
+            psi = lines / max(cost_low - cost_high, 1e-300)
+            if step % 3 == 2 or not (low < psi < high):  # every third step halves, against creeping brackets
+                psi = 0.5 * (low + high)
+            cost, h = _best_moves(p, psi, trial)
+            line = max(h_low + (p.budget - cost_low) * (psi - low), h_high - (p.budget - cost_high) * (high - psi))
+            flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
+            upper = min(upper, h)
+            steps += 1
+            if cost <= p.budget:
+                high, cost_high, h_high = psi, cost, h
+                _copy(trial, at_high)
+            else:
+                low, cost_low, h_low = psi, cost, h
+                _copy(trial, at_low)
+            if flat and step % 3 < 2 or high - low <= 4e-16 * high:
+                break
+        if cost_low > cost_high:
+            blend = min(max((p.budget - cost_high) / (cost_low - cost_high), 0.0), 1.0)
+    _fill(share, 0.0)
+    for a in range(n_rows):
+        share[a, at_high[a]] += 1 - blend
+        share[a, at_low[a]] += blend
+    return upper + 1e-14 * (abs(upper) + size), steps
+
+
 # One image -----------------------------------------------------------------------------------------------------
 
 
@@ -617,7 +687,11 @@ def _follow(p, start, tau_start, tau_end, levels, tol, parts, offset, floor, bes
     tau = tau_start
     psi = _price_root(p, u, tau, share, columns, gradient)
     dual, slope, residual = _evaluate(p, u, psi, tau, share, columns, gradient)
-    stuck, steps, best_entropy = 0, 0, 0.0
+    stuck, steps, best_entropy, total, largest = 0, 0, 0.0, 0.0, 0.0
+    for a in range(p.mass.size):
+        total += p.mass[a]
+    for j in range(n):
+        largest = max(largest, abs(u[j]))
     for _ in range(levels.max_iter):
         final = tau <= tau_end * (1 + 1e-9)
         settled = residual <= min(max(tau, 1e-9), levels.level_tol) and not final or stuck >= 3
@@ -669,7 +743,8 @@ def _follow(p, start, tau_start, tau_end, levels, tol, parts, offset, floor, bes
         else:
             # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
             step = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
-            noise, moved = 1e-14 * abs(dual), False
+            # The dual is a difference of sums, which round in proportion to their own size.
+            noise, moved = 1e-14 * (abs(dual) + total * largest), False
             new_psi, new_dual, new_slope, new_residual = psi, dual, slope, residual
             for _ in range(levels.halvings):
                 new_psi = _stepped(p, u, columns, psi, d, d_psi, step, new_u)
@@ -718,9 +793,21 @@ def _follow_images(  # type: ignore[no-untyped-def]
             i = cell[t]
             begin[t] = start[m, i // area, i // width % height, i % width]
         known[0], known[1], known[2], known[3] = primal[m], dual[m], hard[m], psi[m]
-        n_iter[m] = _follow(
-            p, begin, tau_start[m], tau_end[m], levels, tol, parts, offset[m], floor[m], best_flow, best_u, known
-        )
+        n_iter[m] = 0
+        if linear and tau_end[m] == 0.0:
+            # Without box u = g is optimal; with it, that pair is tried first.
+            share, trial, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(n)
+            upper, n_iter[m] = _kink(p, levels.max_iter, share)
+            value, _ = _repaired(p, share, 0.0, levels.repair_sweeps, trial, z)
+            if value < known[0]:
+                known[0] = value
+                _copy(trial, best_flow)
+            known[1], known[2] = max(known[1], -upper), max(known[2], -upper)
+        done = known[0] - known[1] <= tol * abs(known[0] + offset[m]) + floor[m]
+        if not done and (hi < math.inf or not linear):
+            n_iter[m] += _follow(
+                p, begin, tau_start[m], tau_end[m], levels, tol, parts, offset[m], floor[m], best_flow, best_u, known
+            )
         if known[0] < primal[m]:
             for c in range(x.shape[1]):
                 for k in range(price.size):

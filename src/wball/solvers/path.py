@@ -257,7 +257,9 @@ def ascend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor) -> tuple[Ite
     # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
     longest = torch.where(d_psi < 0, (at.psi / (-d_psi).clamp(min=1e-300)).clamp(max=1), torch.ones_like(d_psi))
     longest = torch.where(longest > 0, longest, torch.ones_like(longest))
-    step, noise = longest, 1e-14 * at.dual.abs()
+    # The dual is a difference of sums, which round in proportion to their own size.
+    size = at.dual.abs() + problem.x.flatten(1).sum(1) * at.u.flatten(1).abs().amax(1)
+    step, noise = longest, 1e-14 * size
     for _ in range(MAX_HALVINGS):
         u, psi = _stepped(problem, at, d, d_psi, step)
         new = evaluate(problem, u, psi, at.tau)

@@ -113,6 +113,9 @@ class _Support:
 
     def run(self, max_iter: int) -> _Support:
         todo = (~self.single).nonzero().squeeze(1)
+        if todo.numel() and not bool(self.tau.any()) and self.kernel != "torch":
+            self._follow_path(todo, max_iter)  # finds the kink first
+            return self
         if todo.numel() and not bool(self.tau.any()):
             self._kink(todo, max_iter)
         elif todo.numel():
@@ -222,13 +225,13 @@ class _Support:
 
     def _follow_compiled(self, index: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
         """The same path by a compiled kernel, which minimises and keeps the books that :meth:`_offer` keeps."""
-        assert self.box is not None
         kernel, x, g = kernels.load(self.kernel), self.x[index], self.g[index]
+        box = self.box if self.box is not None else (0.0, math.inf)
         bounds = (-self.primal[index], -self.dual[index], -self.upper[index])
         best = kernel.Best(self.flow[index].contiguous(), *bounds, g.clone(), torch.zeros_like(tau_start))
         tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + 1e-300)
         n_iter: Tensor = kernel.follow_path(
-            x, kernels.stencil(self.moves), self.budget[index], g, self.box, g, tau_start, self.tau[index], max_iter,
+            x, kernels.stencil(self.moves), self.budget[index], g, box, g, tau_start, self.tau[index], max_iter,
             tolerance, best, linear=True,
         )  # fmt: skip
         self.flow[index], self.primal[index] = best.flow, -best.primal
