@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -323,4 +324,5 @@ def _choose(mask: Tensor, yes: ProjectedSinkhorn, no: ProjectedSinkhorn) -> Proj
         return torch.where(_per_image(mask) if a.ndim == 4 else mask, a, b)
 
     names = ("z", "cost", "u", "psi", "objective", "gap", "allowed", "residual", "n_iter")
-    return ProjectedSinkhorn(**{name: pick(name) for name in names})
+    chosen: dict[str, Any] = {name: pick(name) for name in names}
+    return replace(no, **chosen)
