@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast lint format coverage wheel clean
+.PHONY: help demo docs test test-fast lint format coverage bench gpu-test wheel clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -44,6 +44,12 @@ format: $(STAMP) ## rewrite the sources in the house style
 coverage: $(STAMP) ## the tests in one process, with a table of what they reach
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage report --skip-covered
+
+bench: $(STAMP) ## time everything side by side; table, plot and JSON into results/
+	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu-test: $(STAMP) ## the kernels' tests on a GPU instead of in Triton's interpreter
+	WBALL_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/kernels -k triton
 
 wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
