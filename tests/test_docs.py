@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def test_notebook_runs(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs mkdocs (pip install wball[docs])")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cli" / "index.html").read_text(encoding="utf-8").count("<h2") >= 9
     api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")

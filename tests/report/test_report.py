@@ -190,6 +190,7 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--force-prefers-reduced-motion",  # a page that is still scrolling moves away from clicks
     "--window-size=1200,1000",
 ]
 
