@@ -126,3 +126,17 @@ def test_kernel_stops_early_with_a_valid_point() -> None:
         u=first.u, psi=first.psi, tol=1e-6, max_iter=2,
     )  # fmt: skip
     assert float(again.gap[0]) < float(first.gap[0])
+
+
+def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from wball import kernels
+
+    case = Case((1, 1, 4, 4))
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    assert case.solve(kernels, torch.float32, 1e-2).kernel == "triton"
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    assert case.solve(kernels, torch.float32, 1e-2).kernel == "torch"
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    with pytest.raises(kernels.KernelError, match="float64"):
+        case.solve(kernels, torch.float64, 1e-2)

@@ -31,6 +31,7 @@ __all__ = [
     "entropic_plan",
     "entropic_plan_dense",
     "load",
+    "projected_sinkhorn",
     "requested",
     "stencil",
     "why_not",
@@ -102,6 +103,17 @@ def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
     """:func:`wball.kernels.reference.entropic_plan_dense`, for matrices of costs."""
     choose(x, None)
     return reference.entropic_plan_dense(x, *args, **kwargs)
+
+
+def projected_sinkhorn(x: Tensor, w: Tensor, budget: Tensor, moves: Sequence[Move], *args: Any, **kwargs: Any) -> Any:
+    """:func:`wball.kernels.reference_projection.projected_sinkhorn` by the kernel that serves ``x``."""
+    name = choose(x, moves, "projected_sinkhorn")
+    module = importlib.import_module("wball.kernels.reference_projection") if name == "torch" else load(name)
+    if name == "triton" and x[:1].numel() > module.MAX_VALUES:
+        if requested() == "triton":
+            raise KernelError(f"WBALL_KERNEL=triton: images of more than {module.MAX_VALUES} values do not fit on chip")
+        module = importlib.import_module("wball.kernels.reference_projection")
+    return module.projected_sinkhorn(x, w, budget, moves, *args, **kwargs)
 
 
 _loaded: dict[str, ModuleType | str] = {}

@@ -174,7 +174,7 @@ def _projection_kernel(
     streak = 0.0
     n_iter = 0
     offers = 0
-    target = _FIRST * tol
+    target = tol * _FIRST
     done = single
     wide = False
     while (n_iter < max_iter) & (done == False):  # noqa: E712
@@ -194,7 +194,7 @@ def _projection_kernel(
         found = wide
         step = 0
         steps = tl.where(n_iter == 0, 12, 3)
-        tolerance = tl.maximum(_PSI_TOL * target, 1.9e-6)
+        tolerance = tl.maximum(target * _PSI_TOL, 1.9e-6)
         while (step < steps) & (found == False):  # noqa: E712
             mean, variance, norm, moved = moments(rings, prices, price, LINEAR)
             cost, slope = sum_two(x * mean, x * variance)
@@ -316,7 +316,7 @@ def _projection_kernel(
             tl.store(residual_out + image, residual)
             offers += 1
             done = (gap <= allowed) | (offers == _ROUNDS)
-            target = tl.maximum(0.5 * target, _LEAST * tol)
+            target = tl.maximum(0.5 * target, tol * _LEAST)
         # Momentum, restarted when a sweep turns back.
         streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
         weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
