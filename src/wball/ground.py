@@ -149,7 +149,7 @@ class StencilCost:
             raise ValueError("the centre of table must be 0: staying is free")
 
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that can stay inside a ``height x width`` image, cheapest first."""
+        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then the cheapest first."""
         rr, rc = len(self.table) // 2, len(self.table[0]) // 2
         found = [
             (r - rr, c - rc, value)
@@ -157,7 +157,7 @@ class StencilCost:
             for c, value in enumerate(row)
             if math.isfinite(value) and abs(r - rr) < height and abs(c - rc) < width
         ]
-        return sorted(found, key=lambda move: (move[2], move[0], move[1]))
+        return sorted(found, key=lambda move: (move[2], move[:2] != (0, 0), move[:2]))
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilArcs:
         """The moves on a grid, in ``like``'s dtype and on its device."""

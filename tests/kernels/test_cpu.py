@@ -18,6 +18,7 @@ cpu = pytest.importorskip("wball.kernels.cpu")
 LAME = StencilCost(  # not symmetric: some moves have no way back, others a dearer one
     ((1.5, math.inf, 2.0, 0.5, math.inf), (0.25, 0.3, 0.0, 1.0, math.inf), (math.inf, 1.0, 1.0, 0.7, 2.0))
 )
+FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))  # one step to the right costs nothing
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ CASES = [
     Case((2, 1, 14, 9), GridCost(9)),
     Case((2, 1, 12, 13), GridCost(11)),
     Case((2, 2, 9, 10), LAME),
+    Case((2, 1, 7, 10), FREE),
+    Case((2, 1, 7, 10), FREE, pixels="saturated"),
     Case((2, 1, 12, 12), pixels="black"),
     Case((2, 1, 12, 12), pixels="saturated", eps=0.5),
     Case((2, 3, 12, 12), pixels="full"),

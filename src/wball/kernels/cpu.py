@@ -110,22 +110,25 @@ class _Stencil:
 
     def __init__(self, moves: Sequence[Move]) -> None:
         index = {(r, c): cost for r, c, cost in moves}
-        distinct = sorted({cost for *_, cost in moves})
+        # The move that stays has a ring of its own, even if others are free as well.
+        keys = sorted({(cost, (r, c) != (0, 0)) for r, c, cost in moves})
         rows: list[tuple[int, int, float, float]] = []
         edges = [0]
-        for d in distinct:
-            ring = [(r, c, cost, index.get((-r, -c), math.inf)) for r, c, cost in moves if cost == d]
+        for key in keys:
+            ring = [
+                (r, c, cost, index.get((-r, -c), math.inf)) for r, c, cost in moves if (cost, (r, c) != (0, 0)) == key
+            ]
             rows += ring + [(0, 0, math.inf, math.inf)] * (-len(ring) % _GROUP)
             edges.append(len(rows))
         down, across, price, back = zip(*rows, strict=True)
         self.radius = (max(map(abs, down)), max(map(abs, across)))
-        self.rings = len(distinct)
+        self.rings = len(keys)
         self.arrays: tuple[NDArray[np.generic], ...] = (
             np.asarray(down),
             np.asarray(across),
             np.asarray(price),
             np.asarray(back),
-            np.asarray(distinct),
+            np.asarray([cost for cost, _ in keys]),
             np.asarray(edges),
         )
 
