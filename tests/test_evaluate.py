@@ -348,6 +348,29 @@ def test_other_threat_models() -> None:
     json.dumps(result.to_dict(), allow_nan=False)
 
 
+def test_histograms(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(6, 5, generator=generator)
+    place = torch.arange(5.0)
+    ball = wball.WassersteinBall(0.5, wball.DenseCost((place[:, None] - place[None]).abs()))
+    model = nn.Linear(5, 2)
+    y = model(x).argmax(1)
+    result = evaluate(model, x, y, ball, [0.1, 0.5], wball.DualAveraging(ball, steps=5))
+    assert result.settings["ball"]["cost"] == "matrix"
+    assert result.report(tmp_path / "r.html").is_file()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    model, x, y = problem()
+    expected = evaluate(model, x, y, BALL, RADII, attack())
+    found = evaluate(model.cuda(), x.cuda(), y.cuda(), BALL, RADII, attack(), out=tmp_path, certify="crown")
+    assert found.provenance["device"] != "cpu" and not found.rejected
+    for one, other in zip(expected.curve(), found.curve(), strict=True):
+        assert abs(one.accuracy - other.accuracy) <= 2 / len(x)
+
+
 def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
     model, x, y = problem()
     with pytest.raises(ValueError, match="2 classes"):

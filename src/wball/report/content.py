@@ -149,12 +149,19 @@ def _curve(e: Evaluation) -> dict[str, Any]:
     }
 
 
+def _shows_images(e: Evaluation) -> bool:
+    """Whether there are images to show; histograms are not."""
+    return "original" in e.exhibit and e.exhibit["original"].ndim == 4
+
+
 def _changes(e: Evaluation) -> Tensor:
-    return e.examples["adversarial"] - e.examples["original"] if "original" in e.examples else torch.zeros(0, 1, 1, 1)
+    if not _shows_images(e) or "original" not in e.examples:
+        return torch.zeros(0, 1, 1, 1)
+    return e.examples["adversarial"] - e.examples["original"]
 
 
 def _explored(e: Evaluation) -> Tensor:
-    if "explorer" not in e.exhibit:
+    if not _shows_images(e) or "explorer" not in e.exhibit:
         return torch.zeros(0, 1, 1, 1)
     where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"])
     return e.exhibit["explorer"] - e.exhibit["original"][where].unsqueeze(1)
@@ -162,7 +169,7 @@ def _explored(e: Evaluation) -> Tensor:
 
 def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list[dict[str, Any]]:
     """The gallery: images that fell, smallest radius first, then those that withstood or were wrong anyway."""
-    if "index" not in e.exhibit or e.exhibit["original"].ndim != 4:
+    if not _shows_images(e):
         return []
     examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}
     cards = []
@@ -204,7 +211,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
 
 def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
     """Images of the explorer at every radius, with the moves that lead to them."""
-    if "explorer" not in e.exhibit or e.exhibit["original"].ndim != 4:
+    if not _shows_images(e) or "explorer" not in e.exhibit:
         return None
     shown, radii = e.exhibit["explorer_index"].tolist(), e.exhibit["explorer_radii"].tolist()
     where = torch.searchsorted(e.exhibit["index"], e.exhibit["explorer_index"]).tolist()

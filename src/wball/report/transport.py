@@ -27,6 +27,9 @@ Index = NDArray[np.int64]
 SHOWN = 90
 """Arrows drawn at most, those that move the most."""
 
+LARGE = 20_000
+"""Values per image above which a plan takes too long for a picture."""
+
 
 @dataclass(frozen=True)
 class Moves:
@@ -44,7 +47,9 @@ class Moves:
 
 
 def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
-    """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` if the ball has no distances between pixels."""
+    """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls without such moves."""
+    if x.numel() > LARGE:
+        return None
     if ball.get("cost") == "grid":
         cost: GridCost | StencilCost = GridCost(int(ball["window"]), float(ball["p"]))
     elif ball.get("cost") == "table":
