@@ -252,7 +252,13 @@ def test_unexpected_errors_are_one_line_too(
 def test_interrupted_by_the_keyboard(here: Path) -> None:
     line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", *QUICK, "--out", "o"]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(line, cwd=here, env=environment, stderr=subprocess.PIPE, text=True) as process:
+
+    def listen() -> None:  # a test run in the background of a shell has inherited a deaf ear
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        line, cwd=here, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as process:
         while not (here / "o" / "log.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
