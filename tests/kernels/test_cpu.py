@@ -166,3 +166,13 @@ def test_strided_and_tracked_inputs() -> None:
     expected = reference.entropic_plan(x, b.detach(), budget, moves, (0.0, 1.0), **state)
     assert error(got.z, expected.z) <= 1e-5
     assert (state["q"] == 0).all() and (state["psi"] == 1).all()
+
+
+def test_nothing_is_compiled_twice() -> None:
+    x, moves = torch.rand(3, 1, 6, 6), GridCost(3).moves(6, 6)
+    budget = torch.tensor(0.3)
+    for dtype in (torch.float32, torch.float64):
+        state = {"psi": torch.ones(()).expand(3), "q": torch.zeros(()).expand(x.shape)}
+        cpu.entropic_plan(x.to(dtype), x, budget.expand(3), moves, (0, 1), **state)
+        cpu.entropic_plan(x.to(dtype), x, budget.repeat(3), [(0, 0, 0), (0, 1, 1)], None, **state)
+    assert len(cpu._plan_images.signatures) == 1

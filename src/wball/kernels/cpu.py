@@ -78,13 +78,14 @@ def entropic_plan(
 ) -> EntropicPlan:
     """See :func:`wball.kernels.reference.entropic_plan`."""
     stencil, shape = _Stencil(moves), tuple(x.shape)
-    lo, hi = box if box is not None else (0.0, math.inf)
+    # One set of types, whatever the caller's numbers are: another would be compiled anew.
+    lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
     settings = (lo, hi, slack, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_SHARES))
     given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
-    price = psi.detach().to(torch.float64).numpy().copy()
-    limit = budget.detach().to(torch.float64).numpy()
+    price = psi.detach().to(torch.float64).contiguous().numpy().copy()
+    limit = budget.detach().to(torch.float64).contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 
     def work(start: int, stop: int) -> None:
@@ -126,9 +127,9 @@ class _Stencil:
         self.arrays: tuple[NDArray[np.generic], ...] = (
             np.asarray(down),
             np.asarray(across),
-            np.asarray(price),
-            np.asarray(back),
-            np.asarray([cost for cost, _ in keys]),
+            np.asarray(price, dtype=np.float64),
+            np.asarray(back, dtype=np.float64),
+            np.asarray([cost for cost, _ in keys], dtype=np.float64),
             np.asarray(edges),
         )
 
