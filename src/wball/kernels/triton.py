@@ -13,8 +13,9 @@ from torch import Tensor
 from wball.kernels.triton_plan import entropic_plan
 from wball.kernels.triton_projection import MAX_VALUES, projected_sinkhorn
 from wball.kernels.triton_stencil import Move
+from wball.kernels.triton_support import linear_maximum
 
-__all__ = ["MAX_VALUES", "entropic_plan", "projected_sinkhorn", "why_not"]
+__all__ = ["MAX_VALUES", "entropic_plan", "linear_maximum", "projected_sinkhorn", "why_not"]
 
 OLDEST = (3, 3)
 """Tuples of tensors, which hold the rings, came with this version."""
