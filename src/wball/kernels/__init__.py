@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -86,8 +87,12 @@ def choose(x: Tensor, moves: Sequence[Move] | None, operation: str = "entropic_p
             raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
         return "torch" if lacks else name
     for kernel in AUTOMATIC.get(x.device.type, ()):
+        tried = kernel in _loaded
         if why_not(kernel, x, moves) is None and hasattr(load(kernel), operation):
             return kernel
+        if not tried and isinstance(_loaded[kernel], str):
+            slow = f"the {kernel} kernel cannot be loaded and a slower one serves instead: {_loaded[kernel]}"
+            warnings.warn(slow, RuntimeWarning, stacklevel=2)
     return "torch"
 
 
