@@ -66,6 +66,8 @@ def projections(
         common = {"work": "projection", "images": images.name, "batch": size, "reg": images.reg, "eps": images.eps}
         floor = chip.floor(4 * 4 * x.numel(), 50 * x.numel())  # x, w in; z, u out; one sweep over 25 moves, both ways
         for name, kernel in _sweeps(x):
+            if name == "torch" and device.type == "cpu" and size > 10:
+                continue  # minutes, and every batch of it takes as long as its slowest image
             yield common | _sweep_row(name, kernel, images, x, w, judge, device, budget_s) | {"floor_ms": floor}
         if size <= 100:
             yield common | _path_row(images, x, w, judge, device, budget_s) | {"floor_ms": floor}
