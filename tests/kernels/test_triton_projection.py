@@ -140,3 +140,19 @@ def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pyt
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     with pytest.raises(kernels.KernelError, match="float64"):
         case.solve(kernels, torch.float64, 1e-2)
+
+
+def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    case = Case((2, 1, 5, 6))
+    x, w = case.images()
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    path = case.ball.project(x, w, reg=case.reg, tol=1e-4)
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    ours = case.ball.project(x, w, reg=case.reg, tol=1e-4)
+    assert bool(ours.converged.all())
+    assert int(ours.n_iter[0]) > int(path.n_iter[0]), "sweeps were taken"
+    assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
+    assert ours.plan is not None
+    torch.testing.assert_close(ours.plan.rows(), x.double())
+    assert bool((ours.plan.cost() <= case.ball.budget(x) * (1 + 1e-9)).all())

@@ -29,6 +29,7 @@ __all__ = [
     "EntropicPlan",
     "KernelError",
     "choose",
+    "choose_projection",
     "entropic_plan",
     "entropic_plan_dense",
     "load",
@@ -110,14 +111,22 @@ def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
     return reference.entropic_plan_dense(x, *args, **kwargs)
 
 
+def choose_projection(x: Tensor, moves: Sequence[Move] | None) -> str:
+    """The kernel that serves :func:`projected_sinkhorn` for these images."""
+    name = choose(x, moves, "projected_sinkhorn")
+    if name == "triton" and x[:1].numel() > load(name).MAX_VALUES:
+        if requested() == name:
+            raise KernelError(
+                f"WBALL_KERNEL=triton cannot project images of over {load(name).MAX_VALUES} values; unset it"
+            )
+        return "torch"
+    return name
+
+
 def projected_sinkhorn(x: Tensor, w: Tensor, budget: Tensor, moves: Sequence[Move], *args: Any, **kwargs: Any) -> Any:
     """:func:`wball.kernels.reference_projection.projected_sinkhorn` by the kernel that serves ``x``."""
-    name = choose(x, moves, "projected_sinkhorn")
+    name = choose_projection(x, moves)
     module = importlib.import_module("wball.kernels.reference_projection") if name == "torch" else load(name)
-    if name == "triton" and x[:1].numel() > module.MAX_VALUES:
-        if requested() == "triton":
-            raise KernelError(f"WBALL_KERNEL=triton: images of more than {module.MAX_VALUES} values do not fit on chip")
-        module = importlib.import_module("wball.kernels.reference_projection")
     return module.projected_sinkhorn(x, w, budget, moves, *args, **kwargs)
 
 

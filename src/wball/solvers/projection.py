@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from wball.ball import WassersteinBall
 
 _EVERYWHERE = (-math.inf, math.inf)
+SWEEPS, SWEEP_TOL = 200, 3e-5
+"""Projected Sinkhorn before the path: at most so many sweeps, and no gap that float32 could not resolve."""
 
 
 def project(
@@ -165,6 +167,8 @@ class _Projection:
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         self.dual = torch.where(single, self.primal, self.dual)
         todo = (~single).nonzero().squeeze(1)
+        if todo.numel() and init is None and bool(self.tau.any()):
+            todo = self._sweep(todo, start, n_iter)
         if todo.numel() and self.kernel != "torch":
             n_iter[todo] = self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
         elif todo.numel():
@@ -173,7 +177,7 @@ class _Projection:
             def accept(index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
                 return self.accept(todo[index], plan, duals)
 
-            n_iter[todo] = path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
+            n_iter[todo] += path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
         gap = (self.primal - self.dual).clamp(min=0)
         point = Plan(self.moves, self.flow).columns()
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
@@ -182,6 +186,24 @@ class _Projection:
         status = statuses(gap <= self.allowed(self.primal, self.flow))
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
+
+    def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
+        """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
+        moves, x = kernels.stencil(self.moves), self.x[todo].float()
+        if moves is None or kernels.choose_projection(x, moves) == "torch":
+            return todo
+        answer = kernels.projected_sinkhorn(
+            x, self.w[todo].float(), self.budget[todo], moves, self.box, self.tau[todo],
+            u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
+            tol=max(self.tol, SWEEP_TOL), max_iter=SWEEPS,
+        )  # fmt: skip
+        u, psi, tau = answer.u.double(), answer.psi.double(), self.tau[todo]
+        score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
+        share = torch.softmax(torch.where(self.moves.allowed, score / per_image(tau, score), -math.inf), 2)
+        done = self.accept(todo, Plan(self.moves, self.x[todo].unsqueeze(2) * share), [(u, psi)])
+        start[todo] = u
+        n_iter[todo] = answer.n_iter
+        return todo[~done]
 
     def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
         """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep."""
