@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small batches only")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -34,7 +35,7 @@ def main() -> None:
     cuda = device.type == "cuda"
     chip = machine(device)
     sources = [mnist(given.data, device), cifar10(given.data, device)]
-    about = report.environment(device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources])
+    about = report.environment(device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources], given.data)
     common: dict[str, Any] = {"device": device, "chip": chip, "budget_s": given.seconds, "seed": given.seed}
     rows: list[dict[str, Any]] = []
 
@@ -74,7 +75,7 @@ def main() -> None:
     if "quality" in given.only:
         for row in projection.quality(sources[0], device, given.seed):
             show(row)
-    remarks = projection.ratios(rows)
+    remarks = projection.ratios(rows) + ([given.note] if given.note else [])
     out = given.out or Path("results") / f"bench_{device.type}"
     report.write(out, rows, about, remarks)
     print("\n".join(remarks))

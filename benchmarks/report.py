@@ -31,9 +31,14 @@ projected. *distance / eps* is the exact transport distance, infinite if mass wa
 bytes or doing the arithmetic once would take on this machine."""
 
 
-def environment(device: torch.device, chip: Machine, seed: int, origins: Sequence[str]) -> dict[str, Any]:
+def environment(
+    device: torch.device, chip: Machine, seed: int, origins: Sequence[str], data: Path | None
+) -> dict[str, Any]:
+    line = command()
     found = {
-        "command": command(),
+        "command": line
+        if data is None
+        else line.replace(str(data), "DATA"),  # where the data lies is nobody's business
         "commit": _commit(),
         "seed": seed,
         "device": device_name(device),
@@ -117,14 +122,13 @@ def plot(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     oracle = [row for row in rows if row["work"] == "oracle" and isinstance(row.get("time"), Time)]
     growth = [row for row in oracle if row["window"] == 5]
-    for method in dict.fromkeys(row["method"] for row in growth):
-        part = [
+    for method, grey in dict.fromkeys((row["method"], row["images"] == "mnist") for row in growth):
+        part = sorted(
             (1e6 * row["time"].median / row["ns_per_pixel"], row["time"].median)
             for row in growth
-            if row["method"] == method
-        ]
-        part.sort()
-        axes[0].loglog(*zip(*part, strict=True), "o-", label=method)
+            if (row["method"], row["images"] == "mnist") == (method, grey)
+        )
+        axes[0].loglog(*zip(*part, strict=True), "o-", label=f"{method}, {'MNIST' if grey else 'colour images'}")
     if growth:
         ends = sorted(1e6 * row["time"].median / row["ns_per_pixel"] for row in growth)
         top = max(row["time"].median for row in growth)
