@@ -53,7 +53,7 @@ def scenes(count: int, side: int) -> Tensor:
         noise = torch.randn(count, 3, scale, scale, generator=random)
         total += F.interpolate(noise, size=(side, side), mode="bilinear") / scale**0.5
         scale *= 2
-    return torch.sigmoid(3 * total).clamp(0.02, 0.98).sub(0.02).div(0.96)
+    return torch.sigmoid(3 * total).sub(0.02).div(0.96).clamp(0.0, 1.0)
 
 
 def disturbed(x: Tensor, size: float, seed: int) -> Tensor:

@@ -38,7 +38,7 @@ def environment(
     found = {
         "command": line
         if data is None
-        else line.replace(str(data), "DATA"),  # where the data lies is nobody's business
+        else line.replace(str(data), "DATA"),  # a folder of one machine means nothing on another
         "commit": _commit(),
         "seed": seed,
         "device": device_name(device),

@@ -1,0 +1,68 @@
+"""The benchmark's own parts: that it times, compares and reports, on inputs too small to say anything about speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import oracle, peers, projection, report
+from benchmarks.inputs import Images, cifar10, scenes
+from benchmarks.timing import Machine, Time, measure
+
+CPU = torch.device("cpu")
+CHIP = Machine(bandwidth=1e10, flops=1e11)
+
+
+def tiny() -> Images:
+    return Images("tiny", scenes(2, 8)[:, :1], 100.0, 0.1, 0.1, "made up")
+
+
+def test_measure_orders_its_spread() -> None:
+    time = measure(lambda: torch.zeros(10).sum(), CPU, budget_s=0.01)
+    assert 0 < time.low <= time.median <= time.high and time.repeats >= 3
+
+
+def test_images_are_the_same_every_time() -> None:
+    assert torch.equal(scenes(2, 8), scenes(2, 8))
+    images = cifar10(None, CPU)
+    assert images.batch(300).shape == (300, 3, 32, 32) and float(images.x.min()) >= 0 and float(images.x.max()) <= 1
+
+
+def test_rows_of_both_works_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.FOLDER, str(tmp_path))  # no released code there
+    common = {"device": CPU, "chip": CHIP, "budget_s": 0.01, "seed": 0}
+    rows = list(projection.projections(tiny(), [2], **common)) + list(oracle.oracles(tiny(), [1], [], **common))
+    ours = [row for row in rows if row["method"].startswith("wball") and row["work"] == "projection"]
+    assert ours and all(
+        row["error"] < 0.1 and row["mass_error"] < 1e-6 and row["box_violation"] <= 1e-6 for row in ours
+    )
+    assert any("absent" in row for row in rows if row["method"] == "released")
+    assert all(row["floor_ms"] < row["time"].median for row in rows if "time" in row)
+    about = report.environment(CPU, CHIP, 0, ["made up"], None)
+    report.write(tmp_path / "out" / "bench", rows, about, ["a remark"])
+    read = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert len(read["rows"]) == len(rows) and read["environment"]["seed"] == 0
+    table = (tmp_path / "out" / "bench.md").read_text()
+    assert "not measured" in table and "a remark" in table
+
+
+def test_ratios_compare_the_same_batch_only() -> None:
+    def row(method: str, batch: int, ms: float) -> dict[str, object]:
+        return {
+            "work": "projection",
+            "images": "i",
+            "batch": batch,
+            "method": method,
+            "time": Time(ms, ms, ms, 3, "clock"),
+        }
+
+    lines = projection.ratios(
+        [row("released", 1, 100.0), row("wball sweeps, x", 1, 1.0), row("wball sweeps, x", 2, 1.0)]
+    )
+    assert lines == ["i x 1, wball sweeps, x: 100.0 x faster than released"]
