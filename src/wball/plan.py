@@ -90,36 +90,30 @@ class Plan:
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
             # Send back first to where there is room, recall first from where there is plenty.
-            back = plan._shared(excess, torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2)), moved)
-            recall = plan._recalled(lack, torch.minimum(moved, plan.moves.gather((z - lo).clamp(min=0))), moved)
+            room = torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2))
+            rate, rest = _rates(excess, plan.moves.scatter(room), plan.moves.scatter(moved))
+            back = room * plan.moves.gather(rate) + moved * plan.moves.gather(rest)
+            plenty = torch.minimum(moved, plan.moves.gather((z - lo).clamp(min=0)))
+            rate, rest = _rates(lack, plenty.sum(2), moved.sum(2))
+            recall = plenty * rate.unsqueeze(2) + moved * rest.unsqueeze(2)
             plan = plan._sending_back(torch.minimum(torch.maximum(back, recall), moved))
         z = plan.columns()
         bad = ((z > hi + rounding) | (z < lo - rounding)).flatten(1).any(1)
         return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
-
-    def _shared(self, amount: Tensor, first: Tensor, moved: Tensor) -> Tensor:
-        """Take ``amount`` off the moves that end at each pixel, in proportion to ``first`` where that suffices."""
-        tiny = torch.finfo(amount.dtype).tiny
-        easy, all_of_it = self.moves.scatter(first), self.moves.scatter(moved)
-        enough = easy >= amount
-        rate = torch.where(enough, amount / easy.clamp(min=tiny), torch.zeros_like(amount))
-        rest = torch.where(enough, torch.zeros_like(amount), amount / all_of_it.clamp(min=tiny))
-        return first * self.moves.gather(rate) + moved * self.moves.gather(rest)
-
-    def _recalled(self, amount: Tensor, first: Tensor, moved: Tensor) -> Tensor:
-        """The same for the moves that start at each pixel."""
-        tiny = torch.finfo(amount.dtype).tiny
-        easy, all_of_it = first.sum(2), moved.sum(2)
-        enough = easy >= amount
-        rate = torch.where(enough, amount / easy.clamp(min=tiny), torch.zeros_like(amount))
-        rest = torch.where(enough, torch.zeros_like(amount), amount / all_of_it.clamp(min=tiny))
-        return first * rate.unsqueeze(2) + moved * rest.unsqueeze(2)
 
     def _sending_back(self, returned: Tensor) -> Plan:
         """The plan after ``returned`` (an arc tensor, zero where mass stays) was taken off its moves to stay."""
         stay = self.moves.stay()
         home = returned.sum(2, keepdim=True)
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow - returned))
+
+
+def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
+    """The shares of ``first`` and of ``everything`` that make up ``amount``: of the former alone where it suffices."""
+    tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
+    enough = first >= amount
+    rate = torch.where(enough, amount / first.clamp(min=tiny), none)
+    return rate, torch.where(enough, none, amount / everything.clamp(min=tiny))
 
 
 def identity(moves: Arcs, x: Tensor) -> Plan:
