@@ -50,8 +50,9 @@ class Ball(Protocol):
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
 
 
-def _at(ball: Self, eps: float | Tensor) -> Self:
-    return replace(ball, eps=eps)  # type: ignore[type-var]
+def _of(eps: float | Tensor, index: Tensor) -> float | Tensor:
+    """The radii of a subset of the images; a single number serves any of them."""
+    return eps[index.to(eps.device)] if isinstance(eps, Tensor) else eps
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,11 @@ class WassersteinBall:
 
     def at(self, eps: float | Tensor) -> WassersteinBall:
         """The same ball with another radius."""
-        return _at(self, eps)
+        return replace(self, eps=eps)
 
     def take(self, index: Tensor) -> WassersteinBall:
         """The ball of a subset of the images (``index``: positions or a mask)."""
-        return self.at(self.eps[index.to(self.eps.device)]) if isinstance(self.eps, Tensor) else self
+        return self.at(_of(self.eps, index))
 
     def budget(self, x: Tensor) -> Tensor:
         """How much cost an attacker may spend on each image, in float64."""
@@ -173,11 +174,11 @@ class LinfBall:
 
     def at(self, eps: float | Tensor) -> LinfBall:
         """The same ball with another radius."""
-        return _at(self, eps)
+        return replace(self, eps=eps)
 
     def take(self, index: Tensor) -> LinfBall:
         """The ball of a subset of the images (``index``: positions or a mask)."""
-        return self.at(self.eps[index.to(self.eps.device)]) if isinstance(self.eps, Tensor) else self
+        return self.at(_of(self.eps, index))
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and highest value of each pixel."""

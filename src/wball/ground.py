@@ -49,12 +49,10 @@ class Arcs(ABC):
 class StencilArcs(Arcs):
     """The moves of a stencil cost: the same list of offsets at every pixel."""
 
-    def __init__(
-        self, offsets: Sequence[tuple[int, int]], costs: Sequence[float], shape: tuple[int, int], like: Tensor
-    ) -> None:
-        self.offsets, self.shape = list(offsets), shape
-        self.radius = (max(abs(r) for r, _ in offsets), max(abs(c) for _, c in offsets))
-        self.cost = torch.tensor(list(costs), dtype=like.dtype, device=like.device).view(-1, 1, 1)
+    def __init__(self, moves: Sequence[tuple[int, int, float]], shape: tuple[int, int], like: Tensor) -> None:
+        self.offsets, self.shape = [(r, c) for r, c, _ in moves], shape
+        self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
+        self.cost = torch.tensor([cost for *_, cost in moves], dtype=like.dtype, device=like.device).view(-1, 1, 1)
         ones = torch.ones((1, 1, *shape), dtype=torch.float32, device=like.device)
         self.allowed = self.gather(ones)[0, 0] > 0
         index = {offset: k for k, offset in enumerate(self.offsets)}
@@ -161,8 +159,7 @@ class StencilCost:
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilArcs:
         """The moves on a grid, in ``like``'s dtype and on its device."""
-        moves = self.moves(height, width)
-        return StencilArcs([(r, c) for r, c, _ in moves], [v for *_, v in moves], (height, width), like)
+        return StencilArcs(self.moves(height, width), (height, width), like)
 
     def full(self, height: int, width: int) -> StencilCost:
         """The cost without its window. A table says nothing about moves outside it, so it is its own full cost."""
@@ -206,8 +203,7 @@ class GridCost:
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilArcs:
         """The moves on a grid, in ``like``'s dtype and on its device."""
-        moves = self.moves(height, width)
-        return StencilArcs([(r, c) for r, c, _ in moves], [v for *_, v in moves], (height, width), like)
+        return StencilArcs(self.moves(height, width), (height, width), like)
 
     def full(self, height: int, width: int) -> GridCost:
         """The same cost with a window that covers such an image."""

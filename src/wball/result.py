@@ -18,16 +18,15 @@ class Status(Enum):
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
     MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
-    STALLED = "no further progress in this precision above the tolerance: pass float64 images or loosen tol"
     EXACT = "closed form: nothing was iterated"
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(converged: Tensor, otherwise: Status = Status.MAX_ITER) -> tuple[Status, ...]:
+def statuses(converged: Tensor) -> tuple[Status, ...]:
     """One status per image from a mask of those that met the tolerance."""
-    return tuple(Status.CONVERGED if c else otherwise for c in converged.tolist())
+    return tuple(Status.CONVERGED if c else Status.MAX_ITER for c in converged.tolist())
 
 
 @dataclass(frozen=True)

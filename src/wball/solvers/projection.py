@@ -144,8 +144,8 @@ class _Projection:
         self.offset = -self.tau * dot(x, torch.log(mass.clamp(min=1e-300).view(-1, 1, 1, 1)).expand_as(x))
         self.offset = self.offset + self.tau * torch.special.xlogy(x, x).flatten(1).sum(1)
         self.flow = still.flow
-        self.primal = self.entropic(still.flow) + 0.5 * (w - x).square().flatten(1).sum(1)
         self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)
+        self.primal = self.entropic(still.flow) + self.at_centre
         self.dual = torch.full_like(mass, -math.inf)
         self.beta, self.psi = torch.zeros_like(w), torch.zeros_like(mass)
 
