@@ -100,6 +100,30 @@ def mnist_cnn() -> nn.Sequential:
     )
 
 
+def mnist_wide() -> nn.Sequential:
+    """A wider and deeper MNIST network for robust training: five convolutions, two linear layers, 876,490 parameters.
+
+    The first convolution sees 5 x 5 pixels at full resolution, so that it can blur: where mass may move by a pixel, a
+    network is robust if the gradient of its margin varies slowly from pixel to pixel.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(128, 128, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128 * 4 * 4, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
+
+
 class BasicBlock(nn.Module):
     """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``."""
 
@@ -219,6 +243,9 @@ _ARCHITECTURES = {
             "the same behind a threshold at 0.5 (straight-through gradient)",
         ),
         Architecture(
+            "mnist-wide", mnist_wide, (1, 28, 28), "five convolutions of up to 128 filters, for robust training"
+        ),
+        Architecture(
             "cifar10-resnet18",
             lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
             (3, 32, 32),
@@ -238,7 +265,7 @@ def architectures() -> dict[str, Architecture]:
     """The networks :func:`build_model` knows, by name.
 
     >>> list(architectures())
-    ['mnist-cnn', 'mnist-cnn-binarized', 'cifar10-resnet18', 'cifar10-resnet-small']
+    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-wide', 'cifar10-resnet18', 'cifar10-resnet-small']
     """
     return dict(_ARCHITECTURES)
 
