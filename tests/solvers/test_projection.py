@@ -176,6 +176,27 @@ def test_paper_mode_is_the_same_problem_without_box() -> None:
     assert theirs.plan is None
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_paper_mode_by_every_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast ways end where the paper's own iteration does, clamp included."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    x = torch.rand(3, 1, 6, 6).square()
+    x[2] = 0.0
+    x[1, 0, 2:5, 2:5] = 1.0
+    w = x + 0.3 * torch.rand_like(x)
+    w[1, 0, 3, 3] = 2.5
+    ball = wball.WassersteinBall(0.2)
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    slow = ball.project(x, w, 50.0, tol=1e-8, max_iter=5000, mode="paper")
+    assert float(slow.point.max()) == 1.0  # the clamp is at work
+    monkeypatch.setenv("WBALL_KERNEL", kernel)
+    fast = ball.project(x, w, 50.0, tol=1e-4, mode="paper")
+    assert fast.kernel == kernel and fast.plan is None
+    torch.testing.assert_close(fast.point, slow.point, atol=5e-3, rtol=0)  # the root of the gap
+    assert torch.equal(fast.point[2], x[2])
+
+
 def test_paper_mode_clamps_and_loses_mass() -> None:
     x = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
     x[..., 2:5, 2:5] = 1.0
