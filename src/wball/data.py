@@ -277,6 +277,56 @@ class RandomCropFlip:
         return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
+@dataclass(frozen=True)
+class RandomAffine:
+    """Each image turned, scaled and sheared at random about its centre; what comes in from outside is black.
+
+    With ``amount`` 1 angles are up to 10 degrees, scales in [0.9, 1.1] and shears up to 0.1; other amounts multiply
+    these ranges. Pixels stay in [0, 1].
+
+    >>> RandomAffine()(torch.rand(8, 1, 28, 28)).shape
+    torch.Size([8, 1, 28, 28])
+    """
+
+    amount: float = 1.0
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Augment ``x`` (``generator``: on ``x``'s device)."""
+        draws = torch.rand(4, x.shape[0], device=x.device, generator=generator)
+        angle, wide, high, shear = (2 * draws - 1) * self.amount
+        angle, shear = angle * math.radians(10), 0.1 * shear
+        # A rotation times a shear, divided by the scales: where each pixel of the result looks in the image.
+        cosine, sine = angle.cos(), angle.sin()
+        width, height = 1 + 0.1 * wide, 1 + 0.1 * high
+        nothing = torch.zeros_like(angle)
+        across = torch.stack([cosine / width, (shear * cosine - sine) / height, nothing], 1)
+        down = torch.stack([sine / width, (shear * sine + cosine) / height, nothing], 1)
+        grid = F.affine_grid(torch.stack([across, down], 1), list(x.shape), align_corners=False)
+        return F.grid_sample(x, grid.to(x.dtype), mode="bilinear", align_corners=False).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class RandomCutout:
+    """Each image with a square of ``size`` pixels blackened, centred anywhere in the image.
+
+    >>> int((RandomCutout(2)(torch.ones(1, 1, 8, 8)) == 0).sum()) in (1, 2, 4)
+    True
+    """
+
+    size: int
+
+    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Augment ``x`` (``generator``: on ``x``'s device)."""
+
+        def covered(length: int) -> Tensor:
+            centre = torch.randint(length, (x.shape[0], 1), device=x.device, generator=generator)
+            behind = torch.arange(length, device=x.device) - centre + self.size // 2
+            return (behind >= 0) & (behind < self.size)
+
+        square = covered(x.shape[2])[:, None, :, None] & covered(x.shape[3])[:, None, None, :]
+        return x.masked_fill(square, 0.0)
+
+
 def batches(
     x: Tensor, y: Tensor, size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:

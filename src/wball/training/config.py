@@ -34,7 +34,8 @@ class Optimisation:
         ema: decay per step of the averaged weights that are evaluated and saved; 0 keeps the last weights.
         bf16: run the network in bfloat16 where autocast allows it.
         channels_last: memory layout of images and kernels.
-        cuda_graph: replay the adversary's forward and backward pass as one CUDA graph (attacks that keep the batch).
+        cuda_graph: replay the whole attack as one CUDA graph where that is possible (:mod:`wball.training.replay`).
+        compile: run the network through ``torch.compile``. It takes about a minute to begin with.
     """
 
     method: Literal["sgd", "adamw"] = "sgd"
@@ -50,6 +51,7 @@ class Optimisation:
     bf16: bool = False
     channels_last: bool = False
     cuda_graph: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         inputs.check_positive("lr", self.lr)
@@ -215,6 +217,8 @@ class TrainConfig:
         batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
         seed: of everything random.
         augment: shift by up to so many pixels, and mirror if ``flip``.
+        affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
+        cutout: side of a random square that is blackened, 0 for none.
         noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none.
         optimisation, loss, adversary, provable, evaluation: see there.
         summary: a sentence for the card.
@@ -228,6 +232,8 @@ class TrainConfig:
     seed: int = 0
     augment: int = 0
     flip: bool = False
+    affine: float = 0.0
+    cutout: int = 0
     noise: float = 0.0
     optimisation: Optimisation = field(default_factory=Optimisation)
     loss: Loss = field(default_factory=Loss)
@@ -246,8 +252,10 @@ class TrainConfig:
         inputs.check_count("epochs", self.epochs)
         inputs.check_count("batch_size", self.batch_size)
         inputs.check_count("augment", self.augment, least=0)
-        if not (self.noise >= 0 and math.isfinite(self.noise)):
-            raise ValueError(f"noise must be >= 0 and finite, got {self.noise}")
+        inputs.check_count("cutout", self.cutout, least=0)
+        for name in ("noise", "affine"):
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         if self.adversary is not None and self.provable is not None:
             raise ValueError("give an adversary or a provable loss, not both")
         if self.loss.kind != "cross-entropy" and self.adversary is None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
 from wball.certify.smoothing import flow_noise
-from wball.checkpoint import save_weights
-from wball.data import RandomCropFlip, to_tensors
+from wball.checkpoint import load_weights, save_weights
+from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.models import build_model
 from wball.training import distributed
 from wball.training.config import Optimisation, TrainConfig, describe
@@ -68,6 +68,7 @@ def train(
     test: Any = None,
     *,
     model: nn.Module | None = None,
+    init: str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
@@ -86,6 +87,7 @@ def train(
         data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader`` (read once, kept on the device).
         test: the same for evaluation; without it nothing is measured.
         model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
+        init: file of weights to start from (fine-tuning); anything :func:`wball.load_weights` reads.
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
         device: where everything happens.
         checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
@@ -104,24 +106,28 @@ def train(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = build_model(config.architecture)
+    if init is not None:
+        load_weights(model, init)
     options = config.optimisation
     model.to(device, memory_format=torch.channels_last if options.channels_last else torch.preserve_format)  # type: ignore[call-overload]
     if world.size > 1 and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
     optimizer = _optimizer(model, options)
-    objective: nn.Module = Objective(model, config, x)
+    network: Any = torch.compile(model) if options.compile else model
+    objective: nn.Module = Objective(network, config, x)
     if world.size > 1:
         objective = DistributedDataParallel(objective)
     opponent = None
     if config.adversary is not None:
-        opponent = Opponent(config.adversary, options, model, len(x), config.seed)
-    augment = RandomCropFlip(config.augment, config.flip) if config.augment or config.flip else None
+        opponent = Opponent(config.adversary, options, network, len(x), config.seed)
+    augmentations = _augmentations(config)
 
     run = _Run(config, folder, model, average, optimizer, opponent, world, checkpoint_every, time_limit, per_epoch)
     run.restore(len(x))
-    tuned = torch.backends.cudnn.flags(benchmark=True) if device.type == "cuda" else nullcontext()
-    with tuned, run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
+    if init is not None:
+        run.origin = Path(init).name
+    with _fast(device), run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
         while not run.finished:
             epoch, first = divmod(run.step, per_epoch)
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
@@ -133,8 +139,10 @@ def train(
 
                 index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
                 images, labels = x[index], world.shard(y[index])
-                if augment is not None:
-                    images = augment(images, generator(config.seed, "augment", run.step, device))
+                if augmentations:
+                    draws = generator(config.seed, "augment", run.step, device)
+                    for augment in augmentations:
+                        images = augment(images, draws)
                 clean = trained = world.shard(images)
                 if config.noise > 0:
                     noisy = flow_noise(images, config.noise, generator(config.seed, "noise", run.step, device))
@@ -193,6 +201,7 @@ class _Run:
         self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
+        self.origin: str | None = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.log: MetricsLog | None = None
         self._share, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
@@ -235,7 +244,8 @@ class _Run:
         }
         if tests is not None and (self.finished or (epoch + 1) % self.config.evaluation.every == 0):
             self.average.model.eval()
-            record |= measure(self.config, self.average.model, *tests, self.world)
+            with _exact(tests[0].device):
+                record |= measure(self.config, self.average.model, *tests, self.world)
             self._tick = time.perf_counter()  # evaluation is not on the clock
         if self.opponent is not None and self.opponent.radii.numel():
             record["mean_radius"] = float(self.opponent.radii.mean())
@@ -322,6 +332,7 @@ class _Run:
             **measured,
             "training": {
                 **settings,
+                **({} if self.origin is None else {"init": self.origin}),
                 "steps": self.step,
                 "seconds": round(self.seconds, 1),
                 "processes": self.world.size,
@@ -366,15 +377,58 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
 
 
 def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer:
+    fused = next(model.parameters()).is_cuda  # one launch for all parameters
     if options.method == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=fused)
     return torch.optim.SGD(
         model.parameters(),
         lr=options.lr,
         momentum=options.momentum,
         nesterov=options.nesterov,
         weight_decay=options.weight_decay,
+        fused=fused,
     )
+
+
+def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generator], Tensor]]:
+    chosen: list[Callable[[Tensor, torch.Generator], Tensor]] = []
+    if config.affine > 0:
+        chosen.append(RandomAffine(config.affine))
+    if config.augment or config.flip:
+        chosen.append(RandomCropFlip(config.augment, config.flip))
+    if config.cutout:
+        chosen.append(RandomCutout(config.cutout))
+    return chosen
+
+
+@contextmanager
+def _fast(device: torch.device) -> Iterator[None]:
+    """On a GPU: convolution algorithms chosen by trial, and float32 products in TF32."""
+    with _products(device, "high", benchmark=True):
+        yield
+
+
+@contextmanager
+def _exact(device: torch.device) -> Iterator[None]:
+    """Float32 products in float32, for measuring: bounds and attacks see the network that is saved."""
+    with _products(device, "highest", benchmark=False):
+        yield
+
+
+@contextmanager
+def _products(device: torch.device, precision: str, *, benchmark: bool) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    cudnn = torch.backends.cudnn  # its own context manager would also switch it off
+    before = torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    cudnn.benchmark, cudnn.allow_tf32 = benchmark, precision != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.benchmark, cudnn.allow_tf32 = before[1:]
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

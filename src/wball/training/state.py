@@ -84,11 +84,14 @@ class Average:
     """Exponential moving average of a model's weights and statistics. With decay 0 it is the model itself."""
 
     def __init__(self, model: nn.Module, copy: nn.Module, decay: float) -> None:
-        self.source, self.decay, self.count = model, decay, 0
+        self.decay, self.count = decay, 0
         self.model = copy if decay > 0 else model
         if decay > 0:
             self.model.load_state_dict(model.state_dict())
             self.model.requires_grad_(False).eval()
+            pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
+            self._moving = [pair for pair in pairs if pair[0].is_floating_point()]
+            self._counting = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -96,11 +99,12 @@ class Average:
             return
         self.count += 1
         keep = min(self.decay, self.count / (self.count + 10))  # early weights are soon forgotten
-        for mine, theirs in zip(_tensors(self.model), _tensors(self.source), strict=True):
-            if mine.is_floating_point():
-                mine.lerp_(theirs, 1 - keep)
-            else:
-                mine.copy_(theirs)
+        # A few launches for all tensors, instead of one for each.
+        mine, theirs = zip(*self._moving, strict=True)
+        torch._foreach_lerp_(mine, theirs, 1 - keep)
+        if self._counting:
+            mine, theirs = zip(*self._counting, strict=True)
+            torch._foreach_copy_(mine, theirs)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -1,0 +1,106 @@
+"""An attack recorded once as a CUDA graph and replayed on every batch.
+
+A step of an attack on a small network is a few hundred launches of microseconds each; a GPU waits for the host most
+of the time. An attack that keeps its batch and never asks the device for a value (:class:`~wball.DualAveraging` with
+``until_success=False``) always launches the same kernels: a graph of all its steps is one launch. The graph reads the
+network's parameters where they lie, so it attacks the network as it is at each replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from wball.attacks import Attack, DualAveraging, objectives
+from wball.attacks.base import Climb
+from wball.attacks.model import as_found
+
+WARM_UP = 3
+"""Runs before the recording: kernels are compiled, algorithms chosen and tables built on the way."""
+AGREEMENT = 0.1
+"""A replay must raise the loss by what the attack itself raises it, up to this share."""
+
+
+def can_replay(attack: Attack, x: Tensor) -> bool:
+    """Whether ``attack`` on images like ``x`` may be recorded."""
+    return x.is_cuda and isinstance(attack, DualAveraging) and not attack.until_success
+
+
+class Replay:
+    """``attack`` on ``model``, for batches like ``x, y`` with one radius per image.
+
+    Raises:
+        RuntimeError: the attack could not be recorded, or the recording does not do what the attack does.
+    """
+
+    def __init__(self, attack: DualAveraging, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x.clone(), y.clone()
+        self._eps = torch.full_like(y, float(attack.ball.eps), dtype=torch.float64)
+        self._draws = torch.Generator(x.device)
+        self._model = model
+        # The ball keeps the very tensor it is given: a new radius written there reaches the graph.
+        self._attack = dataclasses.replace(attack, ball=attack.ball.at(self._eps))
+        self._graph = torch.cuda.CUDAGraph()
+        if attack.random_start > 0:
+            self._graph.register_generator_state(self._draws)
+        with as_found(model, x.device):
+            here, aside = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+            aside.wait_stream(here)
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UP):
+                    self._once()
+            here.wait_stream(aside)
+            with torch.cuda.graph(self._graph):
+                self._z, self._success = self._once()
+        self._check(attack)
+
+    def __call__(self, x: Tensor, y: Tensor, eps: Tensor | float, seed: int) -> tuple[Tensor, Tensor]:
+        """The images that the attack makes, and which of them succeed."""
+        self._x.copy_(x)
+        self._y.copy_(y)
+        if isinstance(eps, Tensor):
+            self._eps.copy_(eps)
+        else:
+            self._eps.fill_(eps)
+        self._draws.manual_seed(seed)
+        self._graph.replay()
+        return self._z.clone(), self._success.clone()
+
+    def _once(self) -> tuple[Tensor, Tensor]:
+        attack = self._attack
+        climb = Climb(self._model, attack.ball, self._x, self._y, None, objectives.find(attack.objective), False)
+        attack.run(climb, self._draws)
+        best = climb.finish()
+        return best.z, best.success
+
+    def _check(self, attack: DualAveraging) -> None:
+        """Compare a replay with the attack itself at the largest radius."""
+        x, y = self._x.clone(), self._y.clone()
+        z, success = self(x, y, float(attack.ball.eps), seed=1)
+        draws = torch.Generator(x.device).manual_seed(1)
+        expected = attack(self._model, x, y, generator=draws)
+        with as_found(self._model, x.device), torch.no_grad():
+            objective = objectives.find(attack.objective)
+            clean, ours, theirs = (float(objective(self._model(v), y, None).mean()) for v in (x, z, expected.images))
+        wrong = float((success != expected.success).double().mean())
+        if not abs(ours - theirs) <= AGREEMENT * abs(theirs - clean) + 1e-3 or wrong > AGREEMENT:
+            raise RuntimeError(
+                f"a replay raises the mean loss from {clean:g} to {ours:g}, the attack to {theirs:g}; they disagree "
+                f"on {100 * wrong:.1f} % of the images"
+            )
+
+
+def recorded(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Replay | None:
+    """The attack as a graph, or ``None`` with a warning where that fails: the attack itself always works."""
+    if not can_replay(attack, x):
+        return None
+    assert isinstance(attack, DualAveraging)
+    try:
+        return Replay(attack, model, x, y)
+    except (RuntimeError, AttributeError) as error:
+        torch.cuda.synchronize(x.device)
+        warnings.warn(f"the attack is not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        return None
