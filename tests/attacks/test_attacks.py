@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack
+from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack, kernels
 from wball.attacks import Attack, AttackStatus
 from wball.ball import WassersteinBall
 
@@ -66,6 +66,8 @@ def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check
     exact = attack.ball.distance(images, result.images)
     moving = images.flatten(1).sum(1) > 0
     assert (result.distance[moving] >= exact[moving].double() - 1e-5).all()
+    served = kernels.requested() if kernels.requested() != "auto" else "cpu"
+    assert result.kernel == (served if isinstance(attack.ball, WassersteinBall) else "torch")
     if isinstance(attack.ball, WassersteinBall):
         assert torch.equal(result.images[black], images[black])  # a ball of one point
     for i, status in enumerate(result.status):
@@ -268,6 +270,7 @@ def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None
 def test_empty_batch(net: nn.Module) -> None:
     for attack in (ATTACKS["dual averaging"], ATTACKS["fast"], ATTACKS["linf pgd"]):
         result = attack(net, torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long))
+        assert result.kernel == "none"
         assert result.images.shape == (0, 1, 8, 8) and result.status == () and result.robust_accuracy == 1.0
 
 

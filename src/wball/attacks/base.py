@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
@@ -70,6 +71,8 @@ class AttackResult:
         status: how it ended, per image.
         radius: radius of the ball each image was found in (or the last one tried), float64.
         member: for ensembles, which attack found it (-1: none).
+        kernel: which implementation served the ball; several are joined by ``+``, and it is ``"none"`` where no step
+            was made.
     """
 
     images: Tensor
@@ -80,6 +83,7 @@ class AttackResult:
     status: tuple[AttackStatus, ...]
     radius: Tensor
     member: Tensor | None = None
+    kernel: str = "none"
 
     @property
     def robust_accuracy(self) -> float:
@@ -120,6 +124,7 @@ class Climb:
         ball: threat model of the images that are still in.
         x, y, target: those images, their labels, and the target classes or ``None``.
         steps_done: gradient evaluations so far.
+        kernel: which implementation served the ball so far; attacks report it.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class Climb:
         self.model, self.x, self.y, self.target = model, x, y, target
         self.within(ball)
         self.objective, self.until_success = objective, until_success
-        self.steps_done = 0
+        self.steps_done, self.kernel = 0, "none"
         self._progress = progress
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
@@ -397,7 +402,9 @@ class GradientAttack(Attack):
         best = climb.finish()
         loss = objectives.report(objective, best.loss, targeted=target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
-        return AttackResult(best.z, best.success, best.distance, loss, best.n_steps, status, best.radius)
+        return AttackResult(
+            best.z, best.success, best.distance, loss, best.n_steps, status, best.radius, kernel=climb.kernel
+        )
 
 
 def spread(per_image: Tensor, like: Tensor) -> Tensor:
@@ -449,4 +456,15 @@ def _joined(parts: list[AttackResult]) -> AttackResult:
         for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member")
         if getattr(parts[0], name) is not None
     }
-    return AttackResult(status=sum((part.status for part in parts), ()), **fields)
+    kernel = joined_kernels(part.kernel for part in parts)
+    return AttackResult(status=sum((part.status for part in parts), ()), kernel=kernel, **fields)
+
+
+def joined_kernels(names: Iterable[str]) -> str:
+    """The kernels that served, each once.
+
+    >>> joined_kernels(["triton", "none", "triton", "torch"])
+    'torch+triton'
+    """
+    served = {name for joined in names for name in joined.split("+")} - {"none"}
+    return "+".join(sorted(served)) or "none"

@@ -69,7 +69,7 @@ class DualAveraging(GradientAttack):
             noise = torch.randn(b.shape, generator=generator, device=generator.device, dtype=torch.float32)
             b = self.random_start * noise.to(b)
             point = oracle(b)
-            z, distance = point.z, point.cost / unit
+            z, distance, climb.kernel = point.z, point.cost / unit, point.kernel
         for step in range(self.steps):
             gradient = climb.gradient(z, distance)
             eta = self.step_size * (1 - self.decay * step / max(1, self.steps - 1))
@@ -80,7 +80,7 @@ class DualAveraging(GradientAttack):
                     return
                 b, oracle, unit = b[kept], oracle.take(kept), unit[kept]
             point = oracle(b)
-            z, distance = point.z, point.cost / unit
+            z, distance, climb.kernel = point.z, point.cost / unit, point.kernel
         climb.offer(z, distance)
 
 

@@ -85,6 +85,7 @@ class FrankWolfe(GradientAttack):
         if isinstance(climb.ball, WassersteinBall):
             options = {"tol": self.tol, "max_iter": self.max_iter}
         result = climb.ball.support(climb.x, normalised(gradient), self.reg, **options)
+        climb.kernel = result.kernel
         return result.point, distance_bound(climb.ball, climb.x, result.point, result.plan)
 
     @staticmethod

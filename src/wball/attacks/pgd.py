@@ -139,7 +139,7 @@ class PGD(GradientAttack):
         if isinstance(climb.ball, WassersteinBall):
             options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         result = climb.ball.project(climb.x, w, self.reg, **options)
-        z = result.point
+        z, climb.kernel = result.point, result.kernel
         if self.mode == "paper":
             return z, torch.full((z.shape[0],), math.nan, dtype=torch.float64, device=z.device)
         return z, distance_bound(climb.ball, climb.x, z, result.plan)

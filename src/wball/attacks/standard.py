@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks import checks, objectives
-from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack
+from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack, joined_kernels
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.model import Model, check_logits
 from wball.attacks.pgd import PGD
@@ -197,4 +197,5 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackRes
         steps,
         tuple(status),
         put(best.radius, found.radius),
+        kernel=joined_kernels((best.kernel, found.kernel)),
     )

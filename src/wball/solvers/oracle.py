@@ -47,11 +47,13 @@ class OraclePoint:
         z: images like ``x``.
         cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper bound of the distance.
         share: ``t`` above; below 1, the plan had to be scaled down to fit.
+        kernel: which implementation computed it.
     """
 
     z: Tensor
     cost: Tensor
     share: Tensor
+    kernel: str = "torch"
 
 
 class TransportOracle:
@@ -95,7 +97,7 @@ class TransportOracle:
         z = self._grid + step * (plan.z - self._grid)
         if box is not None:
             z = z.clamp(*box)  # rounding only
-        return OraclePoint(z.view(self.x.shape), share * plan.net_cost, share)
+        return OraclePoint(z.view(self.x.shape), share * plan.net_cost, share, plan.kernel)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

@@ -21,7 +21,7 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.base import Attack, AttackResult
+from wball.attacks.base import Attack, AttackResult, joined_kernels
 
 
 class FoolboxAttack(FoolboxBase):
@@ -75,9 +75,10 @@ class FoolboxAttack(FoolboxBase):
             again = attack(model, x, y, target=target, generator=generator)
             better = again.success & ~best.success
             fields = ("images", "success", "distance", "loss", "n_steps", "radius")
-            pick = {name: _where(better, getattr(again, name), getattr(best, name)) for name in fields}
+            pick: dict[str, Any] = {name: _where(better, getattr(again, name), getattr(best, name)) for name in fields}
             states = zip(better.tolist(), again.status, best.status, strict=True)
-            best = AttackResult(status=tuple(a if b else c for b, a, c in states), **pick)
+            status = tuple(a if b else c for b, a, c in states)
+            best = AttackResult(status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick)
         return best
 
 
