@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import wball
 from wball import data, fetch
-from wball.data import RandomCropFlip, batches, load_dataset, load_folder, load_sample, read_idx, to_tensors
+from wball.data import (
+    RandomAffine,
+    RandomCropFlip,
+    RandomCutout,
+    batches,
+    load_dataset,
+    load_folder,
+    load_sample,
+    read_idx,
+    to_tensors,
+)
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -522,3 +532,38 @@ def test_known_sources_are_complete() -> None:
     for source in fetch.SOURCES.values():
         assert all(re.fullmatch(r"[0-9a-f]{32}", md5) for md5 in source.files.values())
         assert all(mirror.startswith("http") and mirror.endswith("/") for mirror in source.mirrors)
+
+
+def test_affine_turns_about_the_centre_and_keeps_pixels_in_range() -> None:
+    x = torch.rand(64, 3, 32, 32)
+    draws = torch.Generator().manual_seed(0)
+    out = RandomAffine()(x, draws)
+    assert out.shape == x.shape and float(out.min()) >= 0 and float(out.max()) <= 1
+    assert torch.equal(out, RandomAffine()(x, torch.Generator().manual_seed(0)))
+    assert torch.allclose(RandomAffine(0.0)(x), x, atol=1e-5)
+    # A dot at the centre stays there; dots 10 pixels away move by at most 10 * (angle + scale + shear).
+    dots = torch.zeros(64, 1, 33, 33)
+    dots[:, :, 16, 16] = 1
+    dots[:, :, 15:18, 25:28] = 1
+    moved = RandomAffine()(dots, draws)
+    assert (moved[:, 0, 16, 16] > 0.5).all()
+    columns = torch.arange(33.0)
+    far = moved.clone()
+    far[..., :20] = 0
+    right = (far.sum((1, 2)) * columns).sum(1) / far.sum((1, 2, 3))
+    height = (far.sum((1, 3)) * columns).sum(1) / far.sum((1, 2, 3))
+    assert 1.0 < (right.max() - right.min()) < 3.0 and ((right - 26).abs() < 2).all()
+    assert 2.0 < (height.max() - height.min()) < 6.5 and ((height - 16).abs() < 3.2).all()
+    # Turned one way and the other, and each image in its own way.
+    assert height.min() < 15 and height.max() > 17 and len(height.unique()) > 60
+
+
+def test_cutout_blackens_one_square() -> None:
+    out = RandomCutout(4)(torch.ones(500, 2, 12, 10), torch.Generator().manual_seed(1))
+    assert torch.equal(out[:, 0], out[:, 1])
+    black = out[:, 0] == 0
+    rows, columns = black.any(2).sum(1), black.any(1).sum(1)
+    assert torch.equal(black.sum((1, 2)), rows * columns)
+    assert rows.max() == columns.max() == 4 and rows.min() == columns.min() == 2
+    # Every pixel is covered now and then.
+    assert black.any(0).all()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
 from wball.attacks import GrowingRadius
+from wball.checkpoint import save_weights
 from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, robust_accuracy, train
 from wball.training.config import describe
 
@@ -130,6 +131,33 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     second = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path, on_epoch=seen.append)
     assert not seen and torch.equal(weights(first.model), weights(second.model))
     assert first.card["clean_accuracy"] == second.card["clean_accuracy"]
+
+
+def test_training_starts_from_given_weights_unless_it_goes_on(tmp_path: Path) -> None:
+    data, options = small_data(32), Optimisation(lr=1e-9, weight_decay=0.0, schedule="constant")
+    config = small_config(epochs=1, adversary=None, augment=0, optimisation=options)
+    given = small_model()
+    with torch.no_grad():
+        for p in given.parameters():
+            p.mul_(2)
+    save_weights(given, tmp_path / "given.safetensors")
+    start = {"model": small_model(), "init": tmp_path / "given.safetensors", "out": tmp_path / "run"}
+    result = train(config, data, **start)
+    assert torch.allclose(weights(result.model), weights(given), atol=1e-6)
+    assert result.card["training"]["init"] == "given.safetensors"
+    save_weights(small_model(), tmp_path / "given.safetensors")
+    again = train(config, data, **{**start, "model": small_model()})
+    assert torch.equal(weights(again.model), weights(result.model))
+
+
+def test_augmentations_are_all_applied() -> None:
+    data, options = small_data(64), Optimisation(lr=1e-9, schedule="constant")
+    settings = {"epochs": 1, "adversary": None, "augment": 0, "optimisation": options}
+    losses = [
+        train(small_config(**settings, **extra), data, model=small_model()).history[0]["loss"]
+        for extra in ({}, {"affine": 1.0}, {"cutout": 6}, {"flip": True}, {"affine": 1.0, "cutout": 6})
+    ]
+    assert len(set(losses)) == 5
 
 
 def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def main(
     name: Annotated[str | None, typer.Option(help="of the model, instead of the preset's")] = None,
     limit: Annotated[int | None, typer.Option(help="use only the first so many training images")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps; default: 2 % of the time")] = None,
+    init: Annotated[Path | None, typer.Option(help="weights to start from: fine-tuning")] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", help="PATH=VALUE, such as adversary.attack.steps=10; repeatable")
     ] = None,
@@ -70,6 +71,7 @@ def main(
             config,
             (x[:limit], y[:limit]),
             tests,
+            init=init,
             out=out,
             device=here,
             checkpoint_every=checkpoint_every,

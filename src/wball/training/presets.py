@@ -17,9 +17,9 @@ from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Pro
 Settings = TypeVar("Settings")
 
 
-def _measured(*eps: float, images: int = 1000) -> Evaluation:
+def _measured(*eps: float, every: int = 5, images: int = 1000) -> Evaluation:
     attack = DualAveraging(WassersteinBall(eps[0]), steps=30, objective="margin")
-    return Evaluation(every=5, attack=attack, eps=eps, images=images)
+    return Evaluation(every=every, attack=attack, eps=eps, images=images)
 
 
 def _mnist_standard() -> TrainConfig:
@@ -80,7 +80,7 @@ def _mnist_adversarial() -> TrainConfig:
         epochs=60,
         batch_size=512,
         optimisation=Optimisation(
-            "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=1.0, ema=0.999
+            "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=1.0, ema=0.999, cuda_graph=True
         ),
         adversary=Adversary(attack, radius="uniform", ramp=0.2),
         evaluation=_measured(0.1, 0.3, 0.5),
@@ -103,13 +103,14 @@ def _cifar10_standard() -> TrainConfig:
         "cifar10-standard",
         "cifar10",
         "cifar10-resnet18",
-        epochs=30,
-        batch_size=256,
+        epochs=35,
+        batch_size=512,
         augment=4,
         flip=True,
-        loss=Loss(label_smoothing=0.05),
+        cutout=8,
+        loss=Loss(label_smoothing=0.1),
         optimisation=Optimisation(
-            lr=0.2, nesterov=True, schedule="one-cycle", ema=0.998, bf16=True, channels_last=True
+            lr=0.4, nesterov=True, schedule="one-cycle", ema=0.995, bf16=True, channels_last=True
         ),
         evaluation=Evaluation(every=5),
         summary="ResNet-18 with standard training.",
@@ -125,8 +126,8 @@ def _cifar10_linf_provable() -> TrainConfig:
         batch_size=256,
         augment=4,
         flip=True,
-        optimisation=Optimisation("adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0),
-        provable=Provable(2 / 255, kappa=0.5, ramp=(0.1, 0.7), crown=1.0, crown_end=1.0),
+        optimisation=Optimisation("adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998),
+        provable=Provable(2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0),
         evaluation=Evaluation(every=10),
         summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
     )
@@ -143,29 +144,37 @@ def _cifar10_adversarial_paper() -> TrainConfig:
         flip=True,
         optimisation=Optimisation(bf16=True, channels_last=True),
         adversary=Adversary(attack),
-        evaluation=_measured(0.005, 0.01, 0.05, 0.1),
+        evaluation=_measured(0.005, 0.01, 0.05, 0.1, images=500),
         summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
     )
 
 
 def _cifar10_adversarial() -> TrainConfig:
     attack = DualAveraging(
-        WassersteinBall(0.05), steps=10, step_size=5.0, objective="cross-entropy", until_success=False, sweeps=2
+        WassersteinBall(0.15), steps=10, step_size=5.0, objective="cross-entropy", until_success=False, sweeps=2
     )
     return TrainConfig(
         "cifar10-adversarial",
         "cifar10",
         "cifar10-resnet18",
         epochs=30,
-        batch_size=256,
+        batch_size=512,
         augment=4,
         flip=True,
         optimisation=Optimisation(
-            lr=0.2, nesterov=True, schedule="one-cycle", ema=0.998, bf16=True, channels_last=True
+            lr=0.1,
+            nesterov=True,
+            schedule="one-cycle",
+            warmup=0.1,
+            ema=0.995,
+            bf16=True,
+            channels_last=True,
+            cuda_graph=True,
         ),
-        adversary=Adversary(attack, radius="uniform", ramp=0.2),
-        evaluation=_measured(0.005, 0.01, 0.05, 0.1),
-        summary="ResNet-18 trained against dual averaging at random radii up to 0.05.",
+        adversary=Adversary(attack, radius="per-image", start=0.02, grow=0.008, shrink=0.012, ramp=0.05),
+        evaluation=_measured(0.005, 0.01, 0.05, 0.1, every=10, images=500),
+        summary="ResNet-18 trained against dual averaging, each training image at a radius of its own up to 0.15; best "
+        "started from cifar10-standard.",
     )
 
 

@@ -38,11 +38,12 @@ class Replay:
 
     def __init__(self, attack: DualAveraging, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self._x, self._y = x.clone(), y.clone()
-        self._eps = torch.full_like(y, float(attack.ball.eps), dtype=torch.float64)
         self._draws = torch.Generator(x.device)
         self._model = model
-        # The ball keeps the very tensor it is given: a new radius written there reaches the graph.
-        self._attack = dataclasses.replace(attack, ball=attack.ball.at(self._eps))
+        eps = torch.full_like(y, float(attack.ball.eps), dtype=torch.float64)
+        self._attack = dataclasses.replace(attack, ball=attack.ball.at(eps))
+        assert isinstance(self._attack.ball.eps, Tensor)
+        self._eps = self._attack.ball.eps  # what is written there reaches the graph
         self._graph = torch.cuda.CUDAGraph()
         if attack.random_start > 0:
             self._graph.register_generator_state(self._draws)
