@@ -363,6 +363,7 @@ def train(
     time_limit: Annotated[float | None, typer.Option(min=0.0, help="seconds; schedules then follow the clock")] = None,
     name: Annotated[str | None, typer.Option(help="of the model, instead of the preset's")] = None,
     limit: Limit = None,
+    init: Annotated[Path | None, typer.Option(help="weights to start from: fine-tuning")] = None,
     change: Annotated[
         list[str] | None, typer.Option("--set", help="PATH=VALUE, such as adversary.attack.steps=10; repeatable")
     ] = None,
@@ -396,7 +397,8 @@ def train(
             if not quiet:
                 print(line(record), flush=True)
 
-        run(config, (x[:limit], y[:limit]), tests, out=out, device=here, time_limit=time_limit, on_epoch=say)
+        data = x[:limit], y[:limit]
+        run(config, data, tests, init=init, out=out, device=here, time_limit=time_limit, on_epoch=say)
         if distributed.current().main and not quiet:
             print(f"written: {out / config.name}.safetensors", flush=True)
     return 0
