@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wball import PGD, DualAveraging, LinfBall, StandardAttack, WassersteinBall, minimal_radius
+from wball import PGD, DualAveraging, GridCost, LinfBall, StandardAttack, WassersteinBall, minimal_radius
 from wball.attacks import GrowingRadius
 
 BALL = WassersteinBall(0.3)
@@ -39,7 +39,8 @@ def test_paper_presets() -> None:
     mnist, cifar = PGD.paper("mnist"), PGD.paper("cifar10", steps=50)
     assert (mnist.ball.eps, mnist.growth.factor, mnist.steps, mnist.reg) == (0.3, 1.1, 200, 1000)
     assert (cifar.ball.eps, cifar.growth.factor, cifar.steps, cifar.reg) == (0.001, 1.17, 50, 3000)
-    assert mnist.ball.cost.window == cifar.ball.cost.window == 5
+    assert mnist.ball.cost == cifar.ball.cost == GridCost(5, 2.0)
+    assert PGD.paper("mnist", p=1.0).ball.cost == GridCost(5, 1.0)
     assert mnist.mode == "paper" and mnist.step == "linf" and mnist.step_size == 0.1
 
 

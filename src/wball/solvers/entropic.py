@@ -1,0 +1,107 @@
+r"""The entropic projection as a step of an attack: the point and what it costs, and no plan.
+
+:func:`wball.solvers.projection.project` returns a plan, which is ``k^2`` times the size of the images, and looks at
+each gap to decide what to do next. An attack that projects at every step needs neither. Here the fused sweeps of
+:mod:`wball.kernels.reference_projection` are asked for their repaired point alone:
+
+.. math::
+    z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
+
+where ``delta`` covers what float32 does to the exponents (see :mod:`wball.solvers.oracle`). The duals of one call start
+the next: an attack moves its points slowly. Nothing is read back from the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from wball import kernels
+from wball.ground import DenseCost
+from wball.solvers.batch import result_dtype
+from wball.solvers.oracle import OraclePoint
+from wball.solvers.projection import SWEEP_TOL
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
+
+
+class EntropicProjection:
+    """Points of ``ball`` around ``x`` near given images, with the state that makes the next call fast.
+
+    ``mode="paper"`` solves without the box and clamps ``w - u``, as the original procedure does: such points are in no
+    ball, and their ``cost`` is nan.
+    """
+
+    def __init__(
+        self,
+        ball: WassersteinBall,
+        x: Tensor,
+        reg: float,
+        *,
+        tol: float = 1e-3,
+        max_iter: int = 100,
+        mode: Literal["exact", "paper"] = "exact",
+    ) -> None:
+        self.x, self.mode = x.detach(), mode
+        self._tol, self._max_iter = max(tol, SWEEP_TOL), max_iter
+        self._grid = self.x.float() if x.ndim == 4 else self.x.float()[:, None, None, :]
+        self._moves = _moves(ball, self._grid)
+        mass = self._grid.double().flatten(1).sum(1)
+        self._tau = mass / reg
+        self._u: Tensor | None = None
+        self._psi = torch.full_like(mass, 0.1)
+        self.within(ball)
+
+    @staticmethod
+    def serves(ball: WassersteinBall, x: Tensor, reg: float) -> bool:
+        """Whether a fused kernel is there for these images."""
+        if isinstance(ball.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
+            return False
+        grid = x.float() if x.ndim == 4 else x.float()[:, None, None, :]
+        return kernels.choose_projection(grid, _moves(ball, grid)) != "torch"
+
+    def within(self, ball: WassersteinBall) -> None:
+        """Points from now on are from ``ball``, which differs in its radius only."""
+        self.ball, self.budget = ball, ball.budget(self.x)
+
+    def __call__(self, w: Tensor) -> OraclePoint:
+        target = w.detach().float().reshape(self._grid.shape)
+        box = None if self.mode == "paper" else self.ball.box
+        answer = kernels.projected_sinkhorn(
+            self._grid, target, self.budget, self._moves, box, self._tau,
+            u=target - self._grid if self._u is None else self._u, psi=self._psi,
+            tol=self._tol, max_iter=self._max_iter,
+        )  # fmt: skip
+        self._u, self._psi = answer.u, answer.psi.double()
+        if self.mode == "paper":
+            single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
+            z, share = torch.where(single, self._grid, target - answer.u), torch.ones_like(self.budget)
+            cost = torch.full_like(self.budget, math.nan)
+        else:
+            tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
+            size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves[-1][2]) / tau
+            share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
+            z = self._grid + share.float().view(-1, 1, 1, 1) * (answer.z - self._grid)
+            cost = share * answer.cost
+        if self.ball.box is not None:
+            z = z.clamp(*self.ball.box)
+        return OraclePoint(z.view(self.x.shape), cost, share, answer.kernel)
+
+    def take(self, index: Tensor) -> EntropicProjection:
+        """The projection of a subset of the images."""
+        part = object.__new__(EntropicProjection)
+        part.__dict__.update(self.__dict__)
+        part.ball = self.ball.take(index)
+        for name in ("x", "budget", "_grid", "_tau", "_psi"):
+            setattr(part, name, getattr(self, name)[index])
+        part._u = None if self._u is None else self._u[index]
+        return part
+
+
+def _moves(ball: WassersteinBall, grid: Tensor) -> list[tuple[int, int, float]]:
+    assert not isinstance(ball.cost, DenseCost)
+    return ball.cost.moves(int(grid.shape[-2]), int(grid.shape[-1]))
