@@ -73,16 +73,9 @@ class Anchor(ABC):
 class ConvAnchor(Anchor):
     """The units of a convolution of the image: the same gains at every position, for every image."""
 
-    def __init__(
-        self,
-        layer: tuple[int, ...],
-        kernel: Tensor,
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        shape: tuple[int, ...],
-        moves: Moves,
-    ) -> None:
-        self.layer, self.stride, self.padding, self.shape = layer, stride, padding, shape
+    def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
+        self.layer, self.shape = convolution.layer, convolution.image
+        self.stride, self.padding, kernel = convolution.stride, convolution.padding, convolution.kernel
         self.moves = [m for m in moves if m[:2] != (0, 0)]
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.size = (kernel.shape[2], kernel.shape[3])
@@ -128,43 +121,78 @@ class ConvAnchor(Anchor):
         return Charges(moves, out, into)
 
 
-@dataclass(frozen=True)
-class Gains:
-    """Positive gains of some units of one image, on the sources of dense rows."""
-
-    unit: Tensor  # (U,), flat positions in the layer
-    moves: Tensor  # (U, C, K, S)
-    out: Tensor  # (U, C, S)
-    into: Tensor  # (U, C, H, W)
-
-
 class UnitAnchor(Anchor):
-    """Units with gains of their own, listed image by image; units that are not listed must not be charged."""
+    """Units with gains of their own, listed image by image; units that are not listed must not be charged.
 
-    def __init__(self, layer: tuple[int, ...], images: list[Gains]) -> None:
-        self.layer, self.images = layer, images
+    Args:
+        layer: shape of the activation.
+        image, unit: ``(U,)`` each, the image and the flat position of every unit, sorted by image.
+        moves, out, into: their positive gains on the sources of dense rows, ``(U, C, K, S)``, ``(U, C, S)`` and
+            ``(U, C, H, W)``.
+        images: how many images there are.
+    """
+
+    def __init__(
+        self,
+        layer: tuple[int, ...],
+        image: Tensor,
+        unit: Tensor,
+        gains: tuple[Tensor, Tensor, Tensor],
+        images: int,
+    ) -> None:
+        self.layer = layer
+        self.shapes = [g.shape[1:] for g in gains]
+        order, place, most = _ranked(image, images)
+        units = torch.zeros((images, most), dtype=torch.long, device=image.device)
+        units[image[order], place] = unit[order]
+        flat = torch.cat([g.flatten(1) for g in gains], 1)
+        self.gains = flat.new_zeros((images, most, flat.shape[1]))
+        self.gains[image[order], place] = flat[order]
+        self.units = units
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         return False
 
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
         flat = weights.coeff.flatten(1)
-        first = self.images[0]
-        dtype, count = flat.dtype, flat.shape[0]
-        moves = flat.new_zeros((count, *first.moves.shape[1:]))
-        out = flat.new_zeros((count, *first.out.shape[1:]))
-        into = flat.new_zeros((count, *first.into.shape[1:]))
-        for image in torch.unique(rows.image).tolist():
-            mine = (rows.image == image).nonzero()[:, 0]
-            gains = self.images[image]
-            weight = flat[mine][:, gains.unit]
-            for total, part in ((moves, gains.moves), (out, gains.out), (into, gains.into)):
-                total[mine] = (weight @ part.flatten(1).to(dtype)).reshape(-1, *total.shape[1:])
+        weight = flat.gather(1, self.units[rows.image])
+        first = int(rows.image.min())
+        order, place, most = _ranked(rows.image - first, int(rows.image.max()) - first + 1)
+        there = rows.image[order] - first
+        count = self.gains.shape[0] - first
+        count = min(count, int(there[-1]) + 1)
+        table = weight.new_zeros((count, most, weight.shape[1])).index_put((there, place), weight[order])
+        product = table @ self.gains[first : first + count].to(flat.dtype)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        total = product[there[back], place[back]]
+        parts = total.split([shape.numel() for shape in self.shapes], 1)
+        moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return Charges(moves, out, into)
 
 
-def conv_anchor(graph: Graph, position: int, moves: Moves) -> ConvAnchor | None:
-    """The anchor of an activation that reads a convolution of the image (up to scaling of channels), else ``None``."""
+def _ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, int]:
+    """An order sorted by group, the rank inside its group of each member in that order, and the largest group."""
+    order = group.argsort(stable=True)
+    count = torch.bincount(group, minlength=groups)
+    start = count.cumsum(0) - count
+    rank = torch.arange(group.shape[0], device=group.device) - start[group[order]]
+    return order, rank, int(count.max()) if groups else 0
+
+
+@dataclass(frozen=True)
+class ImageConvolution:
+    """An activation's input as a convolution of the image plus a constant: ``kernel`` (units, C, h, w), in float64."""
+
+    kernel: Tensor
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    image: tuple[int, ...]
+    layer: tuple[int, ...]
+
+
+def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
+    """What activation ``position`` reads, if that is a convolution of the image (up to scaling of channels)."""
     before, after = None, None
     convolution: Conv2d | None = None
     place = graph.ops[position].inputs[0]
@@ -188,8 +216,8 @@ def conv_anchor(graph: Graph, position: int, moves: Moves) -> ConvAnchor | None:
         kernel = kernel * after.view(-1, 1, 1, 1)
     if before is not None:
         kernel = kernel * before.view(1, -1, 1, 1)
-    layer = graph.ops[position].shape
-    return ConvAnchor(layer, kernel, convolution.stride, convolution.padding, graph.ops[place].shape, moves)
+    image, layer = graph.ops[place].shape, graph.ops[position].shape
+    return ImageConvolution(kernel, convolution.stride, convolution.padding, image, layer)
 
 
 def _ungrouped(op: Conv2d) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans, WassersteinBall
+from wball.certify.first_layer import FirstLayer
 from wball.certify.graph import Graph, trace
 from wball.certify.input_set import InputSet, TransportSet, input_set, intervals
 from wball.certify.relaxation import Ascent, Bounds, Relaxation
@@ -97,11 +98,12 @@ def certify(
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
-    step = batch_size or (128 if x.is_cuda else 8)
+    step = batch_size or _images_at_once(x)
+    first = FirstLayer(graph, input_set(ball.take(torch.zeros(1, dtype=torch.long, device=x.device)), x[:1], plans))
     parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         clean = _clean_margin(model, x[index], y[index])
-        part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean)
+        part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
         parts.append(part.margin(method, steps, reg))
         at_centre.append(clean)
     margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
@@ -188,18 +190,33 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 
 
+def _images_at_once(x: Tensor) -> int:
+    """Images bounded together. An image's anchors may take some 100 MB, more while they are put together."""
+    return min(256, max(8, torch.cuda.mem_get_info(x.device)[0] // 2**29)) if x.is_cuda else 8
+
+
+def _numbers_at_once(x: Tensor) -> int:
+    """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a GPU's free memory."""
+    return min(2**28, max(2**22, torch.cuda.mem_get_info(x.device)[0] // 2**7)) if x.is_cuda else 2**22
+
+
 class _Problem:
     """One batch of images, their input set, and the bounds found so far."""
 
-    def __init__(self, graph: Graph, x: Tensor, y: Tensor, ball: Ball, plans: Plans, clean: Tensor) -> None:
+    def __init__(
+        self, graph: Graph, x: Tensor, y: Tensor, ball: Ball, plans: Plans, clean: Tensor, first: FirstLayer
+    ) -> None:
         self.graph, self.x, self.y, self.ball, self.plans, self.clean = graph, x, y, ball, plans, clean
+        self.first, self.centre = first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
-        self.budget = 2**27 if x.is_cuda else 2**22
+        self.budget = _numbers_at_once(x)
 
-    def relaxation(self, source: InputSet, method: Method, reg: float) -> Relaxation:
+    def relaxation(self, source: InputSet, method: Method, reg: float, left: Tensor | None = None) -> Relaxation:
         if method == "dual":
             return Relaxation(self.graph, source, "parallel", reg, self.budget)
-        return Relaxation(self.graph, source, budget=self.budget)
+        centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
+        first = self.first if isinstance(source, TransportSet) else None
+        return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
 
     def margin(self, method: Method, steps: int, reg: float) -> Tensor:
         source = input_set(self.ball, self.x, self.plans)
@@ -232,7 +249,7 @@ class _Problem:
             return
         some, y = bounds.take(left), self.y[left]
         source = input_set(self.ball.take(left), self.x[left], self.plans, reach)
-        relaxation = self.relaxation(source, "alpha-crown", math.inf)
+        relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:
             return
@@ -242,7 +259,7 @@ class _Problem:
         found = torch.maximum(margins[left], relaxation.margins(y, some, self.like, anchored=anchored))
         if isinstance(source, TransportSet):
             only = torch.ones_like(found, dtype=torch.bool) if source.small else self._near(found, left, 0.1)
-            if bool(only.any()):
+            if (steps or source.small) and bool(only.any()):
                 boxed = relaxation.margins(y, some, self.like, anchored=True, only=only, exact_box=True)
                 found = torch.maximum(found, boxed)
         only = self._near(found, left, 1.0)

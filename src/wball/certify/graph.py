@@ -48,9 +48,17 @@ class Affine(Op):
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         """``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k, h_k>``: the constant (N,) and the rows."""
 
+    @abstractmethod
+    def forward(self, *values: Tensor) -> Tensor:
+        """The operation itself, in the values' precision."""
+
 
 def _total(products: Tensor) -> Tensor:
     return products.flatten(1).sum(1)
+
+
+def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,9 @@ class Linear(Affine):
         a = rows.coeff
         constant = a.new_zeros(a.shape[0]) if self.bias is None else _total(a * self.bias.to(a.dtype))
         return constant, [rows.like(a @ self.weight.to(a.dtype))]
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return F.linear(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]))
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,10 @@ class Conv2d(Affine):
         )
         return constant, [trim(Rows(out, rows.image, corner), self.before)]
 
+    def forward(self, *values: Tensor) -> Tensor:
+        settings = (self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings)
+
 
 @dataclass(frozen=True)
 class Diagonal(Affine):
@@ -105,6 +120,10 @@ class Diagonal(Affine):
         a = rows.coeff
         constant = _total(a * self._read(self.shift.to(a.dtype), rows))
         return constant, [rows.like(a * self._read(self.scale.to(a.dtype), rows))]
+
+    def forward(self, *values: Tensor) -> Tensor:
+        dtype = values[0].dtype
+        return values[0] * self.scale.to(dtype) + self.shift.to(dtype)
 
     @staticmethod
     def _read(values: Tensor, rows: Rows) -> Tensor:
@@ -121,6 +140,9 @@ class Sum(Affine):
         second = rows if self.sign == 1 else rows.like(rows.coeff * self.sign)
         return rows.coeff.new_zeros(rows.coeff.shape[0]), [rows, second]
 
+    def forward(self, *values: Tensor) -> Tensor:
+        return values[0] + self.sign * values[1]
+
 
 @dataclass(frozen=True)
 class Reshape(Affine):
@@ -132,6 +154,9 @@ class Reshape(Affine):
         whole = rows.dense(self.shape)
         constant = whole.coeff.new_zeros(whole.coeff.shape[0])
         return constant, [whole.like(whole.coeff.reshape(-1, *self.before))]
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return values[0].reshape(-1, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -147,6 +172,9 @@ class Generic(Affine):
         zeros = [a.new_zeros((a.shape[0], *shape)) for shape in self.before]
         value, pull, *_ = torch.func.vjp(self.function, *zeros)
         return _total(a * value), [whole.like(g) for g in pull(a)]
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return self.function(*values)
 
 
 @dataclass(frozen=True)
@@ -213,6 +241,29 @@ class Graph:
     def relaxed(self) -> list[int]:
         """Positions of the operations that need bounds on what they read, in order."""
         return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, MaxPool))]
+
+    @torch.no_grad()
+    def values(self, x: Tensor) -> dict[int, Tensor]:
+        """What each relaxed operation reads when the network is given ``x``, in the precision of ``x``."""
+        wanted = {self.ops[k].inputs[0] for k in self.relaxed()}
+        last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
+        held: dict[int, Tensor] = {0: x}
+        found: dict[int, Tensor] = {0: x} if 0 in wanted else {}
+        for position, op in enumerate(self.ops[1:], 1):
+            sources = [held[k] for k in op.inputs]
+            if isinstance(op, Affine):
+                held[position] = op.forward(*sources)
+            elif isinstance(op, Activation):
+                held[position] = F.leaky_relu(sources[0], op.leak)
+            else:
+                assert isinstance(op, MaxPool)
+                held[position] = op.windows(sources[0]).amax(-1)
+            if position in wanted:
+                found[position] = held[position]
+            for source in op.inputs:
+                if last[source] == position:
+                    held.pop(source, None)
+        return {k: found[self.ops[k].inputs[0]] for k in self.relaxed()}
 
 
 def back(

@@ -42,6 +42,9 @@ NOWHERE = -1e30
 LIST_ALL = 8192
 """Images with at most this many (pixel, move) pairs have every move listed: full plans are then exact."""
 
+ROUNDS = 10
+"""Steps of the search for ``psi``."""
+
 Charged = Sequence[tuple[Anchor, Rows]]
 """Anchors with the weights that rows put on their units."""
 
@@ -52,10 +55,18 @@ class InputSet(ABC):
     shape: tuple[int, ...]  # of one image
 
     @abstractmethod
-    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
+    def maximum(
+        self,
+        rows: Rows,
+        charged: Charged = (),
+        box: Tensor | None = None,
+        reg: float = math.inf,
+        rounds: int = ROUNDS,
+    ) -> Tensor:
         """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
 
-        ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best.
+        ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best,
+        which is searched for in ``rounds``.
         Differentiable in coefficients, weights and prices: at the best ``psi`` its own slope is 0 (envelope theorem).
         """
 
@@ -75,7 +86,14 @@ class IntervalSet(InputSet):
         self.low, self.high = low.to(torch.float64), high.to(torch.float64)
         self.shape = tuple(low.shape[1:])
 
-    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
+    def maximum(
+        self,
+        rows: Rows,
+        charged: Charged = (),
+        box: Tensor | None = None,
+        reg: float = math.inf,
+        rounds: int = ROUNDS,
+    ) -> Tensor:
         if charged:
             raise ValueError("an interval set has no plans to charge")
         dtype = rows.coeff.dtype
@@ -93,25 +111,23 @@ class IntervalSet(InputSet):
 class _Field:
     """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
 
-    ``value`` covers the targets; ``mass`` and ``stay`` the sources, ``(N, C, S)``; ``levels`` the options, each with
-    its worth ``(N, C, S)`` and cost. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at
-    several distances from the patch, ``away`` what it costs to come from there, ``far`` (N, C) what that is worth.
+    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``, with their cost
+    ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at several
+    distances from the patch, ``away`` (T,) what it costs to come from there, ``far`` (N, C) what that is worth.
     """
 
-    value: Tensor
     mass: Tensor
     stay: Tensor
-    levels: list[tuple[Tensor, float | Tensor]]
+    worth: Tensor
+    cost: Tensor
     far: Tensor | None = None
     elsewhere: Tensor | None = None
-    away: tuple[float, ...] = ()
+    away: Tensor | None = None
 
     def single(self) -> _Field:
         """The same in float32, for searching."""
-        cast = [(v.float(), d.float() if isinstance(d, Tensor) else d) for v, d in self.levels]
-        far = None if self.far is None else self.far.float()
-        elsewhere = None if self.elsewhere is None else self.elsewhere.float()
-        return _Field(self.value, self.mass.float(), self.stay.float(), cast, far, elsewhere, self.away)
+        held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
+        return _Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
 
 
 class TransportSet(InputSet):
@@ -129,6 +145,8 @@ class TransportSet(InputSet):
         self.tiers: list[tuple[float, int]] = []  # least cost and reach in pixels of unlisted moves, sorted by length
         self.moves: list[tuple[int, int, float]] = []
         cost = ball.cost
+        full = isinstance(cost, GridCost) and plans == "full"
+        self.power = cost.p if full and isinstance(cost, GridCost) else None  # all moves, each at length ** power
         if isinstance(cost, DenseCost):
             if cost.size != height * width:
                 raise ValueError(f"the cost matrix is for {cost.size} pixels, but the images have {height * width}")
@@ -227,15 +245,14 @@ class TransportSet(InputSet):
     ) -> _Field:
         """What every pixel with mass can do. Moves of equal cost merge: by their maximum, or softly for ``reg``."""
         mass = self._mass(rows)
-        levels: list[tuple[Tensor, float | Tensor]] = []
+        dtype = rows.coeff.dtype
         if self.matrix is not None:
             value = (rows.coeff if box is None else rows.coeff - box).flatten(2)
-            for j in range(value.shape[2]):
-                free = torch.isfinite(self.matrix[:, j])
-                price = torch.where(free, self.matrix[:, j], 0.0).to(value.dtype)
-                worth = torch.where(free, value[:, :, j : j + 1], NOWHERE)
-                levels.append((worth if charges is None else worth + charges.moves[:, :, j], price))
-            return _Field(value, mass, value, levels)
+            free = torch.isfinite(self.matrix).T  # (targets, sources)
+            worth = torch.where(free, value[..., None], NOWHERE)
+            if charges is not None:
+                worth = worth + charges.moves
+            return _Field(mass, value, worth, torch.where(free, self.matrix.T, 0.0).to(dtype))
         padded = self._targets(rows, box)
         stay = self._sources(rows, self._slice(padded, 0, 0))
         rings: dict[float, Tensor] = {}
@@ -250,27 +267,31 @@ class TransportSet(InputSet):
                 rings[d] = torch.maximum(rings[d], worth)
             else:
                 rings[d] = torch.logaddexp(reg * rings[d], reg * worth) / reg
-        levels = [(ring if charges is not None else self._sources(rows, ring), d) for d, ring in rings.items()]
-        if self.far is None:
-            return _Field(padded, mass, stay, levels)
-        ends = self._slice(padded, 0, 0)
-        if charges is not None:
-            ends = ends + charges.into
-        within, around = 0, ends
-        for least, wide in self.tiers:
-            if wide < max(ends.shape[-2:]) - 1:
-                around, within = _widen(around, wide - within), wide
-                best = self._sources(rows, around)
-            else:
-                best = ends.flatten(2).amax(2, keepdim=True)
+        levels = [ring if charges is not None else self._sources(rows, ring) for ring in rings.values()]
+        costs = list(rings)
+        far, elsewhere, away = None, None, None
+        if self.far is not None:
+            ends = self._slice(padded, 0, 0)
+            if charges is not None:
+                ends = ends + charges.into
+            within, around = 0, ends
+            for least, wide in self.tiers:
+                if wide < max(ends.shape[-2:]) - 1:
+                    around, within = _widen(around, wide - within), wide
+                    best = self._sources(rows, around)
+                else:
+                    best = ends.flatten(2).amax(2, keepdim=True)
+                if rows.corner is not None:
+                    best = best.clamp(min=0)  # pixels beyond the patch
+                levels.append((best if charges is None else best + charges.out).expand_as(stay))
+                costs.append(least)
             if rows.corner is not None:
-                best = best.clamp(min=0)  # pixels beyond the patch
-            levels.append((best if charges is None else best + charges.out, least))
-        if rows.corner is None:
-            return _Field(padded, mass, stay, levels)
-        elsewhere, away = self._elsewhere(rows)
-        far = ends.flatten(2).amax(2).clamp(min=0)
-        return _Field(padded, mass, stay, levels, far, elsewhere, away)
+                elsewhere, prices = self._elsewhere(rows)
+                far = ends.flatten(2).amax(2).clamp(min=0)
+                away = torch.tensor(prices, dtype=dtype, device=stay.device)
+        cost = torch.tensor(costs, dtype=dtype, device=stay.device).view(-1, 1)
+        options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
+        return _Field(mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away)
 
     def _elsewhere(self, rows: Rows) -> tuple[Tensor, tuple[float, ...]]:
         """``(N, C, T)``: mass at several distances from each row's patch; and the least cost of coming from there."""
@@ -294,7 +315,14 @@ class TransportSet(InputSet):
 
     # ---- the bound
 
-    def maximum(self, rows: Rows, charged: Charged = (), box: Tensor | None = None, reg: float = math.inf) -> Tensor:
+    def maximum(
+        self,
+        rows: Rows,
+        charged: Charged = (),
+        box: Tensor | None = None,
+        reg: float = math.inf,
+        rounds: int = ROUNDS,
+    ) -> Tensor:
         rows, charged = self._align(rows, charged)
         charges = self._charges(rows, charged)
         field = self._field(rows, box, charges)
@@ -303,9 +331,9 @@ class TransportSet(InputSet):
             if reg < math.inf:
                 psi = _entropic(self._field(rows, box, charges, reg).single(), budget.float(), reg)
             else:
-                psi = _best_psi(field.single(), budget.float(), self.step)
+                psi = _best_psi(field.single(), budget.float(), self.step, rounds)
         psi = psi.to(rows.coeff.dtype)
-        value = _evaluate(field, psi)[0] + psi * budget.to(rows.coeff.dtype)
+        value = _worth(field, psi) + psi * budget.to(rows.coeff.dtype)
         if self.box is None:
             return value
         lo, hi = self.box
@@ -490,32 +518,45 @@ def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]
     return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
 
 
+def _elsewhere(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What mass beyond the patch is worth and pays, ``(N,)`` each."""
+    if field.elsewhere is None or field.far is None or field.away is None:
+        return None
+    gain = field.far[..., None] - psi.view(-1, 1, 1) * field.away
+    paid = torch.where(gain > 0, field.away, 0.0)
+    return (gain.clamp(min=0) * field.elsewhere).sum((1, 2)), (paid * field.elsewhere).sum((1, 2))
+
+
+def _worth(field: _Field, psi: Tensor) -> Tensor:
+    """``sum_i x_i max_j (a_j - psi C_ij)``, ``(N,)``."""
+    best = torch.maximum(field.stay, (field.worth - psi.view(-1, 1, 1, 1) * field.cost).amax(2))
+    total = (best * field.mass).sum((1, 2))
+    rest = _elsewhere(field, psi)
+    return total if rest is None else total + rest[0]
+
+
 def _evaluate(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum_i x_i max_j (a_j - psi C_ij)`` and what the maximising plan pays, ``(N,)`` each."""
-    price = psi.view(-1, 1, 1)
-    best, paid = field.stay, torch.zeros_like(field.stay)
-    for value, cost in field.levels:
-        candidate = value - price * cost
-        better = candidate > best
-        best = torch.where(better, candidate, best)
-        paid = torch.where(better, cost, paid)
-    worth, total = (best * field.mass).sum((1, 2)), (paid * field.mass).sum((1, 2))
-    if field.elsewhere is not None and field.far is not None:
-        away = torch.tensor(field.away, dtype=price.dtype, device=price.device)
-        gain = field.far[..., None] - price * away
-        worth = worth + (gain.clamp(min=0) * field.elsewhere).sum((1, 2))
-        total = total + (torch.where(gain > 0, away, 0.0) * field.elsewhere).sum((1, 2))
-    return worth, total
+    """The same, and what the maximising plan pays, ``(N,)`` each."""
+    best, choice = (field.worth - psi.view(-1, 1, 1, 1) * field.cost).max(2)
+    moves = best > field.stay
+    if field.cost.shape[1] == 1:
+        cost = field.cost[:, 0][choice]
+    else:
+        cost = field.cost.expand(field.worth.shape).gather(2, choice[:, :, None])[:, :, 0]
+    worth = (torch.where(moves, best, field.stay) * field.mass).sum((1, 2))
+    total = (torch.where(moves, cost, 0.0) * field.mass).sum((1, 2))
+    rest = _elsewhere(field, psi)
+    return (worth, total) if rest is None else (worth + rest[0], total + rest[1])
 
 
-def _best_psi(field: _Field, budget: Tensor, step: float, rounds: int = 10) -> Tensor:
+def _best_psi(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
     """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds of search.
 
     Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are left out.
     """
     holds = (field.mass > 0).flatten(1)
     count = holds.sum(1)
-    if holds.shape[1] < 16 or any(isinstance(d, Tensor) for _, d in field.levels):
+    if holds.shape[1] < 16 or field.cost.shape[1] > 1:
         return _search(field, budget, step, rounds)
     order = count.argsort()
     groups = [g for g in order.chunk(4 if order.shape[0] >= 64 else 1) if g.numel()]
@@ -544,20 +585,19 @@ def _pick(field: _Field, group: Tensor, place: Tensor | None = None) -> _Field:
         values = values[group]
         if place is None:
             return values
-        channels, sources = field.mass.shape[1:]
-        if values.shape[2] == 1 and channels == 1:
-            return values
-        flat = values.expand(-1, -1, sources).flatten(1)
-        return flat.gather(1, place.clamp(max=flat.shape[1] - 1))[:, None]
+        if values.ndim == 3:
+            return values.flatten(1).gather(1, reach)[:, None]
+        flat = values.transpose(1, 2).flatten(2)
+        return flat.gather(2, reach[:, None].expand(-1, flat.shape[1], -1))[:, None]
 
+    sources = field.mass.shape[1] * field.mass.shape[2]
+    reach = torch.empty(0) if place is None else place.clamp(max=sources - 1)
     mass = read(field.mass)
     if place is not None:
-        mass = mass * (place < field.mass.shape[1] * field.mass.shape[2])[:, None]
+        mass = mass * (place < sources)[:, None]
     far = None if field.far is None else field.far[group]
     elsewhere = None if field.elsewhere is None else field.elsewhere[group]
-    return _Field(
-        field.value, mass, read(field.stay), [(read(v), d) for v, d in field.levels], far, elsewhere, field.away
-    )
+    return _Field(mass, read(field.stay), read(field.worth), field.cost, far, elsewhere, field.away)
 
 
 def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
@@ -565,10 +605,9 @@ def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
     value_low, cost_low = _evaluate(field, low)
     # Above the steepest gain per unit of cost nobody moves.
     holds = (field.mass > 0).to(field.stay.dtype)
-    steepest = low
-    for value, price in field.levels:
-        apart = price if isinstance(price, float) and price > 0 else step
-        steepest = torch.maximum(steepest, ((value - field.stay) * holds).amax((1, 2)) / apart)
+    apart = torch.where(field.cost > 0, field.cost, step)
+    gain = (((field.worth - field.stay[:, :, None]) / apart).amax(2) * holds).amax((1, 2))
+    steepest = gain.clamp(min=0)
     if field.far is not None and field.elsewhere is not None:
         steepest = torch.maximum(steepest, field.far.amax(1) / step)
     high = steepest * (1 + 1e-6)
@@ -596,22 +635,16 @@ def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
 
 def _entropic(field: _Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
     r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi C_ij))`` costs ``E``."""
-    options = [(field.stay, 0.0), *field.levels]
+    options = torch.cat([field.stay[:, :, None], field.worth], 2)
+    costs = torch.cat([torch.zeros_like(field.cost[:1]), field.cost])
     low = torch.zeros_like(budget)
-    top = torch.stack([v.amax((1, 2)) for v, _ in options]).amax(0)
+    top = options.amax((1, 2, 3))
     bottom = torch.where(field.stay > 0.5 * NOWHERE, field.stay, 0.0).amin((1, 2))
     high = (top - bottom + 30.0 / reg).clamp(min=0) * 2
     for _ in range(steps):
         psi = 0.5 * (low + high)
-        exponents = [reg * (v - psi.view(-1, 1, 1) * d) for v, d in options]
-        peak = exponents[0]
-        for exponent in exponents[1:]:
-            peak = torch.maximum(peak, exponent)
-        total, paid = torch.zeros_like(peak), torch.zeros_like(peak)
-        for exponent, (_, d) in zip(exponents, options, strict=True):
-            weight = (exponent - peak).exp()
-            total, paid = total + weight, paid + weight * d
-        over = (field.mass * paid / total).sum((1, 2)) > budget
+        weight = (reg * (options - psi.view(-1, 1, 1, 1) * costs)).softmax(2)
+        over = (field.mass * (weight * costs).sum(2)).sum((1, 2)) > budget
         low, high = torch.where(over, psi, low), torch.where(over, high, psi)
     return high
 

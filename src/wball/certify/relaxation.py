@@ -26,13 +26,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certify.anchor import Anchor, Gains, UnitAnchor, conv_anchor
+from wball.certify.anchor import Anchor, ConvAnchor, UnitAnchor, image_convolution
+from wball.certify.first_layer import FirstLayer
 from wball.certify.graph import Activation, Graph, MaxPool, back
-from wball.certify.input_set import InputSet, TransportSet
+from wball.certify.input_set import ROUNDS, InputSet, TransportSet
 from wball.certify.rows import Rows, units
 
 ROUNDING = 1e-12
 """Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
+
+QUICK = 3
+"""Rounds of search that settle most units which are stable anyway."""
 
 Lower = Literal["adaptive", "parallel"]
 
@@ -113,6 +117,8 @@ class Relaxation:
             upper line's slope, as in the dual of Wong and Kolter).
         reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact search.
         budget: how many numbers a chunk of rows may hold.
+        first: bounds of first convolutions, which need no rows.
+        centre: what each relaxed operation reads at the images themselves, in float64.
     """
 
     def __init__(
@@ -122,8 +128,11 @@ class Relaxation:
         lower: Lower = "adaptive",
         reg: float = math.inf,
         budget: int = 2**22,
+        first: FirstLayer | None = None,
+        centre: dict[int, Tensor] | None = None,
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
+        self.first, self.centre = first, centre
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
     # ---- one batch of rows
@@ -200,6 +209,7 @@ class Relaxation:
         anchored: bool = False,
         choice: Choice | None = None,
         record: bool = False,
+        rounds: int = ROUNDS,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in float64."""
         charged: list[tuple[Anchor, Rows]] = []
@@ -207,7 +217,7 @@ class Relaxation:
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
         box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
-        largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg)
+        largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
         size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
         for part in scale:
             size = size + part
@@ -290,46 +300,84 @@ class Relaxation:
     ) -> None:
         """Bound what relaxed operation ``position`` reads: all units at first, then only its unstable units again.
 
-        New bounds replace old ones only where they are tighter. ``anchored`` uses the anchors of earlier layers and
-        leaves one for this layer.
+        New bounds replace old ones only where they are tighter. Units found stable need no second bound: theirs may
+        stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer.
+        """
+        op = self.graph.ops[position]
+        shape = self.graph.ops[op.inputs[0]].shape
+        size = math.prod(shape)
+        known = position in bounds.lower
+        gains = _Collector(self, position, images, shape, like) if anchored and isinstance(op, Activation) else None
+        ready = gains is not None and gains.settle()
+        if not known:
+            empty = torch.full((images, *shape), math.inf, dtype=torch.float64, device=like.device)
+            bounds.lower[position], bounds.upper[position] = -empty, empty
+            known = self._first_layer(position, bounds)
+            ready = ready or known
+        if ready and known:
+            return  # rows could not improve on it
+        every = torch.arange(images * size, device=like.device)
+        if not known and self.centre is not None and isinstance(op, Activation):
+            # The side that could prove a unit stable comes first: then the other one is not needed.
+            sign = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
+            self._bound_units(position, bounds, every, sign, like, rounds=QUICK)
+            known = True
+        if known:
+            every = bounds.unstable(position).flatten().nonzero()[:, 0]
+        for side in (-1.0, 1.0):
+            sign = torch.full(every.shape, side, device=like.device)
+            self._bound_units(position, bounds, every, sign, like, anchored, ascent, gains if side < 0 else None)
+        if gains is not None and not ready:
+            gains.finish()
+
+    def _first_layer(self, position: int, bounds: Bounds) -> bool:
+        """Bound a first convolution without rows, where that is possible."""
+        if self.first is None or self.centre is None or position not in self.first.layers:
+            return False
+        assert isinstance(self.source, TransportSet)
+        found = self.first.bounds(position, self.source, self.centre[position], ROUNDING)
+        bounds.lower[position], bounds.upper[position] = found
+        return True
+
+    def _bound_units(
+        self,
+        position: int,
+        bounds: Bounds,
+        every: Tensor,
+        sign: Tensor,
+        like: Tensor,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+        gains: _Collector | None = None,
+        rounds: int = ROUNDS,
+    ) -> None:
+        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is tighter.
+
+        ``every`` lists them by flat position in the whole batch.
         """
         target = self.graph.ops[position].inputs[0]
         shape = self.graph.ops[target].shape
         size = math.prod(shape)
-        if position in bounds.lower:
-            wanted = bounds.unstable(position).reshape(images, size).nonzero()
-            image, unit = wanted[:, 0], wanted[:, 1]
-        else:
-            empty = torch.full((images, *shape), math.inf, dtype=torch.float64, device=like.device)
-            bounds.lower[position], bounds.upper[position] = -empty, empty
-            every = torch.arange(images * size, device=like.device)
-            image, unit = every // size, every % size
-        low, up = (b[position].view(images, size) for b in (bounds.lower, bounds.upper))
-        collect = anchored and isinstance(self.graph.ops[position], Activation)
-        gains = _Collector(self, position, images, shape, like) if collect else None
+        low, up = (b[position].view(-1) for b in (bounds.lower, bounds.upper))
 
-        for sign, store in ((-1.0, up), (1.0, low)):
-            sign_of = torch.full((1,), sign, device=like.device)
+        def rows_of(index: Tensor) -> Rows:
+            index = index.to(like.device)
+            return units(shape, every[index] // size, every[index] % size, sign[index], like)
 
-            def rows_of(index: Tensor, sign_of: Tensor = sign_of) -> Rows:
-                index = index.to(like.device)
-                return units(shape, image[index], unit[index], sign_of.expand(index.shape[0]), like)
-
-            if image.shape[0] == 0:
-                break
-            step = self._chunk(target, rows_of, bounds, anchored)
-            for index in torch.arange(image.shape[0], device=like.device).split(step):
-                rows, place = rows_of(index), (image[index], unit[index])
-                if ascent is not None:
-                    bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
-                else:
-                    bound = self.lower_bound(target, rows, bounds, anchored=anchored)
-                if gains is not None and sign < 0:
-                    gains.add(place, bound)
-                found = bound.value
-                store[place] = torch.minimum(store[place], -found) if sign < 0 else torch.maximum(store[place], found)
-        if gains is not None:
-            gains.finish()
+        if every.shape[0] == 0:
+            return
+        step = self._chunk(target, rows_of, bounds, anchored)
+        for index in torch.arange(every.shape[0], device=like.device).split(step):
+            rows, here = rows_of(index), every[index]
+            if ascent is not None:
+                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
+            else:
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
+            if gains is not None:
+                gains.add((here // size, here % size), bound)
+            below = sign[index] > 0
+            low[here] = torch.where(below, torch.maximum(low[here], bound.value), low[here])
+            up[here] = torch.where(below, up[here], torch.minimum(up[here], -bound.value))
 
     def bound_all(self, images: int, like: Tensor) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
@@ -406,9 +454,19 @@ class _Collector:
         assert isinstance(source, TransportSet)
         self.source = source
         self.centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=like.device)
-        self.ready = conv_anchor(relaxation.graph, position, source.moves) if source.matrix is None else None
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
         self.held = 0
+
+    def settle(self) -> bool:
+        """Units of a first convolution share their gains: their anchor is ready without rows."""
+        centre, convolution = self.relaxation.centre, None
+        if self.source.matrix is None and centre is not None:
+            convolution = image_convolution(self.relaxation.graph, self.position)
+        if centre is None or convolution is None:
+            return False
+        anchor = ConvAnchor(convolution, self.source.moves)
+        self.relaxation.anchors[self.position] = (anchor, centre[self.position])
+        return True
 
     def add(self, place: tuple[Tensor, Tensor], bound: Bound) -> None:
         """Rows that bound ``-v``: their value at the image, and, for units with gains of their own, the gains."""
@@ -416,7 +474,7 @@ class _Collector:
         at_input = bound.at_input
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self.centre[place] = -(bound.constant + (at_input.coeff * centre).flatten(1).sum(1))
-        if self.ready is not None or self.held > self.LIMIT * self.images:
+        if self.held > self.LIMIT * self.images:
             return
         moves, out, into = self.source.gains(at_input.like(-at_input.coeff), bound.charged)
         self.held += moves.numel()
@@ -424,13 +482,11 @@ class _Collector:
 
     def finish(self) -> None:
         """Register the anchor, unless it is too large."""
-        anchor: Anchor | None = self.ready
-        if anchor is None and self.parts and self.held <= self.LIMIT * self.images:
-            image, unit, moves, out, into = (torch.cat(part) for part in zip(*self.parts, strict=True))
-            each = [(image == k).nonzero()[:, 0] for k in range(self.images)]
-            anchor = UnitAnchor(self.shape, [Gains(unit[i], moves[i], out[i], into[i]) for i in each])
-        if anchor is not None:
-            self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
+        if not self.parts or self.held > self.LIMIT * self.images:
+            return
+        image, unit, *gains = (torch.cat(part) for part in zip(*self.parts, strict=True))
+        anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
+        self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
 
 
 def anchored_line(
