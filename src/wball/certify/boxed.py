@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 Array = NDArray[np.float64]
 
@@ -47,6 +45,8 @@ class BoxProgram:
         budget: float,
         box: tuple[float, float],
     ) -> None:
+        from scipy.sparse import coo_array  # here and below: slow to import, and rarely needed
+
         self.pixels, self.box = pixels, box
         source, move = np.nonzero(target >= 0)
         self.listed = (source, move)
@@ -90,6 +90,8 @@ class BoxProgram:
 
         ``worth`` (S, K) is what each listed move earns, ``out`` (S,) and ``into`` (pixels,) what a far move earns.
         """
+        from scipy.optimize import linprog
+
         gain = [worth[self.listed]] + ([out, into] if self.far else [])
         result = linprog(
             -np.concatenate(gain),

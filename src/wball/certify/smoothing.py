@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from scipy.stats import beta, binomtest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -96,6 +95,8 @@ def lower_confidence(successes: int, trials: int, alpha: float) -> float:
     >>> round(lower_confidence(100, 100, 0.001), 4)
     0.9333
     """
+    from scipy.stats import beta  # slow to import
+
     if not 0 < alpha < 1:
         raise ValueError(f"alpha must be between 0 and 1, got {alpha!r}")
     return 0.0 if successes == 0 else float(beta.ppf(alpha, successes, trials - successes + 1))
@@ -159,6 +160,8 @@ class FlowSmoothing:
 
         An answer that is not abstained differs from the smoothed classifier's with probability at most ``alpha``.
         """
+        from scipy.stats import binomtest
+
         top = self.votes(x, samples, generator).topk(2, 1)
         sure = [
             binomtest(int(a), int(a + b), 0.5).pvalue <= alpha if a + b > 0 else False for a, b in top.values.tolist()
