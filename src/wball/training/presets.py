@@ -27,8 +27,9 @@ def _mnist_standard() -> TrainConfig:
         "mnist-standard",
         "mnist",
         "mnist-cnn",
-        epochs=15,
-        optimisation=Optimisation(schedule="one-cycle", nesterov=True),
+        epochs=20,
+        batch_size=50,
+        optimisation=Optimisation("adamw", lr=1e-3, weight_decay=0.0, schedule="constant"),
         summary="The paper's MNIST network with standard training.",
     )
 
@@ -39,6 +40,8 @@ def _mnist_binarized() -> TrainConfig:
         name="mnist-binarized",
         architecture="mnist-cnn-binarized",
         epochs=12,
+        batch_size=128,
+        optimisation=Optimisation(schedule="one-cycle", nesterov=True),
         summary="The paper's binarized defence: the same network behind a threshold at 0.5.",
     )
 
@@ -57,7 +60,7 @@ def _mnist_linf_provable() -> TrainConfig:
 
 
 def _mnist_adversarial_paper() -> TrainConfig:
-    attack = PGD.paper("mnist", ball=WassersteinBall(0.1), steps=50, growth=GrowingRadius(1.4, 5), max_iter=50)
+    attack = PGD.paper("mnist", steps=50, growth=GrowingRadius(1.4, 5), max_iter=50).at(0.1)
     return TrainConfig(
         "mnist-adversarial-paper",
         "mnist",
@@ -93,6 +96,8 @@ def _mnist_flow_noise() -> TrainConfig:
         _mnist_standard(),
         name="mnist-flow-noise",
         epochs=30,
+        batch_size=128,
+        optimisation=Optimisation(schedule="one-cycle", nesterov=True),
         noise=0.01,
         summary="The paper's MNIST network trained with Laplace noise of scale 0.01 in the flow domain.",
     )
@@ -134,7 +139,7 @@ def _cifar10_linf_provable() -> TrainConfig:
 
 
 def _cifar10_adversarial_paper() -> TrainConfig:
-    attack = PGD.paper("cifar10", ball=WassersteinBall(0.01), steps=50, growth=GrowingRadius(1.5, 5), max_iter=50)
+    attack = PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)
     return TrainConfig(
         "cifar10-adversarial-paper",
         "cifar10",
