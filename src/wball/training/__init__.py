@@ -1,6 +1,6 @@
 """Training: standard, adversarial with any attack of the library, and provable in the l-inf ball."""
 
-from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, TrainConfig, describe
+from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, Smooth, TrainConfig, describe
 from wball.training.evaluate import accuracy, robust_accuracy, verified_accuracy
 from wball.training.loop import TrainResult, train
 from wball.training.presets import preset, presets
@@ -11,6 +11,7 @@ __all__ = [
     "Loss",
     "Optimisation",
     "Provable",
+    "Smooth",
     "TrainConfig",
     "TrainResult",
     "accuracy",

@@ -1,4 +1,4 @@
-r"""Differentiable bounds over an l-inf ball, for training: intervals, and CROWN on top of them.
+r"""Differentiable bounds for training: intervals and CROWN over an l-inf ball, linear maxima over a Wasserstein ball.
 
 Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and ``|W| r``. CROWN goes
 backward from the margins ``f_y - f_k`` and relaxes each ReLU between the two lines its interval allows
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wball import kernels
+from wball.ball import WassersteinBall
 from wball.certify.graph import (
     Activation,
     Conv2d,
@@ -32,6 +34,8 @@ from wball.certify.graph import (
 )
 from wball.certify.relaxation import upper_line
 from wball.certify.rows import Rows
+from wball.ground import DenseCost
+from wball.kernels import reference_support
 
 Interval = tuple[Tensor, Tensor]  # centre and radius
 
@@ -132,3 +136,29 @@ def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     wrong = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
     best = [bounds.margins(x, y, eps, crown).masked_fill(wrong, torch.inf).amin(1) for crown in (0.0, 1.0)]
     return torch.maximum(*best) > 0
+
+
+def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
+    r"""The most that ``<g, z - x>`` can be over the ball without its box, ``(B,)``, differentiable in ``g``.
+
+    .. math:: \min_{\psi \ge 0}\; \psi E + \sum_i x_i \max_j \big( g_j - g_i - \psi C_{ij} \big)^+
+
+    over the moves of the ball's window. ``psi`` is searched for without gradient: at the minimum it has none.
+    """
+    if isinstance(ball.cost, DenseCost):
+        raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
+    moves, budget = ball.cost.moves(*x.shape[-2:]), ball.budget(x)
+    with torch.no_grad():
+        name = kernels.choose(x, moves, "linear_maximum")
+        search = kernels.load(name).linear_maximum if name != "torch" else reference_support.linear_maximum
+        psi = search(g.detach(), x, budget, moves, max_iter=max_iter).psi.to(g.dtype)
+    reach = max((max(abs(r), abs(c)) for r, c, _ in moves), default=0)
+    height, width = g.shape[-2:]
+    around = F.pad(g, (reach,) * 4, value=-torch.inf)
+    rings: dict[float, Tensor] = {}
+    for r, c, cost in moves:
+        end = around[..., reach + r : reach + r + height, reach + c : reach + c + width]
+        rings[cost] = torch.maximum(rings[cost], end) if cost in rings else end
+    price = psi.view(-1, 1, 1, 1)
+    best = torch.stack([ring - price * cost for cost, ring in rings.items()]).amax(0)
+    return psi * budget.to(g.dtype) + ((best - g) * x).flatten(1).sum(1)

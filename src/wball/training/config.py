@@ -107,6 +107,39 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Smooth:
+    r"""Robustness to first order: moving mass must not pay along the gradient of the margin.
+
+    .. math::
+        CE\big(f(z) + S\, 1_{k \ne y},\; y\big), \qquad
+        S = \max_{w \in B(x, eps)} \langle \nabla_z (f_r - f_y)(z),\, w - x \rangle
+
+    with ``r`` the most likely wrong class. For ``p = 1`` this penalises the gradient's differences between neighbouring
+    pixels, the ball's dual norm; with noise (:attr:`TrainConfig.noise`) it makes networks that can be certified.
+
+    Attributes:
+        eps: radius of the ball, in (fraction of mass) x (pixels).
+        ramp: share of the run over which the radius grows from 0.
+    """
+
+    eps: float
+    ramp: float = 0.3
+
+    def __post_init__(self) -> None:
+        inputs.check_positive("eps", self.eps)
+        if not 0 <= self.ramp <= 1:
+            raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
+
+    def at(self, progress: float) -> float:
+        """The radius at a share ``progress`` of the run.
+
+        >>> Smooth(0.1, ramp=0.5).at(0.25)
+        0.05
+        """
+        return self.eps * (min(1.0, progress / self.ramp) if self.ramp > 0 else 1.0)
+
+
+@dataclass(frozen=True)
 class Adversary:
     """Who makes the training images, and in which ball.
 
@@ -220,7 +253,7 @@ class TrainConfig:
         affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
         cutout: side of a random square that is blackened, 0 for none.
         noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none.
-        optimisation, loss, adversary, provable, evaluation: see there.
+        optimisation, loss, adversary, provable, smooth, evaluation: see there.
         summary: a sentence for the card.
     """
 
@@ -239,6 +272,7 @@ class TrainConfig:
     loss: Loss = field(default_factory=Loss)
     adversary: Adversary | None = None
     provable: Provable | None = None
+    smooth: Smooth | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     summary: str = ""
 
@@ -258,6 +292,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         if self.adversary is not None and self.provable is not None:
             raise ValueError("give an adversary or a provable loss, not both")
+        if self.smooth is not None and (self.provable is not None or self.loss.kind != "cross-entropy"):
+            raise ValueError('smooth goes with the loss "cross-entropy" and without a provable loss')
         if self.loss.kind != "cross-entropy" and self.adversary is None:
             raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball.training.bounds import LinfBounds
+from wball.ball import WassersteinBall
+from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 
 
@@ -24,6 +25,8 @@ class Objective(nn.Module):
     def forward(self, x: Tensor, z: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         if self._bounds is not None:
             return self._provable(x, y, progress)
+        if self.config.smooth is not None and self.config.smooth.at(progress) > 0:
+            return self._smooth(x, z, y, self.config.smooth.at(progress))
         settings = self.config.loss
         two = settings.kind != "cross-entropy" or (settings.clean > 0 and z is not x)
         # One pass over both halves: batch normalisation sees them together.
@@ -50,6 +53,16 @@ class Objective(nn.Module):
 
     def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
+
+    def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        z = z.detach().requires_grad_(True)
+        logits = self._logits(z)
+        own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
+        rival = logits.detach().masked_fill(own > 0, -torch.inf).argmax(1)
+        excess = logits.gather(1, rival[:, None]) - logits.gather(1, y[:, None])
+        (gradient,) = torch.autograd.grad(excess.sum(), z, create_graph=True)
+        gain = linear_gain(gradient, x, WassersteinBall(eps))
+        return self._cross_entropy(logits + gain[:, None] * (1 - own), y), (logits.argmax(1) == y).sum()
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         settings = self.config.provable

@@ -1,0 +1,91 @@
+"""The first-order robust loss: its linear maximum against the library's support function, its gradient, its effect."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from training.worker import small_config, small_data, small_model
+from wball import DenseCost, GridCost, WassersteinBall
+from wball.training import Provable, Smooth, preset, train
+from wball.training.bounds import linear_gain
+from wball.training.losses import Objective
+
+
+def rows(channels: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.rand((4, channels, 6, 7), generator=generator, dtype=torch.float64)
+    x = torch.where(x < 0.4, 0.0, x)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64), x
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.05, 0.7, 9.0])
+def test_linear_gain_is_the_support_function(eps: float) -> None:
+    g, x = rows()
+    ball = WassersteinBall(eps, GridCost(3), box=None)
+    exact = ball.support(x, g).value - (g * x).flatten(1).sum(1)
+    torch.testing.assert_close(linear_gain(g, x, ball, max_iter=60), exact, atol=1e-8, rtol=1e-8)
+
+
+def test_the_gradient_of_linear_gain_moves_mass() -> None:
+    g, x = rows(1)
+    g.requires_grad_(True)
+    gain = linear_gain(g, x, WassersteinBall(0.2, GridCost(3), box=None), max_iter=60)
+    (moved,) = torch.autograd.grad(gain.sum(), g)
+    torch.testing.assert_close(moved.sum((2, 3)), torch.zeros(4, 1, dtype=g.dtype), atol=1e-12, rtol=0)
+    assert bool((x + moved >= -1e-12).all())
+    # At the best price one pixel may hesitate between staying and moving; all others agree with the maximiser.
+    earned = (g * moved).flatten(1).sum(1)
+    assert bool((earned > 0.7 * gain).all()) and bool((earned < 1.3 * gain).all())
+
+
+def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
+    config = small_config(adversary=None, smooth=Smooth(0.1, ramp=0.0))
+    model, (x, y) = small_model(), small_data(8)
+    objective = Objective(model, config, x)
+    loss, right = objective(x, x, y, 0.5)
+    z = x.clone().requires_grad_(True)
+    logits = model(z)
+    total = torch.zeros(())
+    for i in range(len(x)):
+        wrong = [k for k in range(logits.shape[1]) if k != int(y[i])]
+        rival = max(wrong, key=logits[i].tolist().__getitem__)
+        (g,) = torch.autograd.grad(logits[i, rival] - logits[i, y[i]], z, retain_graph=True)
+        ball = WassersteinBall(0.1, box=None)
+        image, slope = x[i : i + 1].double(), g[i : i + 1].double()
+        gain = ball.support(image, slope).value - (slope * image).sum()
+        raised = logits[i].clone()
+        raised[wrong] += gain.float()
+        total = total + F.cross_entropy(raised[None], y[i : i + 1])
+    torch.testing.assert_close(loss, total / len(x), atol=1e-4, rtol=1e-4)
+    assert int(right) == int((logits.argmax(1) == y).sum())
+    loss.backward()
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+
+
+def test_training_makes_gradients_pay_less() -> None:
+    x, y = small_data(64)
+
+    def relative_gain(smooth: Smooth | None) -> float:
+        config = small_config(adversary=None, epochs=6, smooth=smooth)
+        model = train(config, (x, y), model=small_model()).model
+        z = x.clone().requires_grad_(True)
+        logits = model(z)
+        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+        (g,) = torch.autograd.grad(margin.sum(), z)
+        return float(linear_gain(-g, x, WassersteinBall(0.1)).mean() / logits.detach().std())
+
+    assert relative_gain(Smooth(0.3, ramp=0.0)) < 0.9 * relative_gain(None)
+
+
+def test_settings_are_checked() -> None:
+    assert preset("mnist-certified").smooth is not None
+    with pytest.raises(ValueError, match="ramp"):
+        Smooth(0.1, ramp=2.0)
+    with pytest.raises(ValueError, match="smooth"):
+        small_config(adversary=None, smooth=Smooth(0.1), provable=Provable(0.1))
+    flat = torch.zeros(1, 1, 1, 2)
+    ball = WassersteinBall(0.1, DenseCost(torch.zeros(2, 2)))
+    with pytest.raises(TypeError, match="matrix"):
+        linear_gain(flat, flat, ball)
