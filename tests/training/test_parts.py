@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +28,7 @@ from wball.training import (
 from wball.training.bounds import LinfBounds, verified
 from wball.training.losses import Objective
 from wball.training.presets import override
+from wball.training.state import Average, pack_optimizer, unpack_optimizer
 
 
 def small_resnet() -> nn.Module:
@@ -148,3 +151,38 @@ def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
         override(preset("mnist-adversarial"), "adversary.attack.stepps", 7)
     with pytest.raises(ValueError, match="unknown preset"):
         preset("mnist")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizers_come_back_in_the_layout_of_their_parameters(kind) -> None:  # type: ignore[no-untyped-def]
+    def one_step(net: nn.Module) -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = kind(net.parameters(), lr=0.1, **options)
+        net(torch.ones(2, 3, 8, 8)).sum().backward()
+        optimizer.step()
+        return optimizer  # type: ignore[no-any-return]
+
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    first, second = one_step(net), one_step(net)
+    saved = {k: v.contiguous() for k, v in pack_optimizer(first).items()}
+    unpack_optimizer(second, saved)
+    for entry, expected in zip(second.state.values(), first.state.values(), strict=True):
+        for name, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, expected[name]) and value.stride() == expected[name].stride()
+
+
+def test_averages_are_exponential_and_forget_the_start() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    average = Average(net, copy.deepcopy(net), 0.9)
+    expected, count = net[0].weight.detach().clone(), 0
+    for step in range(30):
+        with torch.no_grad():
+            net[0].weight.fill_(float(step))
+            net[1].num_batches_tracked.fill_(step)
+        average.update()
+        count += 1
+        keep = min(0.9, count / (count + 10))
+        expected = keep * expected + (1 - keep) * step
+        assert torch.allclose(average.model[0].weight, expected)  # type: ignore[index]
+        assert int(average.model[1].num_batches_tracked) == step  # type: ignore[index]
