@@ -175,14 +175,13 @@ def test_optimizers_come_back_in_the_layout_of_their_parameters(kind) -> None:  
 def test_averages_are_exponential_and_forget_the_start() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     average = Average(net, copy.deepcopy(net), 0.9)
-    expected, count = net[0].weight.detach().clone(), 0
+    expected = net[0].weight.detach().clone()
     for step in range(30):
         with torch.no_grad():
             net[0].weight.fill_(float(step))
             net[1].num_batches_tracked.fill_(step)
         average.update()
-        count += 1
-        keep = min(0.9, count / (count + 10))
+        keep = min(0.9, (step + 1) / (step + 11))
         expected = keep * expected + (1 - keep) * step
         assert torch.allclose(average.model[0].weight, expected)  # type: ignore[index]
         assert int(average.model[1].num_batches_tracked) == step  # type: ignore[index]
