@@ -91,8 +91,8 @@ def train(
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
         device: where everything happens.
         checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
-        time_limit: seconds, evaluation not counted. Learning rate and ramps then follow the clock wherever it is ahead
-            of the steps, so that the run ends in good order.
+        time_limit: seconds, not counting evaluation and the first step (which compiles kernels). Learning rate and
+            ramps then follow the clock wherever it is ahead of the steps, so that the run ends in good order.
         progress: show bars on stderr (default: on a terminal).
         on_epoch: called with each epoch's record.
     """
@@ -205,6 +205,7 @@ class _Run:
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.log: MetricsLog | None = None
         self._share, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
+        self._first = True
 
     @property
     def finished(self) -> bool:
@@ -221,9 +222,14 @@ class _Run:
         return share
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
-        """Account for a step. Stays on the device, because reading a value would stall a GPU."""
+        """Account for a step. Stays on the device, because reading a value would stall a GPU (but for the first)."""
         self.totals += torch.stack([loss.double() * images, right.double()])
         self.step, self.images = self.step + 1, self.images + images
+        if self._first:
+            self._first = False
+            if self.totals.is_cuda:
+                torch.cuda.synchronize(self.totals.device)
+            self._tick = time.perf_counter()
 
     def end_epoch(
         self, epoch: int, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
