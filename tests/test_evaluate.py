@@ -19,7 +19,7 @@ import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluate.files import locked, read_json, read_tensors, write_bytes
-from wball.evaluate.run import _audit
+from wball.evaluate.run import audit_in_threads
 
 SOURCES = Path(__file__).parent.parent / "src"
 BALL = wball.WassersteinBall(0.4)
@@ -308,7 +308,7 @@ def test_audit_in_threads_is_the_audit() -> None:
     ball = BALL.at(torch.linspace(0.01, 0.4, 40))
     z = BALL.at(0.2).sample(x, torch.Generator().manual_seed(0))
     z[3] *= 0.9
-    one, many = wball.audit(ball, x, z), _audit(ball, x, z)
+    one, many = wball.audit(ball, x, z), audit_in_threads(ball, x, z)
     assert 0 < one.n_valid < 40
     assert one.to_dict() == many.to_dict()
 

@@ -79,7 +79,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     x, z = evaluation.examples["original"][chosen].float(), evaluation.examples["adversarial"][chosen].float()
     change = (z - x).mean(1)
     scale = float(change.abs().max()) or 1.0
-    figure = _figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.7))
+    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.7))
     grid = figure.subplots(3, len(chosen), squeeze=False)
     classes = evaluation.settings["data"]["classes"]
     picture: Any = None
@@ -107,7 +107,7 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
         raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {kind!r}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _style():
+    with style():
         figures = {"accuracy": accuracy_figure(evaluations), "radii": radius_figure(evaluations)}
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
@@ -126,12 +126,12 @@ def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
     units = {e.unit for e in evaluations}
     if len(units) != 1:
         raise ValueError(f"evaluations must share a unit of radii, got {', '.join(sorted(units)) or 'none'}")
-    with _style():
-        figure = _figure((WIDTH, 0.72 * WIDTH))
+    with style():
+        figure = new_figure((WIDTH, 0.72 * WIDTH))
         return figure, figure.subplots()
 
 
-def _figure(size: tuple[float, float]) -> Figure:
+def new_figure(size: tuple[float, float]) -> Figure:
     """A figure that belongs to no window, so that no display is needed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -143,7 +143,8 @@ def _figure(size: tuple[float, float]) -> Figure:
     return figure
 
 
-def _style() -> Any:
+def style() -> Any:
+    """The settings of all figures, as a context."""
     try:
         import matplotlib
     except ImportError as error:

@@ -6,8 +6,10 @@ Nothing here changes between two runs of one command on one machine: times and p
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shlex
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +48,21 @@ def command() -> str:
     if module == "wball.cli" or program.name in ("wball", "wball.exe"):
         return shlex.join(["wball", *sys.argv[1:]])
     return shlex.join(["python", *(["-m", module] if module else [program.name]), *sys.argv[1:]])
+
+
+def commit() -> str:
+    """The commit that this code was checked out from: of its repository, or what ``WBALL_COMMIT`` says."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if git("ls-files", Path(__file__).name):  # an installed copy may lie inside somebody else's repository
+            return git("rev-parse", "HEAD") + (" with local changes" if git("status", "--porcelain", ".") else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return os.environ.get("WBALL_COMMIT", "unknown")
 
 
 def device_name(device: torch.device) -> str:

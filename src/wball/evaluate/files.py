@@ -81,17 +81,24 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, rank: int = 0) -> Iterator[None]:
-    """Hold the folder for this process. The system lets go of it when the process ends, however it ends."""
+def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
+    """Hold the folder for this process. The system lets go of it when the process ends, however it ends.
+
+    If another process holds it: raise :class:`FolderInUse`, or ``wait`` until it is free.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (".lock" if rank == 0 else f".lock-{rank}")
     with path.open("a") as file:
-        try:
-            _lock(file.fileno())
-        except OSError:
-            raise FolderInUse(
-                f"{folder} is in use by another evaluation; wait for it or choose another folder"
-            ) from None
+        while True:
+            try:
+                _lock(file.fileno())
+                break
+            except OSError:
+                if not wait:
+                    raise FolderInUse(
+                        f"{folder} is in use by another evaluation; wait for it or choose another folder"
+                    ) from None
+            time.sleep(0.2)
         yield
 
 

@@ -293,7 +293,7 @@ class _Shard:
         if index.numel() == 0:
             return
         read_as = _predict(self.model, images).cpu()
-        report = _audit(self.ball.at(radius), x[index.to(x.device)], images)
+        report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images)
         fooled = read_as != y.cpu()[index]
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
@@ -446,7 +446,7 @@ def _check_provable(model: Model, x: Tensor, method: str) -> None:
     trace(model, x[:1])
 
 
-def _audit(ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor) -> AuditReport:
+def audit_in_threads(ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor) -> AuditReport:
     """:func:`wball.audit` with several threads: half of its time is a solver that does not hold Python's lock."""
     workers = min(8, os.cpu_count() or 1, len(x) // 16)
     if workers < 2:

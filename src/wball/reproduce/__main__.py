@@ -1,0 +1,58 @@
+"""``python -m wball.reproduce NAME ...``: as ``wball reproduce``, for machines that have only torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from wball.evaluate.files import FolderInUse
+from wball.reproduce import MissingModel, Settings, chosen, draw, overview, run
+from wball.reproduce.page import write
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run recipes; 0, or 2 if some could not be made."""
+    parser = argparse.ArgumentParser(prog="python -m wball.reproduce", description="Tables and figures of the paper.")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="recipes, all, list or page")
+    parser.add_argument("--quick", action="store_true", help="minutes on two cores; the numbers mean little")
+    parser.add_argument("--data", type=Path, help="folder with the data sets")
+    parser.add_argument("--models", type=Path, help="folder with trained models, NAME/NAME.safetensors")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for results")
+    parser.add_argument("--images", type=int, help="at most so many test images")
+    parser.add_argument("--no-train", action="store_true", help="leave out models that would have to be trained")
+    parser.add_argument("--no-figures", action="store_true", help="write the JSON files only")
+    parser.add_argument("--figures-only", action="store_true", help="draw what is stored in --out")
+    parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"), help="the page to write")
+    given = parser.parse_args(arguments)
+    settings = Settings(
+        given.quick, given.data, given.models, given.device, given.seed, given.out, given.images, not given.no_train
+    )
+    try:
+        return perform(given.names, settings, not given.no_figures, given.figures_only, given.page)
+    except (ValueError, OSError, ImportError, MissingModel, FolderInUse) as error:
+        print(f"wball: {error}", file=sys.stderr)
+        return 2
+
+
+def perform(names: Sequence[str], settings: Settings, figures: bool, figures_only: bool, page: Path) -> int:
+    """What the words on the command line ask for."""
+    if "list" in [name.lower() for name in names]:
+        print(overview().text())
+        return 0
+    if list(names) == ["page"]:
+        print("written: " + ", ".join(map(str, write(settings.out, page))))
+        return 0
+    if figures_only:
+        wanted = chosen(names)
+        there = [name for name in wanted if (settings.out / f"{name}.json").is_file()] if "all" in names else wanted
+        print("written: " + ", ".join(map(str, draw(there, settings.out))))
+        return 0
+    return run(names, settings, figures=figures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""Figures in the style of the paper, from stored results alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wball.figures import COLOURS, MARKERS, WIDTH, new_figure, style
+from wball.reproduce.tables import unpack
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Curve = list[dict[str, float]]
+
+
+def curves(
+    panels: Sequence[tuple[str, Sequence[tuple[str, Curve]]]],
+    unit: str,
+    *,
+    log: bool = False,
+    share_radius: bool = True,
+    line_styles: Sequence[str] | None = None,
+) -> Figure:
+    """Accuracy against eps, one panel per attack or data set, the same colour for the same label throughout."""
+    with style():
+        columns = min(2, len(panels))
+        lines = -(-len(panels) // columns)
+        figure = new_figure((WIDTH * columns, 0.72 * WIDTH * lines))
+        axes = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=share_radius and not log)
+        order = list(dict.fromkeys(label for _, shown in panels for label, _ in shown))
+        for axis, (title, shown) in zip(axes.flat, panels, strict=False):
+            for k, (label, curve) in enumerate(shown):
+                number = order.index(label)
+                # On a logarithmic axis the clean accuracy stands at the left edge.
+                low = min((p["eps"] for _, c in shown for p in c if p["eps"] > 0), default=1.0)
+                eps = [max(p["eps"], low / 1.5) if log else p["eps"] for p in curve]
+                axis.plot(
+                    eps,
+                    [100 * p["accuracy"] for p in curve],
+                    label=label,
+                    lw=1.4,
+                    ms=2.6,
+                    ls=line_styles[k] if line_styles is not None else "-",
+                    color=COLOURS[number % len(COLOURS)],
+                    marker=MARKERS[number % len(MARKERS)],
+                )
+            axis.set_title(title, fontsize=8)
+            axis.set(ylim=(-2, 102))
+            if log:
+                axis.set_xscale("log")
+            else:
+                axis.set_xlim(left=0)
+        for axis in axes[:, 0]:
+            axis.set_ylabel("accuracy (%)")
+        for axis in axes[-1, :]:
+            axis.set_xlabel(rf"radius $\epsilon$ ({unit})")
+        for axis in list(axes.flat)[len(panels) :]:
+            axis.set_visible(False)
+        axes[0, 0].legend(fontsize=6.5)
+        return figure
+
+
+def sums(
+    rows: Sequence[tuple[str, dict[str, Any], dict[str, Any], str]], *, columns: int = 1, scale: float | None = None
+) -> Figure:
+    """``original + change = example``, row by row; changes (summed over channels) on one diverging scale."""
+    with style():
+        images = [(unpack(a), unpack(b)) for _, a, b, _ in rows]
+        top = scale or max(float(np.abs((b - a).sum(0)).max()) for a, b in images) or 1.0
+        lines = -(-len(rows) // columns)
+        figure = new_figure((0.9 * WIDTH * columns, 0.33 * WIDTH * lines))
+        grid = figure.subplots(lines, 3 * columns, squeeze=False)
+        for axis in grid.flat:
+            axis.axis("off")
+        picture: Any = None
+        for k, ((title, _, _, note), (x, z)) in enumerate(zip(rows, images, strict=True)):
+            line, column = k % lines, 3 * (k // lines)
+            a, b, c = grid[line, column : column + 3]
+            _show(a, x)
+            picture = b.imshow((z - x).sum(0), cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
+            _show(c, z)
+            a.set_title(title, fontsize=6.5, loc="left", pad=2)
+            c.set_title(note, fontsize=6.5, loc="right", pad=2)
+            for axis, sign in ((b, "+"), (c, "=")):
+                axis.text(-0.12, 0.5, sign, transform=axis.transAxes, ha="center", va="center")
+        figure.colorbar(picture, ax=grid, shrink=0.7, aspect=25, pad=0.02).ax.tick_params(labelsize=6)
+        return figure
+
+
+def grid(cells: Sequence[dict[str, Any]]) -> Figure:
+    """Examples by lambda (rows) and p (columns), with the radius of each."""
+    with style():
+        lambdas = list(dict.fromkeys(c["lambda"] for c in cells))
+        powers = list(dict.fromkeys(c["p"] for c in cells))
+        figure = new_figure((1.6 * WIDTH, 1.75 * WIDTH * len(lambdas) / max(1, len(powers))))
+        axes = figure.subplots(len(lambdas), len(powers), squeeze=False)
+        for cell in cells:
+            axis = axes[lambdas.index(cell["lambda"]), powers.index(cell["p"])]
+            _show(axis, unpack(cell["image"]))
+            radius = cell["radius"][0]
+            axis.set_title("not found" if radius is None else rf"$\epsilon$ = {radius:.2f}", fontsize=6.5, pad=2)
+            axis.set(xticks=[], yticks=[])
+        for k, reg in enumerate(lambdas):
+            axes[k, 0].set_ylabel(rf"$\lambda$ = {reg:g}", fontsize=7)
+        for k, p in enumerate(powers):
+            axes[-1, k].set_xlabel(f"p = {p:g}", fontsize=7)
+        return figure
+
+
+def _show(axis: Any, image: Any) -> None:
+    pixels = np.moveaxis(image, 0, -1) if len(image) == 3 else image[0]
+    axis.imshow(np.clip(pixels, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.grid(False)

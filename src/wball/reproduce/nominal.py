@@ -1,0 +1,80 @@
+"""Table 1: accuracies of all models on clean images."""
+
+from __future__ import annotations
+
+from wball.reproduce import paper
+from wball.reproduce.measure import predicted
+from wball.reproduce.recipe import Data, Recipe
+from wball.reproduce.tables import Table, percent
+from wball.reproduce.workshop import MissingModel, Workshop
+from wball.training.evaluate import verified_accuracy
+from wball.training.presets import preset, presets
+
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+
+
+def measure(shop: Workshop) -> Data:
+    rows, left_out = [], {}
+    for dataset, models in (("mnist", paper.MNIST), ("cifar10", paper.CIFAR10)):
+        try:
+            x, y = shop.test_images(dataset, 10_000, 200)
+        except FileNotFoundError as error:
+            left_out[dataset] = str(error)
+            shop.say(f"{TITLES[dataset]} is left out: {error}")
+            continue
+        ours = paper.OURS[dataset]
+        for entry in (*models, *([ours] if shop.has(ours.name) else [])):
+            try:
+                subject = shop.subject(entry.name)
+            except MissingModel as error:
+                shop.missing[entry.name] = str(error)
+                continue
+            proved = preset(entry.name).provable if entry.name in presets() else None
+            few = 200 if shop.quick else 1000
+            rows.append(
+                {
+                    "dataset": dataset,
+                    "label": entry.label,
+                    **subject.about(),
+                    "images": len(x),
+                    "accuracy": float((predicted(subject.model, x) == y).double().mean()),
+                    "paper": entry.accuracy,
+                    "linf": None if proved is None else proved.eps,
+                    "verified": None
+                    if proved is None
+                    else verified_accuracy(subject.model, x[:few], y[:few], proved.eps),
+                }
+            )
+    if not rows:
+        raise MissingModel("; ".join([*left_out.values(), *shop.missing.values()]))
+    return {"rows": rows, "left_out": left_out}
+
+
+def tables(data: Data) -> list[Table]:
+    head = ["data set and model", "paper", "here", "images", "network", "proved in l-inf"]
+    rows = [
+        [
+            f"{TITLES[row['dataset']]}, {row['label']}",
+            percent(row["paper"], 2),
+            percent(row["accuracy"], 2),
+            f"{row['images']:,}",
+            row["architecture"],
+            None if row["verified"] is None else f"{percent(row['verified'])} at {row['linf']:.3g}",
+        ]
+        for row in data["rows"]
+    ]
+    return [Table(head, rows)]
+
+
+def remarks(data: Data) -> list[str]:
+    below = [r for r in data["rows"] if r["paper"] is not None and r["accuracy"] < r["paper"] - 0.0005]
+    if not below:
+        return ["Every model is at least as accurate on clean images as the paper's."]
+    return [
+        "Less accurate than the paper's: "
+        + ", ".join(f"{TITLES[r['dataset']]} {r['label']} ({percent(r['accuracy'] - r['paper'], 2)})" for r in below)
+        + "."
+    ]
+
+
+RECIPE = Recipe("nominal-accuracies", "Clean accuracies", "Table 1", measure, tables, None, remarks)

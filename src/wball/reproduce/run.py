@@ -1,0 +1,170 @@
+"""Run recipes, keep their results, draw them."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from wball import provenance
+from wball.ball import WassersteinBall
+from wball.evaluate.files import FolderInUse, locked, read_json, write_json
+from wball.reproduce import certificates, curves, nominal, pictures, timings
+from wball.reproduce.recipe import Recipe
+from wball.reproduce.tables import Table
+from wball.reproduce.workshop import Clock, MissingModel, Settings, Workshop
+
+FORMAT = "wball-reproduction/1"
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        nominal.RECIPE,
+        pictures.SIX_PIXELS,
+        pictures.VERSUS,
+        pictures.DIGITS,
+        curves.MNIST_CURVES,
+        curves.CIFAR10_CURVES,
+        pictures.GALLERY,
+        curves.HEADLINES,
+        curves.WINDOW_SIZES,
+        pictures.GRID,
+        timings.RECIPE,
+        certificates.RECIPE,
+        curves.DEFENCES,
+    )
+}
+"""In the order of the paper."""
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; there are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def overview() -> Table:
+    """The recipes, for `list`."""
+    return Table(["recipe", "in the paper", "what"], [[r.name, r.place, r.title] for r in RECIPES.values()])
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """Names of recipes; ``all`` stands for all of them."""
+    wanted = list(RECIPES) if "all" in names else list(dict.fromkeys(names))
+    return [recipe(name).name for name in wanted]
+
+
+def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> dict[str, Any]:
+    """Measure one recipe, write ``NAME.json`` into the settings' folder, and return what was written.
+
+    A recipe that was killed goes on where it was. Several processes may run recipes into the same folder.
+    """
+    shop = shop or Workshop(settings)
+    made = recipe(name)
+    shop.missing.clear()
+    with locked(settings.out / "parts" / f".{name}"):
+        clock = Clock(shop.device)
+        data = made.measure(shop)
+        x, _ = shop.test_images("mnist", 1, 1) if settings.data is None else _any_image(shop)
+        content = {
+            "format": FORMAT,
+            "recipe": name,
+            "title": made.title,
+            "place": made.place,
+            "quick": settings.quick,
+            "provenance": {
+                "command": command(name, settings),
+                "commit": provenance.commit(),
+                "device": provenance.device_name(shop.device),
+                "kernel": provenance.kernel_name(WassersteinBall(0.1), x),
+                "platform": f"{platform.system()} {platform.machine()}",
+                "versions": provenance.versions(),
+                "seed": settings.seed,
+                "date": time.strftime("%Y-%m-%d"),
+                "seconds": round(clock.seconds(), 1),
+            },
+            "missing": dict(shop.missing),
+            "data": data,
+        }
+        write_json(settings.out / f"{name}.json", content)
+    return content
+
+
+def _any_image(shop: Workshop) -> Any:
+    try:
+        return shop.test_images("mnist", 1, 1)
+    except FileNotFoundError:
+        return shop.test_images("cifar10", 1, 1)
+
+
+def command(name: str, settings: Settings) -> str:
+    """The command that makes this result, with placeholders for folders, which mean nothing on another machine."""
+    words = ["wball", "reproduce", name]
+    words += ["--quick"] if settings.quick else []
+    words += ["--data", "DATA"] if settings.data is not None else []
+    words += ["--models", "MODELS"] if settings.models is not None else []
+    words += ["--images", str(settings.images)] if settings.images is not None else []
+    words += ["--device", settings.device, "--seed", str(settings.seed)]
+    return shlex.join(words)
+
+
+def stored(out: Path) -> dict[str, dict[str, Any]]:
+    """The results in a folder, in the order of the paper."""
+    found = {}
+    for name in RECIPES:
+        path = out / f"{name}.json"
+        if path.is_file():
+            content = read_json(path)
+            if content.get("format") != FORMAT:
+                raise ValueError(f"{path} is no result of this version: expected the format {FORMAT!r}; run it again")
+            found[name] = content
+    return found
+
+
+def draw(
+    names: Iterable[str], out: Path, kinds: Sequence[str] = ("pdf", "png"), into: Path | None = None
+) -> list[Path]:
+    """Figures of stored results, beside them or ``into`` another folder. Needs matplotlib, and nothing else."""
+    paths = []
+    for name in names:
+        made, path = recipe(name), out / f"{name}.json"
+        if made.draw is None:
+            continue
+        if not path.is_file():
+            raise FileNotFoundError(f"no {path}; run `wball reproduce {name} --out {out}` first")
+        figure = made.draw(read_json(path)["data"])
+        for kind in kinds:
+            target = (into or out) / f"{name}.{kind}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            stamp = {"CreationDate": None} if kind == "pdf" else None
+            figure.savefig(target, metadata=stamp, bbox_inches="tight", dpi=160)
+            paths.append(target)
+    return paths
+
+
+def run(names: Sequence[str], settings: Settings, *, figures: bool = True) -> int:
+    """Run recipes one after the other, print their tables, draw them; 0, or 2 if some could not be made."""
+    wanted, shop, failed = chosen(names), Workshop(settings), {}
+    for name in wanted:
+        start = time.perf_counter()
+        print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
+        try:
+            content = reproduce(name, settings, shop)
+        except (FileNotFoundError, MissingModel, FolderInUse) as error:
+            if len(wanted) == 1:
+                raise
+            failed[name] = str(error)
+            print(f"  not made: {error}\n", flush=True)
+            continue
+        for table in RECIPES[name].tables(content["data"]):
+            print("\n" + table.text())
+        drawn = draw([name], settings.out) if figures else []
+        written = ", ".join(str(p) for p in (settings.out / f"{name}.json", *drawn))
+        print(f"\n  {time.perf_counter() - start:.1f} s; written: {written}\n", flush=True)
+    if failed:
+        print(f"not made: {', '.join(failed)}", flush=True)
+    return 2 if failed else 0

@@ -1,0 +1,66 @@
+"""Tables for a terminal and for Markdown, and pixels in JSON."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a heading. ``None`` is printed as a dash."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | None]]
+    title: str = ""
+
+    def text(self) -> str:
+        """Aligned columns, the first to the left.
+
+        >>> print(Table(["model", "clean"], [["a", "98.9 %"], ["longer", None]]).text())
+        model    clean
+        a       98.9 %
+        longer       –
+        """
+        cells = [list(self.head), *([c if c is not None else "–" for c in row] for row in self.rows)]
+        width = [max(len(row[k]) for row in cells) for k in range(len(self.head))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, width, strict=True))
+            )
+            for row in cells
+        ]
+        return "\n".join(([self.title] if self.title else []) + [line.rstrip() for line in lines])
+
+    def markdown(self) -> str:
+        rows = [[c if c is not None else "–" for c in row] for row in self.rows]
+        lines = [list(self.head), ["---", *["---:"] * (len(self.head) - 1)], *rows]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"**{self.title}**\n\n{table}" if self.title else table
+
+
+def percent(share: float | None, digits: int = 1) -> str | None:
+    """A share as a percentage.
+
+    >>> percent(0.981)
+    '98.1 %'
+    """
+    return None if share is None else f"{100 * share:.{digits}f} %"
+
+
+def pack(images: Tensor) -> dict[str, Any]:
+    """Pixels as text: half precision, little-endian, base64. Enough for a picture, and a tenth of a list of numbers."""
+    array = images.detach().cpu().numpy().astype("<f2")
+    return {"shape": list(array.shape), "float16": base64.b64encode(array.tobytes()).decode()}
+
+
+def unpack(packed: dict[str, Any]) -> NDArray[np.float32]:
+    """What :func:`pack` packed."""
+    raw = np.frombuffer(base64.b64decode(packed["float16"]), "<f2")
+    return raw.reshape(packed["shape"]).astype(np.float32)

@@ -1,0 +1,104 @@
+"""How long a projection takes: the paper's iteration, and the ways this library has to the same and to exact points."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wball.ball import WassersteinBall
+from wball.reproduce import paper
+from wball.reproduce.nominal import TITLES
+from wball.reproduce.recipe import Data, Recipe
+from wball.reproduce.tables import Table
+from wball.reproduce.workshop import Clock, Workshop
+from wball.result import ProjectionResult
+from wball.solvers.sinkhorn import paper_projection
+
+CASES = {"mnist": (1000.0, 0.3), "cifar10": (3000.0, 0.01)}
+
+
+def measure(shop: Workshop) -> Data:
+    rows, left_out = [], {}
+    batch = 10 if shop.quick else 100
+    for dataset, (reg, eps) in CASES.items():
+        try:
+            x, _ = shop.test_images(dataset, batch, batch)
+        except FileNotFoundError as error:
+            left_out[dataset] = str(error)
+            shop.say(f"{TITLES[dataset]} is left out: {error}")
+            continue
+        generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
+        w = x + 0.1 * torch.randn(x.shape, generator=generator, device=x.device).sign()
+        ball = WassersteinBall(eps)
+
+        def algorithm(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
+            return paper_projection(ball, x, w, ball.budget(x), reg=reg, tol=1e-4, max_iter=400)
+
+        def same(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
+            return ball.project(x, w, reg, tol=1e-4, mode="paper")
+
+        def boxed(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
+            return ball.project(x, w, reg, tol=1e-4)
+
+        def exact(ball: WassersteinBall = ball, x: Any = x, w: Any = w) -> ProjectionResult:
+            return ball.project(x, w, tol=1e-4)
+
+        ways: dict[str, Callable[[], ProjectionResult]] = {
+            "Algorithm 2 in torch": algorithm,
+            "its limit by our kernel, then its clamp": same,
+            "entropic, box inside": boxed,
+            "exact (no entropy), box inside": exact,
+        }
+        for name, way in ways.items():
+            way()
+            times, result = [], None
+            for _ in range(1 if shop.quick else 5):
+                clock = Clock(x.device)
+                result = way()
+                times.append(clock.seconds())
+            assert result is not None
+            iterations = int(result.n_iter.max())
+            row: dict[str, Any] = {
+                "dataset": dataset,
+                "way": name,
+                "batch": len(x),
+                "reg": None if "exact" in name else reg,
+                "eps": eps,
+                "seconds": statistics.median(times),
+                "iterations": iterations,
+                "median_iterations": int(result.n_iter.median()),
+                "kernel": result.kernel,
+            }
+            rows.append(row)
+            shop.say(f"{TITLES[dataset]} x {len(x)}, {name}: {1e3 * row['seconds']:.2f} ms, {iterations} iterations")
+    return {"rows": rows, "left_out": left_out}
+
+
+def tables(data: Data) -> list[Table]:
+    rows = []
+    for r in data["rows"]:
+        own = r["way"].startswith("Algorithm")
+        rows.append(
+            [
+                f"{TITLES[r['dataset']]} x {r['batch']}, {r['way']}",
+                f"{1e3 * r['seconds']:.3g} ms",
+                str(r["median_iterations"]),
+                f"{1e3 * r['seconds'] / max(1, r['iterations']):.3g} ms" if own else None,
+                r["kernel"],
+            ]
+        )
+    return [Table(["one projection of a batch", "time", "iterations (median)", "per iteration", "kernel"], rows)]
+
+
+def remarks(data: Data) -> list[str]:
+    low, high = paper.ITERATIONS
+    return [
+        f"The paper: {1e3 * paper.SECONDS_PER_ITERATION:g} ms per iteration for 100 CIFAR-10 images on a Titan X, "
+        f"{low} to {high} iterations, so about {500 * paper.SECONDS_PER_ITERATION * (low + high):.0f} ms a projection."
+    ]
+
+
+RECIPE = Recipe("timings", "Time of a projection", "section 4.3 (0.02 s per iteration)", measure, tables, None, remarks)

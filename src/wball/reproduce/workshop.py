@@ -1,0 +1,264 @@
+"""What every recipe works with: data, models, a device, and a folder in which finished parts are kept.
+
+A part is a file that appears whole or not at all, named after everything that its content depends on. A recipe that was
+killed finds its finished parts and goes on; recipes that need the same part share it, also across processes: the
+second waits for the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wball import provenance
+from wball.checkpoint import load_weights
+from wball.data import dataset_info, load_dataset, load_sample
+from wball.evaluate.files import locked, read_json
+from wball.models import build_model
+from wball.training.config import Evaluation, TrainConfig
+from wball.training.loop import train
+from wball.training.presets import override, preset, presets
+from wball.zoo import list_models, load_model, model_card
+
+
+class MissingModel(LookupError):
+    """A model that is neither in the zoo nor in the models' folder, and that must not be trained now."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How recipes are run.
+
+    Attributes:
+        quick: few images, and tiny models where none are at hand: minutes on two cores. The numbers mean little.
+        data: folder with the data sets; without it the bundled MNIST digits serve (quick runs only).
+        models: folder with trained models, ``NAME/NAME.safetensors``, for those that are not in the zoo.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        seed: of everything random.
+        out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
+        images: use at most so many test images (``None``: as many as the recipe wants).
+        may_train: train models that are missing. Otherwise they are left out, and the result says so.
+    """
+
+    quick: bool = False
+    data: Path | None = None
+    models: Path | None = None
+    device: str = "auto"
+    seed: int = 0
+    out: Path = Path("out/reproduce")
+    images: int | None = None
+    may_train: bool = True
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured: ``origin`` says where its weights come from."""
+
+    name: str
+    model: nn.Module
+    architecture: str
+    origin: str
+    sha256: str
+
+    def about(self) -> dict[str, Any]:
+        return {"name": self.name, "architecture": self.architecture, "origin": self.origin, "sha256": self.sha256}
+
+
+class Workshop:
+    """Data, models and finished parts for recipes with the same settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = _device(settings.device)
+        self.missing: dict[str, str] = {}
+        self._subjects: dict[str, Subject] = {}
+
+    @property
+    def quick(self) -> bool:
+        return self.settings.quick
+
+    def say(self, text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    # ---- data
+
+    def test_images(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
+        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, fewer if so asked."""
+        x, y = self._loaded(dataset, "test")
+        count = min(quick if self.quick else full, self.settings.images or len(x), len(x))
+        return x[:count], y[:count]
+
+    def title(self, dataset: str, count: int) -> str:
+        """What to call the first ``count`` test images."""
+        sample = "the bundled sample of " if self._bundled(dataset) else ""
+        return f"first {count:,} images of {sample}the {dataset_info(dataset).title} test set"
+
+    def _bundled(self, dataset: str) -> bool:
+        return self.settings.data is None and dataset == "mnist"
+
+    @lru_cache(maxsize=8)  # noqa: B019 (a workshop lives as long as the process)
+    def _loaded(self, dataset: str, split: str) -> tuple[Tensor, Tensor]:
+        if self._bundled(dataset):
+            if not self.quick:
+                raise FileNotFoundError(
+                    "the full recipe needs MNIST: get it with `wball data mnist --root data` and give --data data "
+                    "(or --quick, for which the bundled digits serve)"
+                )
+            x, y = load_sample("mnist", device=self.device)
+            half = len(x) // 2  # nothing is measured on the half that models are trained on
+            return (x[:half], y[:half]) if split == "test" else (x[half:], y[half:])
+        if self.settings.data is None:
+            raise FileNotFoundError(
+                f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --root data` "
+                "and give --data data"
+            )
+        return load_dataset(dataset, self.settings.data, "train" if split == "train" else "test", device=self.device)
+
+    # ---- models
+
+    def subject(self, name: str) -> Subject:
+        """The model of that name: from the zoo, the models' folder, an earlier training here, or trained now."""
+        if name not in self._subjects:
+            model, architecture, origin = self._find(name)
+            model = model.to(self.device).eval()
+            about = provenance.describe_model(model, name)
+            self._subjects[name] = Subject(name, model, architecture, origin, about["sha256"])
+        return self._subjects[name]
+
+    def subjects(self, *names: str) -> list[Subject]:
+        """Those of the models that there are; what is missing is noted in the result."""
+        found = []
+        for name in names:
+            try:
+                found.append(self.subject(name))
+            except MissingModel as error:
+                self.missing[name] = str(error)
+                self.say(f"{name} is left out: {error}")
+        if not found:
+            raise MissingModel(f"none of the models {', '.join(names)}: {self.missing[names[0]]}")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether a model is there without training."""
+        return name in list_models() or self._stored(name) is not None
+
+    def _find(self, name: str) -> tuple[nn.Module, str, str]:
+        if name in list_models():
+            return load_model(name), str(model_card(name)["architecture"]), "zoo"
+        stored = self._stored(name)
+        if stored is not None:
+            model, architecture = _load(name, stored)
+            return model, architecture, "models folder"
+        if name not in presets():
+            raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
+        if not self.settings.may_train:
+            raise MissingModel(f"not in the zoo, and no {name}/{name}.safetensors in the models' folder")
+        kind = "quick" if self.quick else "full"
+        folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
+        with locked(folder, wait=True):
+            config, data, test = self._training(name)
+            if not (folder / f"{name}.safetensors").is_file():
+                self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
+                train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
+        model, architecture = _load(name, folder)
+        trained = "trained here, quick" if self.quick else "trained here by its preset"
+        return model, architecture, trained
+
+    def _stored(self, name: str) -> Path | None:
+        for folder in (self.settings.models, self.settings.models and self.settings.models / name):
+            if folder is not None and (folder / f"{name}.safetensors").is_file():
+                return folder
+        return None
+
+    def _training(self, name: str) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        config = preset(name, seed=self.settings.seed)
+        x, y = self._loaded(config.dataset, "train")
+        if not self.quick:
+            return config, (x, y), self._loaded(config.dataset, "test")
+        few = 1000 if config.adversary is None else 250
+        return quick_config(config), (x[:few], y[:few]), None
+
+    def _start(self, config: TrainConfig) -> nn.Module | None:
+        """A few steps from nothing make nothing: quick runs start from the standard model."""
+        if not self.quick or config.name == f"{config.dataset}-standard":
+            return None
+        standard = self.subject(f"{config.dataset}-standard")
+        return copy.deepcopy(standard.model) if standard.architecture == config.architecture else None
+
+    # ---- parts
+
+    @contextmanager
+    def part(self, name: str, depends: Any) -> Iterator[Path]:
+        """A folder for a measurement that depends on ``depends`` alone, held for this process."""
+        digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:10]
+        folder = self.settings.out / "parts" / f"{name}.{digest}"
+        with locked(folder, wait=True):
+            yield folder
+
+
+def quick_config(config: TrainConfig) -> TrainConfig:
+    """A preset cut down to a minute or less on two cores: small network, few epochs, few steps of the attack."""
+    small = "cifar10-resnet-small" if config.dataset == "cifar10" else config.architecture
+    options = replace(
+        config.optimisation, schedule="one-cycle", bf16=False, channels_last=False, cuda_graph=False, ema=0.0
+    )
+    fresh = config.name.endswith("-standard")
+    gentle = (0.05 if fresh else 0.01) if options.method == "sgd" else (2e-3 if fresh else 5e-4)
+    options = replace(options, lr=min(options.lr, gentle), clip=1.0)
+    config = replace(
+        config,
+        architecture=small,
+        epochs=4 if config.adversary is None else 1,
+        batch_size=50,
+        optimisation=options,
+        evaluation=Evaluation(),
+    )
+    if config.adversary is not None:
+        grows = getattr(config.adversary.attack, "growth", None) is not None
+        config = override(config, "adversary.attack.steps", 4)
+        if grows:
+            config = override(config, "adversary.attack.growth.every", 1)
+    if config.provable is not None:
+        config = replace(config, provable=replace(config.provable, crown=0.0, crown_end=0.0))
+    return config
+
+
+def _load(name: str, folder: Path) -> tuple[nn.Module, str]:
+    card = folder / f"{name}.json"
+    architecture = str(read_json(card)["architecture"]) if card.is_file() else preset(name).architecture
+    return load_weights(build_model(architecture), folder / f"{name}.safetensors"), architecture
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name}: torch sees no CUDA device; use cpu")
+    return device
+
+
+class Clock:
+    """Seconds since it was made, with the device's work done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.start = device, time.perf_counter()
+
+    def seconds(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - self.start
