@@ -1,14 +1,15 @@
-"""Run the benchmarks and write ``<out>.json``, ``<out>.md`` and ``<out>.png``."""
+"""Run the benchmarks and write ``<out>.json``, ``<out>.md`` and ``<out>.png``; ``validity`` audits whole test sets."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report
+from benchmarks import oracle, projection, report, validity
 from benchmarks.inputs import cifar10, mnist
 from benchmarks.timing import machine
 
@@ -16,6 +17,9 @@ PARTS = ("projection", "oracle", "windows", "large", "quality")
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["validity"]:
+        validity.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
