@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from benchmarks.timing import machine
 PARTS = ("projection", "oracle", "windows", "large", "quality")
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["validity"]:
-        validity.main(sys.argv[2:])
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["validity"]:
+        validity.main(arguments[1:])
         return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +34,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
     device = torch.device(given.device)

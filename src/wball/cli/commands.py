@@ -436,6 +436,84 @@ def figures(
     return 0
 
 
+def _complete_recipes(incomplete: str) -> list[str]:
+    from wball.reproduce import RECIPES
+
+    return [name for name in (*RECIPES, "all", "list", "page") if name.startswith(incomplete)]
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="recipes, all, list or page", autocompletion=_complete_recipes),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="minutes on two cores; the numbers mean little")] = False,
+    data: Annotated[
+        Path | None, typer.Option("--data", envvar="WBALL_DATA", help="where data sets are (quick: bundled digits)")
+    ] = None,
+    models: Annotated[
+        Path | None, typer.Option(help="trained models that the zoo lacks: NAME/NAME.safetensors")
+    ] = None,
+    images: Annotated[int | None, typer.Option("--images", "-n", min=1, help="at most so many test images")] = None,
+    training: Annotated[bool, typer.Option("--train/--no-train", help="train models that are missing")] = True,
+    device: Device = "auto",
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for results and figures")] = Path("out/reproduce"),
+    figures: Annotated[bool, typer.Option(help="draw what was measured")] = True,
+    figures_only: Annotated[bool, typer.Option("--figures-only", help="draw what is stored, measure nothing")] = False,
+    page: Annotated[Path, typer.Option(help="the page that `page` writes")] = Path("docs/reproduction.md"),
+) -> int:
+    """The tables and figures of the paper: data, figure and command for each.
+
+        wball reproduce list
+        wball reproduce mnist-curves --quick
+        wball reproduce all --data data --models out/models --out results/paper
+        wball reproduce page --out results/paper
+
+    Each recipe writes NAME.json, NAME.pdf and NAME.png; `page` sets them beside the paper's numbers. Killed at any
+    moment, the same command goes on where it was, and several commands may share one folder.
+    `python -m wball.reproduce` takes the same words where only torch is installed.
+    """
+    from wball.reproduce.__main__ import perform
+    from wball.reproduce.workshop import Settings
+
+    settings = Settings(quick, data, models, device, seed, out, images, training)
+    return perform(names or ["list"], settings, figures, figures_only, page)
+
+
+@app.command()
+def bench(
+    device: Device = "auto",
+    root: Annotated[Path | None, typer.Option("--root", envvar="WBALL_DATA", help="where data sets are")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="files to write, without ending")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="time spent on each measurement")] = 2.0,
+    quick: Annotated[bool, typer.Option("--quick", help="small batches only")] = False,
+    seed: Seed = 0,
+) -> int:
+    """Time projections and attack steps on this machine, beside other codes that are installed.
+
+    The benchmarks belong to the repository and are not installed with the package: run this in a checkout. The table,
+    plot and JSON go to results/.
+    """
+    import importlib
+
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: packages beside the user
+    try:
+        run = importlib.import_module("benchmarks.__main__").main
+        importlib.import_module("benchmarks.oracle")  # somebody else's package of that name has none
+    except ImportError:
+        raise typer.BadParameter(
+            "there is no benchmarks package here: it is not installed with wball; run `wball bench` in a checkout"
+        ) from None
+    words = ["--device", choices.device(device).type, "--seconds", str(seconds), "--seed", str(seed)]
+    words += ["--data", str(root)] if root is not None else []
+    words += ["--out", str(out)] if out is not None else []
+    run([*words, *(["--quick"] if quick else [])])
+    return 0
+
+
 @app.command()
 def models(
     name: Annotated[str | None, typer.Argument(help="show this model's card", autocompletion=_complete_models)] = None,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wball.evaluate.files import FolderInUse
-from wball.reproduce import MissingModel, Settings, chosen, draw, overview, run
+from wball.reproduce import Settings, chosen, draw, overview, run
 from wball.reproduce.page import write
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         return perform(given.names, settings, not given.no_figures, given.figures_only, given.page)
-    except (ValueError, OSError, ImportError, MissingModel, FolderInUse) as error:
+    except (ValueError, OSError, ImportError, FolderInUse) as error:
         print(f"wball: {error}", file=sys.stderr)
         return 2
 

@@ -32,7 +32,7 @@ from wball.training.presets import override, preset, presets
 from wball.zoo import list_models, load_model, model_card
 
 
-class MissingModel(LookupError):
+class MissingModel(ValueError):
     """A model that is neither in the zoo nor in the models' folder, and that must not be trained now."""
 
 
