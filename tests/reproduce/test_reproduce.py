@@ -1,0 +1,269 @@
+"""Recipes: what they measure, that they go on after being killed, and that figures and page need only their files."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import wball
+from wball.attacks import PGD, GrowingRadius
+from wball.evaluate.files import read_json, write_json
+from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, draw, overview, reproduce, run
+from wball.reproduce import measure as measuring
+from wball.reproduce.__main__ import main
+from wball.reproduce.curves import MNIST_CURVES
+from wball.reproduce.page import ASSETS, text, write
+from wball.reproduce.tables import Table, pack, percent, unpack
+from wball.reproduce.workshop import Subject, quick_config
+from wball.training import preset, presets
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+
+
+def halves() -> Subject:
+    """A linear model on 6 x 6 images: is there more mass on the left or on the right?"""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return Subject("halves", model.eval(), "linear", "here", "0")
+
+
+def images(count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.rand(count, 1, 6, 6).square() * 0.8
+    return x, halves().model(x).argmax(1)
+
+
+def test_tables() -> None:
+    table = Table(["a", "b"], [["x", None], ["longer", "1 %"]], "title")
+    assert table.text().splitlines() == ["title", "a         b", "x         –", "longer  1 %"]
+    assert table.markdown().splitlines()[2:] == ["| a | b |", "| --- | ---: |", "| x | – |", "| longer | 1 % |"]
+    assert percent(None) is None and percent(0.12345, 2) == "12.35 %"
+
+
+def test_pixels_survive_json() -> None:
+    x = torch.rand(3, 4, 5)
+    again = unpack(json.loads(json.dumps(pack(x))))
+    np.testing.assert_allclose(again, x.numpy(), atol=3e-4)
+
+
+def test_every_figure_and_table_of_the_paper_has_a_recipe() -> None:
+    places = " ".join(r.place for r in RECIPES.values())
+    assert "Table 1" in places and all(f"Figure {n}" in places for n in range(1, 9))
+    assert all(name in overview().text() for name in RECIPES)
+    assert chosen(["all"]) == list(RECIPES) and chosen(["timings", "timings"]) == ["timings"]
+    with pytest.raises(ValueError, match="mnist-curves"):
+        chosen(["nothing"])
+
+
+def test_standard_attack_counts_valid_examples_only(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images()
+    y[0] = 1 - y[0]  # wrong as it is
+    fall = measuring.under_standard_attack(shop, halves(), x, y, [0.5, 0.05])
+    assert fall.radii == (0.05, 0.5) and float(fall.radius[0]) == 0.0
+    assert set(fall.radius.tolist()) <= {0.0, 0.05, 0.5, math.inf}
+    # A linear model: the support function says exactly who can fall.
+    margin = halves().model(x).detach()
+    weight = halves().model[1].weight.detach()
+    direction = (weight[1] - weight[0]).view(1, 1, 6, 6)
+    for eps in fall.radii:
+        sign = torch.where(y == 0, 1.0, -1.0).view(-1, 1, 1, 1)
+        gain = wball.WassersteinBall(eps).support(x, (sign * direction).expand_as(x).contiguous()).value
+        gain = gain - (sign * direction * x).flatten(1).sum(1)
+        lead = margin.gather(1, y[:, None])[:, 0] - margin.gather(1, 1 - y[:, None])[:, 0]
+        can_fall = (gain > lead * (1 + 1e-3)) | (lead <= 0)
+        cannot = gain < lead * (1 - 1e-3)
+        fell = fall.radius <= eps
+        assert bool(fell[can_fall].all()) and not bool(fell[cannot].any())
+    assert fall.checks["rejected"] == 0 and fall.checks["checked_exactly"] > 0
+    curve = fall.about()["curve"]
+    assert curve[0]["accuracy"] == pytest.approx(11 / 12) and curve[-1]["accuracy"] == fall.accuracy_at(0.5)
+
+    def strict(ball: wball.WassersteinBall, a: torch.Tensor, b: torch.Tensor) -> wball.AuditReport:
+        return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), a, b)
+
+    monkeypatch.setattr(measuring, "audit_in_threads", strict)
+    other = measuring.under_standard_attack(shop, replace(halves(), sha256="1"), x, y, [0.5])
+    assert other.checks["rejected"] >= 1 and other.accuracy_at(0.5) > fall.accuracy_at(0.5)
+
+
+def test_papers_attack_gives_the_radius_of_each_fall(shop: Workshop) -> None:
+    x, y = images()
+    y[0] = 1 - y[0]
+    attack = PGD.paper(
+        "mnist", ball=wball.WassersteinBall(0.01), steps=12, growth=GrowingRadius(3.0, 2), progress=False
+    )
+    fall = measuring.under_paper_attack(shop, halves(), x, y, attack)
+    assert fall.radii == pytest.approx([0.01 * 3**k for k in range(6)])
+    assert float(fall.radius[0]) == 0.0
+    reached = fall.radius[1:][fall.radius[1:].isfinite()]
+    assert len(reached) and all(any(abs(r - t) < 1e-9 for t in fall.radii) for r in reached.tolist())
+    direct = attack(halves().model, x, y)
+    assert fall.accuracy_at(0.1) == pytest.approx(direct.accuracy_at(0.1))
+
+
+def test_a_measurement_goes_on_where_it_was(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images(20)
+    monkeypatch.setitem(measuring.BATCH, "cpu", 5)
+    whole = measuring.under_standard_attack(shop, halves(), x, y, [0.05, 0.2])
+    other, calls = Workshop(replace(shop.settings, out=shop.settings.out / "b")), 0
+    work = measuring._counted
+
+    def dies(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return work(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "_counted", dies)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    resumed = measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    assert torch.equal(resumed.radius, whole.radius) and resumed.checks == whole.checks
+    before = calls
+    measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    assert calls == before  # finished parts are read back
+
+
+def test_quick_settings_are_small_for_every_preset() -> None:
+    for name in presets():
+        config = quick_config(preset(name))
+        assert config.epochs <= 4 and config.batch_size <= 50 and config.architecture != "cifar10-resnet18"
+
+
+def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
+    assert Workshop(Settings(device="cpu", out=tmp_path)).subject("mnist-standard").origin == "zoo"
+    folder = tmp_path / "models" / "cifar10-linf-provable"
+    small = wball.build_model("cifar10-resnet-small")
+    wball.save_weights(small, folder / "cifar10-linf-provable.safetensors")
+    shop = Workshop(Settings(device="cpu", models=tmp_path / "models", out=tmp_path, may_train=False))
+    assert shop.subject("cifar10-linf-provable").origin == "models folder"
+    with pytest.raises(MissingModel, match=r"cifar10-standard\.safetensors"):
+        shop.subject("cifar10-standard")
+    found = shop.subjects("cifar10-linf-provable", "cifar10-standard")
+    assert [s.name for s in found] == ["cifar10-linf-provable"] and "cifar10-standard" in shop.missing
+
+
+def test_missing_data_say_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mnist-curves", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert "wball data mnist" in capsys.readouterr().err
+    assert main(["cifar10-curves", "--quick", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert "wball data cifar10" in err and err.count("\n") == 1 and "Traceback" not in out + err
+    assert not list(tmp_path.glob("*.json"))
+    assert main(["six-pixels", "--device", "tpu", "--out", str(tmp_path)]) == 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Quick results of a few recipes, on next to no images."""
+    out = tmp_path_factory.mktemp("results")
+    settings = Settings(quick=True, device="cpu", out=out, images=6)
+    assert run(["six-pixels", "wasserstein-vs-linf"], replace(settings, images=None), figures=False) == 0
+    assert run(["timings"], settings, figures=False) == 0
+    return out
+
+
+def test_results_are_data_with_their_origin(results: Path) -> None:
+    content = read_json(results / "six-pixels.json")
+    assert content["format"] == "wball-reproduction/1" and content["quick"] is True
+    origin = content["provenance"]
+    assert origin["command"] == "wball reproduce six-pixels --quick --device cpu --seed 0"
+    assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
+    moved, greyer = content["data"]["rows"]
+    assert moved["wasserstein"] == pytest.approx(1.0) and moved["linf"] == pytest.approx(1.0)
+    assert greyer["wasserstein"] == pytest.approx(0.6) and greyer["linf"] == pytest.approx(0.2)
+    rows = {r["name"]: r for r in read_json(results / "wasserstein-vs-linf.json")["data"]["rows"]}
+    assert rows["Wasserstein"]["background"] < 0.01 < rows["l-inf"]["background"]
+
+
+def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = ["six-pixels", "wasserstein-vs-linf", "timings"]
+    paths = draw(names, results, into=tmp_path)
+    assert {p.name for p in paths} == {f"{n}.{k}" for n in names[:2] for k in ("pdf", "png")}
+    assert (tmp_path / "six-pixels.png").read_bytes().startswith(b"\x89PNG")
+    page, *pictures = write(results, tmp_path / "docs" / "page.md")
+    said = page.read_text(encoding="utf-8")
+    assert said == text(results) and len(pictures) == 2
+    assert "A quick run" in said and "Not measured yet" in said and "`mnist-curves`" in said
+    assert f"{ASSETS}/six-pixels.png" in said and (tmp_path / "docs" / ASSETS / "six-pixels.png").is_file()
+    with pytest.raises(FileNotFoundError, match="wball reproduce lambda-p"):
+        draw(["lambda-p"], results)
+
+
+def curve(*accuracies: float) -> dict[str, object]:
+    points = [{"eps": 0.1 * k, "accuracy": a} for k, a in enumerate(accuracies)]
+    checks = {"found": 10, "mass_off": 9, "mean_mass_error": 0.01, "rejected": 0, "checked_exactly": 5}
+    return {"attack": "a", "images": 10, "curve": points, "examples": checks, "seconds": 1.0}
+
+
+def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
+    model = {
+        "label": "adv. training",
+        "name": "m",
+        "paper_attack": curve(0.9, 0.8),
+        "standard_attack": curve(0.9, 0.1),
+        "at": [{"eps": 0.1, "paper_attack": 0.8, "standard_attack": 0.1}],
+    }
+    data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
+    said = " ".join(MNIST_CURVES.remarks(data))
+    assert "**falls**" in said and "from 80.0 % to 10.0 %" in said and "90.0 % of the paper's attack's" in said
+    assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "10.0 %"]
+    pytest.importorskip("matplotlib")
+    assert MNIST_CURVES.draw is not None
+    assert [axis.get_title() for axis in MNIST_CURVES.draw(data).axes] == [
+        "the paper's attack",
+        "StandardAttack (valid examples)",
+    ]
+
+
+def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
+    write_json(tmp_path / "timings.json", {"format": "other"})
+    with pytest.raises(ValueError, match="run it again"):
+        text(tmp_path)
+
+
+def test_the_committed_page_is_what_the_committed_results_say() -> None:
+    stored, page = ROOT / "results" / "paper", ROOT / "docs" / "reproduction.md"
+    said = page.read_text(encoding="utf-8")
+    assert said == text(stored), "docs/reproduction.md is stale: run `wball reproduce page --out results/paper`"
+    for line in said.splitlines():
+        if line.startswith("!["):
+            assert (page.parent / line.split("](")[1].rstrip(")")).is_file()
+
+
+@pytest.mark.slow
+def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
+    """A machine that has only torch: no typer, jinja2, plotly or matplotlib."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'click', 'jinja2', 'plotly', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from wball.reproduce.__main__ import main\n"
+        f"sys.exit(main(['six-pixels', '--quick', '--no-figures', '--device', 'cpu', '--out', {str(tmp_path)!r}]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""})
+    assert (tmp_path / "six-pixels.json").is_file()
+
+
+def test_reproduce_is_repeatable(tmp_path: Path) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    first, second = (reproduce("six-pixels", settings) for _ in range(2))
+    assert first["data"] == second["data"]
