@@ -260,7 +260,7 @@ class _Run:
             self.log.write(record)
         if on_epoch is not None and self.world.main:
             on_epoch(record)
-        self.checkpoint(now=True)
+        self.checkpoint(now=self.finished)
 
     # ---- checkpoints
 
