@@ -100,12 +100,16 @@ class WassersteinBall:
         return self.at(_of(self.eps, index))
 
     def budget(self, x: Tensor) -> Tensor:
-        """How much cost an attacker may spend on each image, in float64."""
+        """How much cost an attacker may spend on each image, in float64.
+
+        Nothing on images so dark (denormal numbers) that their dtype cannot split their mass.
+        """
         inputs.check_eps_count(self.eps, x.shape[0])
         eps = torch.as_tensor(self.eps, dtype=torch.float64, device=x.device)
-        if self.mass == "relative":
-            return eps * x.to(torch.float64).flatten(1).sum(1)
-        return eps.expand(x.shape[0]).clone()
+        mass = x.to(torch.float64).flatten(1).sum(1)
+        numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        divisible = mass >= 1e6 * x[0:1].numel() * numbers.eps * numbers.smallest_normal
+        return torch.where(divisible, eps * mass if self.mass == "relative" else eps.expand_as(mass), 0.0)
 
     def support(
         self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200

@@ -429,7 +429,7 @@ class TransportSet(InputSet):
             costs = torch.tensor([d for *_, d in listed], dtype=torch.float64, device=padded.device)[:, None]
         if charges is not None:
             moves = moves + charges.moves
-        return torch.cat([value[:, :, None], moves], 2), torch.cat([torch.zeros_like(costs[:1]), costs])
+        return torch.cat([value[:, :, None], moves], 2), torch.cat([costs.new_zeros(1, costs.shape[1]), costs])
 
     def _program(self, image: int, price: Tensor) -> BoxProgram:
         channels, height, width = self.x.shape[1:]

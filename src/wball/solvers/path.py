@@ -182,7 +182,7 @@ def evaluate(problem: Problem, u: Tensor, psi: Tensor, tau: Tensor) -> Iterate:
     score = moves.gather(u) - per_image(psi, problem.x.unsqueeze(2)) * moves.cost
     score = torch.where(moves.allowed, score / per_image(tau, score), -torch.inf)
     log_sum = torch.logsumexp(score, 2, keepdim=True)
-    share = torch.exp(score - log_sum)
+    share = torch.softmax(score, 2)  # sums to 1 where scores of size 1e8 leave log_sum few digits
     flow = x.unsqueeze(2) * share
     columns = moves.scatter(flow)
     dual = problem.columns.value(u) - psi * problem.budget - tau * dot(x, log_sum.squeeze(2))

@@ -201,7 +201,9 @@ class _Projection:
         n_iter = torch.zeros_like(scale, dtype=torch.long)
         # A ball of one point: no mass, or no budget.
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
-        self.dual = torch.where(single, self.primal, self.dual)
+        # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
+        free = self.lower_bound(torch.arange(len(x), device=x.device), self.beta, self.psi)
+        self.dual = torch.where(single, self.primal, free)
         todo = (~single).nonzero().squeeze(1)
         if todo.numel() and init is None and bool(self.tau.any()):
             todo = self._sweep(todo, start, n_iter)

@@ -301,5 +301,6 @@ def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None =
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         score = torch.where(moves.allowed, 3 * moves.gather(potential[part]) - moves.cost, -math.inf)
         plan = Plan(moves, grid[part].unsqueeze(2) * torch.softmax(score, 2)).cancelled()
-        points.append(plan.repair(budget[part], ball.box).columns())
+        point = plan.repair(budget[part], ball.box).columns()
+        points.append(torch.where(per_image(budget[part] > 0, point), point, grid[part]))
     return as_given(torch.cat(points), x, ball.box) if points else x.to(result_dtype(x))

@@ -1,0 +1,126 @@
+"""The long run: ``python -m tests.torture --cases 100000 --seed 0 --jobs 2``.
+
+Progress is kept in a folder (``--out``), so that an interrupted run goes on where it was. The summary is written to
+``results/torture.json`` at the end, and every minute before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+BLOCK = 100  # cases between two notes of progress
+KEPT = 50  # findings written out in full
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
+    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture", help="where progress is kept")
+    parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture.json")
+    options = parser.parse_args()
+    folder = options.out / f"seed-{options.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = [b for b in range(0, options.cases, BLOCK) if not (folder / f"{b}.json").is_file()]
+    began, noted = time.time(), 0.0
+    work = [(options.seed, b, min(b + BLOCK, options.cases), folder) for b in todo]
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for done, _ in enumerate(pool.imap_unordered(_block, work), 1):
+            if time.time() - noted > 60 or done == len(work):
+                noted = time.time()
+                summary = _summary(folder, options)
+                _write(options.summary, summary)
+                left = (noted - began) / done * (len(work) - done)
+                print(f"{summary['cases']} cases, {summary['failed']} failed, {left / 60:.0f} min left", flush=True)
+    summary = _summary(folder, options)
+    _write(options.summary, summary)
+    print(json.dumps({k: summary[k] for k in ("cases", "failed", "nan", "infeasible", "false converged")}))
+    sys.exit(1 if summary["failed"] else 0)
+
+
+def _block(work: tuple[int, int, int, Path]) -> None:
+    """A hundred cases; what they found appears as one file, whole or not at all."""
+    import torch
+
+    from .cases import make
+    from .operations import run
+
+    seed, start, end, folder = work
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    failed, began = [], time.process_time()
+    for index in range(start, end):
+        case = make(seed, index)
+        found = run(case)
+        counts[case.operation] += 1
+        for name, value in found.worst.items():
+            worst[name] = max(float(value), worst.get(name, 0.0))
+        kinds.update({line.split(":")[0] for line in found.lines})
+        if found.lines:
+            failed.append({"case": case.label, "index": index, "findings": found.lines[:5]})
+    content = {
+        "operations": counts, "kinds": kinds, "worst": worst, "failed": failed,
+        "seconds": time.process_time() - began,
+    }  # fmt: skip
+    _write(folder / f"{start}.json", content)
+
+
+def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from wball import provenance
+
+    operations: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    failed, seconds = [], 0.0
+    for path in folder.glob("*.json"):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        operations.update(part["operations"])
+        kinds.update(part["kinds"])
+        failed += part["failed"]
+        seconds += part["seconds"]
+        for name, value in part["worst"].items():
+            worst[name] = max(value, worst.get(name, 0.0))
+    failed.sort(key=lambda f: f["index"])
+    return {
+        "command": f"python -m tests.torture --cases {options.cases} --seed {options.seed}",
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cases": sum(operations.values()),
+        "asked_for": options.cases,
+        "failed": len(failed),
+        "nan": kinds["nan"],
+        "infeasible": kinds["infeasible"],
+        "false converged": kinds["false converged"],
+        "kinds": dict(kinds),
+        "operations": dict(sorted(operations.items())),
+        "worst": worst,
+        "processor_seconds": round(seconds, 1),
+        "findings": failed[:KEPT],
+    }
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    main()

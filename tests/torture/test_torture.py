@@ -1,0 +1,225 @@
+"""A few hundred cases of the long run, and by name the inputs that other codes were reported to fail on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from torture.cases import make
+from torture.operations import run
+from wball.plan import Plan
+
+CASES, PARTS = 400, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_cases(part: int) -> None:
+    failed = []
+    for index in range(part, CASES, PARTS):
+        case = make(20261115, index)
+        found = run(case)
+        failed += [f"{case.label}\n    {line}" for line in found.lines]
+    assert not failed, "\n".join(failed)
+
+
+def test_a_case_is_the_same_each_time() -> None:
+    one, two = make(3, 14), make(3, 14)
+    assert one.label == two.label and torch.equal(one.x, two.x) and torch.equal(one.w, two.w)
+    assert make(4, 14).label != one.label
+
+
+# What the long run found ----------------------------------------------------------------------------------------
+
+
+def test_the_gap_is_a_number_wherever_the_solver_is_stopped() -> None:
+    x = torch.rand(2, 1, 4, 7)
+    result = wball.WassersteinBall(1e30).project(x, x + 0.1 * torch.randn_like(x), 600.0, max_iter=1)
+    assert bool(result.gap.isfinite().all())
+
+
+def test_plans_of_tiny_budgets_keep_to_them() -> None:
+    x = torch.rand(1, 1, 4, 4, dtype=torch.float64)
+    ball = wball.WassersteinBall(1e-14)
+    moves = ball.cost.arcs(4, 4, x)
+    raw = Plan(moves, x.unsqueeze(2) * torch.where(moves.allowed, -moves.cost, -math.inf).softmax(0))
+    spent = raw.repair(ball.budget(x), ball.box).cost()
+    assert float(spent) == pytest.approx(float(ball.budget(x)), rel=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 2.0**-149), (torch.float64, 5e-324)])
+def test_the_smallest_numbers_cannot_be_split_and_stay(dtype: torch.dtype, least: float) -> None:
+    x = torch.full((1, 1, 4, 4), least, dtype=dtype)
+    ball = wball.WassersteinBall(0.5)
+    model, y = Spots(), torch.zeros(1, dtype=torch.long)
+    for z in (
+        ball.project(x, torch.rand_like(x)).point,
+        ball.support(x, torch.randn_like(x)).point,
+        ball.sample(x),
+        wball.DualAveraging(ball, steps=2)(model, x, y).images,
+    ):
+        assert torch.equal(z, x)
+
+
+def test_a_window_of_one_pixel_is_certified() -> None:
+    """Within it nothing moves, and one channel of one pixel has nowhere to go to even with full plans."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
+    x = torch.rand(1, 3, 1, 1)
+    y = model(x).argmax(1)
+    for plans in ("window", "full"):
+        result = wball.certify(model, x, y, wball.WassersteinBall(0.5, wball.GridCost(1)), plans=plans)
+        assert bool(result.certified.all())
+
+
+# What users of other codes reported -----------------------------------------------------------------------------
+
+
+def digits(count: int = 4) -> Tensor:
+    return wball.load_sample("mnist")[0][:count]
+
+
+def checked(ball: wball.WassersteinBall, x: Tensor, z: Tensor) -> None:
+    report = wball.audit(ball, x, z)
+    assert report.all_valid, report.summary()
+
+
+@pytest.mark.parametrize("reg", [1000.0, 2000.0, 3000.0])
+def test_no_overflow_at_the_papers_lambda(reg: float) -> None:
+    """Reported: overflow and NaN at lambda 1000 to 3000, where exp(lambda * w) leaves float32 and float64."""
+    x = digits()
+    ball = wball.WassersteinBall(0.1)
+    for size in (0.1, 1.0, 100.0):
+        result = ball.project(x, x + size * torch.randn_like(x).sign(), reg, tol=1e-3)
+        assert bool(result.point.isfinite().all() and result.objective.isfinite().all())
+        checked(ball, x, result.point)
+
+
+def test_black_pixels_do_not_divide_by_zero() -> None:
+    """Reported: log 0 and 0 / 0 on black pixels. A digit is mostly black, and here is one that is nothing else."""
+    x = torch.cat([digits(2), torch.zeros(1, 1, 28, 28)])
+    ball = wball.WassersteinBall(0.2)
+    result = ball.project(x, x + 0.1, 1000.0)
+    checked(ball, x, result.point)
+    assert torch.equal(result.point[2], x[2]) and bool(result.converged[2])
+    assert float(ball.distance(x, x).abs().max()) == 0
+    assert torch.equal(ball.support(x, torch.randn_like(x)).point[2], x[2])
+
+
+def test_tiny_negative_pixels_are_rounding() -> None:
+    """Reported: -3e-8, left behind by a resize, gives NaN. Such pixels are clipped; real negatives are refused."""
+    x = digits(2).clone()
+    x[x == 0] = -3e-8
+    ball = wball.WassersteinBall(0.1)
+    for z in (ball.project(x, x + 0.1).point, ball.support(x, torch.randn_like(x)).point, ball.sample(x)):
+        assert bool(z.isfinite().all()) and float(z.min()) >= 0
+        checked(ball, x, z)
+    with pytest.raises(ValueError, match="outside"):
+        ball.project(x - 0.01, x)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12, 5), (1, 30), (30, 1), (1, 1)])
+def test_images_need_not_be_square(shape: tuple[int, int]) -> None:
+    """Reported: non-square images give wrong costs or raise. A move to the right costs what a move down costs."""
+    x = torch.zeros(1, 1, *shape)
+    x[0, 0, 0, 0] = 1.0
+    ball = wball.WassersteinBall(0.5)
+    z = ball.project(x, torch.rand_like(x)).point
+    checked(ball, x, z)
+    turned = ball.project(x.mT.contiguous(), x.mT.contiguous()).point
+    assert torch.equal(turned, x.mT)
+    g = torch.randn(1, 1, *shape)
+    straight, across = ball.support(x, g).value, ball.support(x.mT, g.mT).value
+    torch.testing.assert_close(straight, across)
+
+
+def test_p_is_the_power_of_the_distance() -> None:
+    """Reported: nobody could tell what ``p`` is. Half the mass by two pixels costs 2^p / 2."""
+    x = torch.zeros(1, 1, 1, 5)
+    x[..., 0] = 1.0
+    z = 0.5 * x + 0.5 * x.roll(2, 3)
+    for p in (1.0, 2.0, 3.0):
+        far = wball.WassersteinBall(1.0, wball.GridCost(5, p)).distance(x, z)
+        assert float(far) == pytest.approx(0.5 * 2**p)
+
+
+def test_the_conjugate_maximises() -> None:
+    """Reported: the sign of the conjugate was undocumented. Mass goes where ``g`` is large."""
+    x = torch.zeros(1, 1, 1, 3)
+    x[..., 1] = 1.0
+    g = torch.tensor([[[[0.0, 0.0, 1.0]]]])
+    result = wball.WassersteinBall(0.25).support(x, g)
+    assert float(result.value) == pytest.approx(0.25) and float(result.point[..., 2]) == pytest.approx(0.25)
+
+
+class Spots(nn.Module):
+    """Class 1 if there is more mass on the right."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        right = (x * torch.linspace(-1, 1, x.shape[3], device=x.device, dtype=x.dtype)).flatten(1).sum(1)
+        return torch.stack([-right, right], 1)
+
+
+def test_radii_per_image_are_kept() -> None:
+    """Reported: one eps for the whole batch, and it was exceeded."""
+    torch.manual_seed(1)
+    x = torch.rand(6, 1, 6, 6)
+    eps = torch.tensor([0.0, 1e-3, 0.01, 0.1, 0.5, 2.0])
+    ball = wball.WassersteinBall(eps)
+    model, y = Spots(), Spots()(x).argmax(1)
+    for attack in (wball.DualAveraging(ball, steps=5), wball.PGD(ball, steps=3), wball.FrankWolfe(ball, steps=3)):
+        result = attack(model, x, y)
+        checked(ball, x, result.images)
+        assert torch.equal(result.images[0], x[0])
+
+
+def test_the_best_is_kept_per_image_and_not_per_batch() -> None:
+    """Reported: best-so-far was kept for the batch. An image alone and in a batch gets the same answer."""
+    torch.manual_seed(2)
+    x = torch.rand(5, 1, 6, 6)
+    ball = wball.WassersteinBall(0.3)
+    y = Spots()(x).argmax(1)
+    attack = wball.DualAveraging(ball, steps=6, until_success=False)
+    together = attack(Spots(), x, y)
+    for k in range(5):
+        alone = attack(Spots(), x[k : k + 1], y[k : k + 1])
+        torch.testing.assert_close(alone.images[0], together.images[k], rtol=0, atol=1e-6)
+        torch.testing.assert_close(alone.loss[0], together.loss[k])
+
+
+def test_the_model_is_left_in_train_mode_if_it_was() -> None:
+    """Reported: the model was left in train (or eval) mode, and batch statistics drifted during the attack."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 2))
+    x, y = torch.rand(3, 1, 6, 6), torch.zeros(3, dtype=torch.long)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    model.train()
+    wball.DualAveraging(wball.WassersteinBall(0.1), steps=2)(model, x, y)
+    assert model.training and all(m.training for m in model.modules())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_targeted_mode() -> None:
+    """Reported missing. Success means that the target was reached."""
+    torch.manual_seed(3)
+    x = torch.rand(4, 1, 6, 6)
+    y = Spots()(x).argmax(1)
+    ball = wball.WassersteinBall(3.0)
+    result = wball.DualAveraging(ball, steps=20)(Spots(), x, y, target=1 - y)
+    assert bool(result.success.all())
+    assert torch.equal(Spots()(result.images).argmax(1), 1 - y)
+    checked(ball, x, result.images)
+
+
+def test_huge_regularisation_is_the_exact_projection() -> None:
+    """lambda to infinity: the entropic answers approach the exact one, and none of them overflows on the way."""
+    x = digits(1)
+    w = x + 0.1 * torch.randn_like(x).sign()
+    ball = wball.WassersteinBall(0.1)
+    exact = ball.project(x.double(), w.double(), tol=1e-7)
+    for reg, off in ((1e3, 0.3), (1e6, 1e-2), (1e9, 1e-4)):
+        near = ball.project(x.double(), w.double(), reg, tol=1e-7).point
+        half = 0.5 * (w.double() - near).square().sum()
+        assert float(half) <= float(exact.objective) * (1 + off) + 1e-9, reg
+    assert math.isfinite(float(exact.gap))
