@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "src"))
+from wball import provenance
 
+from .blocks import work_off, write_json
+
+ROOT = Path(__file__).parent.parent.parent
 BLOCK = 100  # cases between two notes of progress
 KEPT = 50  # findings written out in full
 
@@ -36,53 +38,23 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     todo = [b for b in range(0, options.cases, BLOCK) if not (folder / f"{b}.json").is_file()]
     began, noted = time.time(), 0.0
-    work = [(options.seed, b, min(b + BLOCK, options.cases), folder) for b in todo]
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for done, _ in enumerate(pool.imap_unordered(_block, work), 1):
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = [pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), folder) for b in todo]
+        for done, block in enumerate(as_completed(work), 1):
+            block.result()
             if time.time() - noted > 60 or done == len(work):
                 noted = time.time()
                 summary = _summary(folder, options)
-                _write(options.summary, summary)
+                write_json(options.summary, summary)
                 left = (noted - began) / done * (len(work) - done)
                 print(f"{summary['cases']} cases, {summary['failed']} failed, {left / 60:.0f} min left", flush=True)
     summary = _summary(folder, options)
-    _write(options.summary, summary)
+    write_json(options.summary, summary)
     print(json.dumps({k: summary[k] for k in ("cases", "failed", "nan", "infeasible", "false converged")}))
     sys.exit(1 if summary["failed"] else 0)
 
 
-def _block(work: tuple[int, int, int, Path]) -> None:
-    """A hundred cases; what they found appears as one file, whole or not at all."""
-    import torch
-
-    from .cases import make
-    from .operations import run
-
-    seed, start, end, folder = work
-    torch.set_num_threads(1)
-    counts: Counter[str] = Counter()
-    kinds: Counter[str] = Counter()
-    worst: dict[str, float] = {}
-    failed, began = [], time.process_time()
-    for index in range(start, end):
-        case = make(seed, index)
-        found = run(case)
-        counts[case.operation] += 1
-        for name, value in found.worst.items():
-            worst[name] = max(float(value), worst.get(name, 0.0))
-        kinds.update({line.split(":")[0] for line in found.lines})
-        if found.lines:
-            failed.append({"case": case.label, "index": index, "findings": found.lines[:5]})
-    content = {
-        "operations": counts, "kinds": kinds, "worst": worst, "failed": failed,
-        "seconds": time.process_time() - began,
-    }  # fmt: skip
-    _write(folder / f"{start}.json", content)
-
-
 def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from wball import provenance
-
     operations: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     worst: dict[str, float] = {}
@@ -113,13 +85,6 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "processor_seconds": round(seconds, 1),
         "findings": failed[:KEPT],
     }
-
-
-def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 if __name__ == "__main__":
