@@ -193,7 +193,7 @@ def _cifar10_adversarial() -> TrainConfig:
             channels_last=True,
             cuda_graph=True,
         ),
-        adversary=Adversary(attack, radius="per-image", low=0.005, start=0.02, grow=0.01, shrink=0.015),
+        adversary=Adversary(attack, radius="per-image", low=0.005, start=0.02, grow=0.015, shrink=0.02),
         evaluation=_measured(0.005, 0.01, 0.05, 0.1, every=10, images=500),
         summary="ResNet-18 trained against dual averaging, each training image at a radius of its own up to 0.15; best "
         "started from cifar10-standard.",
