@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from wball.certify.rows import Rows, add, transposed, trim
 
 Shape = tuple[int, ...]
+Interval = tuple[Tensor, Tensor]
+"""Centre and radius of every coordinate."""
 
 
 class UnsupportedModule(TypeError):
@@ -52,6 +54,10 @@ class Affine(Op):
     def forward(self, *values: Tensor) -> Tensor:
         """The operation itself, in the values' precision."""
 
+    def interval(self, *values: Interval) -> Interval | None:
+        """What intervals become, coordinate by coordinate; ``None`` if the operation does not know."""
+        return None
+
 
 def _total(products: Tensor) -> Tensor:
     return products.flatten(1).sum(1)
@@ -73,6 +79,10 @@ class Linear(Affine):
 
     def forward(self, *values: Tensor) -> Tensor:
         return F.linear(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]))
+
+    def interval(self, *values: Interval) -> Interval | None:
+        centre, radius = values[0]
+        return self.forward(centre), F.linear(radius, self.weight.to(radius.dtype).abs())
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,11 @@ class Conv2d(Affine):
         settings = (self.stride, self.padding, self.dilation, self.groups)
         return F.conv2d(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings)
 
+    def interval(self, *values: Interval) -> Interval | None:
+        centre, radius = values[0]
+        settings = (self.stride, self.padding, self.dilation, self.groups)
+        return self.forward(centre), F.conv2d(radius, self.weight.to(radius.dtype).abs(), None, *settings)
+
 
 @dataclass(frozen=True)
 class Diagonal(Affine):
@@ -124,6 +139,10 @@ class Diagonal(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         dtype = values[0].dtype
         return values[0] * self.scale.to(dtype) + self.shift.to(dtype)
+
+    def interval(self, *values: Interval) -> Interval | None:
+        centre, radius = values[0]
+        return self.forward(centre), radius * self.scale.to(radius.dtype).abs()
 
     @staticmethod
     def _read(values: Tensor, rows: Rows) -> Tensor:
@@ -143,6 +162,9 @@ class Sum(Affine):
     def forward(self, *values: Tensor) -> Tensor:
         return values[0] + self.sign * values[1]
 
+    def interval(self, *values: Interval) -> Interval | None:
+        return self.forward(values[0][0], values[1][0]), values[0][1] + values[1][1]
+
 
 @dataclass(frozen=True)
 class Reshape(Affine):
@@ -157,6 +179,10 @@ class Reshape(Affine):
 
     def forward(self, *values: Tensor) -> Tensor:
         return values[0].reshape(-1, *self.shape)
+
+    def interval(self, *values: Interval) -> Interval | None:
+        centre, radius = values[0]
+        return self.forward(centre), self.forward(radius)
 
 
 @dataclass(frozen=True)
@@ -182,6 +208,11 @@ class Activation(Op):
     """``max(h, leak * h)`` in every coordinate: ReLU (``leak = 0``) and leaky ReLU."""
 
     leak: float
+
+    def interval(self, low: Tensor, up: Tensor) -> Interval:
+        """The interval of the output when the input is between ``low`` and ``up``."""
+        low, up = F.leaky_relu(low, self.leak), F.leaky_relu(up, self.leak)
+        return (low + up) / 2, (up - low) / 2
 
 
 @dataclass(frozen=True)

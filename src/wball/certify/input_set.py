@@ -71,6 +71,10 @@ class InputSet(ABC):
         """
 
     @abstractmethod
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        """Least and largest value of every pixel that is known without searching, ``(B, *shape)`` each."""
+
+    @abstractmethod
     def box_prices(self, rows: Rows) -> Tensor | None:
         """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for them."""
 
@@ -99,6 +103,9 @@ class IntervalSet(InputSet):
         dtype = rows.coeff.dtype
         high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
         return (rows.coeff * torch.where(rows.coeff > 0, high, low)).flatten(1).sum(1)
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        return self.low, self.high
 
     def box_prices(self, rows: Rows) -> Tensor | None:
         return None
@@ -175,6 +182,13 @@ class TransportSet(InputSet):
             return None
         mass, place = flat.topk(count, dim=2)
         return place, mass
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        whole = self.x.reshape(-1, *self.shape)
+        if self.box is not None:
+            return torch.full_like(whole, self.box[0]), torch.full_like(whole, self.box[1])
+        most = self.x.sum((2, 3), keepdim=True).expand(self.x.shape) * (1 + 1e-12)
+        return torch.zeros_like(whole), most.reshape(whole.shape)
 
     # ---- from rows to fields
 

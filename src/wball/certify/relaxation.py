@@ -28,7 +28,7 @@ from torch import Tensor
 
 from wball.certify.anchor import Anchor, ConvAnchor, UnitAnchor, image_convolution
 from wball.certify.first_layer import FirstLayer
-from wball.certify.graph import Activation, Graph, MaxPool, back
+from wball.certify.graph import Activation, Affine, Graph, Input, Interval, MaxPool, back
 from wball.certify.input_set import ROUNDS, InputSet, TransportSet
 from wball.certify.rows import Rows, units
 
@@ -133,6 +133,7 @@ class Relaxation:
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
         self.first, self.centre = first, centre
+        self._intervals: dict[int, Interval | None] = {}
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
     # ---- one batch of rows
@@ -310,25 +311,54 @@ class Relaxation:
         gains = _Collector(self, position, images, shape, like) if anchored and isinstance(op, Activation) else None
         ready = gains is not None and gains.settle()
         if not known:
-            empty = torch.full((images, *shape), math.inf, dtype=torch.float64, device=like.device)
-            bounds.lower[position], bounds.upper[position] = -empty, empty
+            self._start(position, bounds, images, like)
             known = self._first_layer(position, bounds)
             ready = ready or known
         if ready and known:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
-        if not known and self.centre is not None and isinstance(op, Activation):
-            # The side that could prove a unit stable comes first: then the other one is not needed.
-            sign = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
-            self._bound_units(position, bounds, every, sign, like, rounds=QUICK)
-            known = True
-        if known:
+        if isinstance(op, Activation):
+            if not known and self.centre is not None:
+                # The side that could prove a unit stable comes first: then the other one is not needed.
+                every = bounds.unstable(position).flatten().nonzero()[:, 0]
+                sign = torch.where(self.centre[position].flatten()[every] > 0, 1.0, -1.0)
+                self._bound_units(position, bounds, every, sign, like, rounds=QUICK)
             every = bounds.unstable(position).flatten().nonzero()[:, 0]
         for side in (-1.0, 1.0):
             sign = torch.full(every.shape, side, device=like.device)
             self._bound_units(position, bounds, every, sign, like, anchored, ascent, gains if side < 0 else None)
         if gains is not None and not ready:
             gains.finish()
+
+    def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
+        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
+        source = self.graph.ops[position].inputs[0]
+        for place in range(source + 1):
+            if place in self._intervals:
+                continue
+            op, found = self.graph.ops[place], None
+            if isinstance(op, Input):
+                low, up = self.source.ranges()
+                found = (low + up) / 2, (up - low) / 2
+            elif isinstance(op, Affine):
+                parts = [self._intervals[k] for k in op.inputs]
+                known = [part for part in parts if part is not None]
+                found = _widened(op, known) if len(known) == len(parts) else None
+            elif place in bounds.lower:
+                low, up = bounds.lower[place], bounds.upper[place]
+                if isinstance(op, MaxPool):
+                    low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
+                    found = (low + up) / 2, (up - low) / 2
+                elif isinstance(op, Activation):
+                    found = op.interval(low, up)
+            self._intervals[place] = found
+        interval = self._intervals[source]
+        if interval is None:
+            empty = torch.full((images, *self.graph.ops[source].shape), math.inf, dtype=torch.float64)
+            bounds.lower[position], bounds.upper[position] = -empty.to(like.device), empty.to(like.device)
+            return
+        centre, radius = interval
+        bounds.lower[position], bounds.upper[position] = centre - radius, centre + radius
 
     def _first_layer(self, position: int, bounds: Bounds) -> bool:
         """Bound a first convolution without rows, where that is possible."""
@@ -487,6 +517,15 @@ class _Collector:
         image, unit, *gains = (torch.cat(part) for part in zip(*self.parts, strict=True))
         anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
         self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
+
+
+def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
+    """The interval after an operation, with room for the rounding of every sum in it."""
+    found = op.interval(*parts)
+    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
+    if found is None or summed is None:
+        return None
+    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
 
 
 def anchored_line(

@@ -21,10 +21,12 @@ from wball import kernels
 from wball.ball import WassersteinBall
 from wball.certify.graph import (
     Activation,
+    Affine,
     Conv2d,
     Diagonal,
     Graph,
     Input,
+    Interval,
     Linear,
     Reshape,
     Sum,
@@ -36,8 +38,6 @@ from wball.certify.relaxation import upper_line
 from wball.certify.rows import Rows
 from wball.ground import DenseCost
 from wball.kernels import reference_support
-
-Interval = tuple[Tensor, Tensor]  # centre and radius
 
 
 class LinfBounds:
@@ -70,7 +70,16 @@ class LinfBounds:
         values: list[Interval] = []
         for op in self.graph.ops:
             sources = [values[k] for k in op.inputs]
-            values.append(image if isinstance(op, Input) else _through(op, sources))
+            if isinstance(op, Input):
+                values.append(image)
+            elif isinstance(op, Activation):
+                centre, radius = sources[0]
+                values.append(op.interval(centre - radius, centre + radius))
+            else:
+                assert isinstance(op, Affine)
+                found = op.interval(*sources)
+                assert found is not None
+                values.append(found)
         return values
 
     def _interval_margins(self, values: list[Interval], y: Tensor) -> Tensor:
@@ -107,26 +116,6 @@ class LinfBounds:
         centre, radius = (at_image.read(v) for v in values[0])
         least = (at_image.coeff * centre - at_image.coeff.abs() * radius).flatten(1).sum(1)
         return (constant + least).view(batch, classes)
-
-
-def _through(op: object, sources: list[Interval]) -> Interval:
-    centre, radius = sources[0]
-    if isinstance(op, Linear):
-        return F.linear(centre, op.weight, op.bias), F.linear(radius, op.weight.abs())
-    if isinstance(op, Conv2d):
-        weight = op.weight.to(centre.dtype)  # average pooling keeps its kernel in float64
-        settings = (op.stride, op.padding, op.dilation, op.groups)
-        return F.conv2d(centre, weight, op.bias, *settings), F.conv2d(radius, weight.abs(), None, *settings)
-    if isinstance(op, Diagonal):
-        scale, shift = op.scale.to(centre.dtype), op.shift.to(centre.dtype)
-        return scale * centre + shift, scale.abs() * radius
-    if isinstance(op, Sum):
-        return centre + op.sign * sources[1][0], radius + sources[1][1]
-    if isinstance(op, Reshape):
-        return centre.reshape(-1, *op.shape), radius.reshape(-1, *op.shape)
-    assert isinstance(op, Activation)
-    low, up = (F.leaky_relu(v, op.leak) for v in (centre - radius, centre + radius))
-    return (low + up) / 2, (up - low) / 2
 
 
 @torch.no_grad()
