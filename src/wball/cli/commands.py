@@ -455,7 +455,7 @@ def reproduce(
     models: Annotated[
         Path | None, typer.Option(help="trained models that the zoo lacks: NAME/NAME.safetensors")
     ] = None,
-    images: Annotated[int | None, typer.Option("--images", "-n", min=1, help="at most so many test images")] = None,
+    images: Annotated[int | None, typer.Option("--images", "-n", min=1, help="measure on so many test images")] = None,
     training: Annotated[bool, typer.Option("--train/--no-train", help="train models that are missing")] = True,
     device: Device = "auto",
     seed: Seed = 0,

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for results")
-    parser.add_argument("--images", type=int, help="at most so many test images")
+    parser.add_argument("--images", type=int, help="measure on so many test images")
     parser.add_argument("--no-train", action="store_true", help="leave out models that would have to be trained")
     parser.add_argument("--no-figures", action="store_true", help="write the JSON files only")
     parser.add_argument("--figures-only", action="store_true", help="draw what is stored in --out")

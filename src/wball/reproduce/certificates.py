@@ -20,7 +20,7 @@ from wball.reproduce.workshop import Clock, Subject, Workshop
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored")
+METHODS: tuple[Method, ...] = ("interval", "crown", "anchored")
 RADII, QUICK_RADII = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1), (0.005, 0.02, 0.05)
 NOISE = 0.01
 """Laplace scale of the smoothing noise."""

@@ -73,14 +73,17 @@ def sums(
         lines = -(-len(rows) // columns)
         figure = new_figure((0.9 * WIDTH * columns, 0.33 * WIDTH * lines))
         grid = figure.subplots(lines, 3 * columns, squeeze=False)
-        for axis in grid.flat:
-            axis.axis("off")
+        for axis in list(grid.flat):
+            axis.set_visible(False)
         picture: Any = None
         for k, ((title, _, _, note), (x, z)) in enumerate(zip(rows, images, strict=True)):
             line, column = k % lines, 3 * (k // lines)
             a, b, c = grid[line, column : column + 3]
+            for axis in (a, b, c):
+                axis.set_visible(True)
             _show(a, x)
             picture = b.imshow((z - x).sum(0), cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
+            _frame(b)
             _show(c, z)
             a.set_title(title, fontsize=6.5, loc="left", pad=2)
             c.set_title(note, fontsize=6.5, loc="right", pad=2)
@@ -102,7 +105,6 @@ def grid(cells: Sequence[dict[str, Any]]) -> Figure:
             _show(axis, unpack(cell["image"]))
             radius = cell["radius"][0]
             axis.set_title("not found" if radius is None else rf"$\epsilon$ = {radius:.2f}", fontsize=6.5, pad=2)
-            axis.set(xticks=[], yticks=[])
         for k, reg in enumerate(lambdas):
             axes[k, 0].set_ylabel(rf"$\lambda$ = {reg:g}", fontsize=7)
         for k, p in enumerate(powers):
@@ -113,4 +115,12 @@ def grid(cells: Sequence[dict[str, Any]]) -> Figure:
 def _show(axis: Any, image: Any) -> None:
     pixels = np.moveaxis(image, 0, -1) if len(image) == 3 else image[0]
     axis.imshow(np.clip(pixels, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    _frame(axis)
+
+
+def _frame(axis: Any) -> None:
+    """A thin frame instead of ticks: white pixels at the edge would run into the page."""
+    axis.set(xticks=[], yticks=[])
     axis.grid(False)
+    for spine in axis.spines.values():
+        spine.set(visible=True, linewidth=0.4, color="#888888")

@@ -80,12 +80,12 @@ def under_paper_attack(
         for path, here, labels in _batches(folder, x, y):
             if not path.is_file():
                 clock = Clock(x.device)
-                found = _lean(subject, x.device, attack, here, labels)
+                found = attacked(subject.model, attack, here, labels, shop.settings.seed)
+                right = predicted(subject.model, here) == labels
                 off = _mass_error(here, found.images)
-                clean = found.success & (found.n_steps == 0)
                 state = {
-                    "radius": torch.where(clean, 0.0, torch.where(found.success, found.radius, math.inf)),
-                    "mass_error": torch.where(found.success & ~clean, off, 0.0),
+                    "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
+                    "mass_error": torch.where(found.success & right, off, 0.0),
                 }
                 write_tensors(path, state, {"seconds": clock.seconds()})
             parts.append(read_tensors(path))
@@ -159,8 +159,8 @@ def _climb(
         left = state["radius"].isinf().nonzero().squeeze(1)
         if left.numel():
             here = left.to(x.device)
-            found = _lean(subject, x.device, attack.at(eps), x[here], y[here], shop.settings.seed)
-            good = _counted(ball.at(eps), x[here], found, notes, 4 if shop.quick else SAMPLE[x.shape[1]])
+            found = attacked(subject.model, attack.at(eps), x[here], y[here], shop.settings.seed)
+            good = _counted(ball.at(eps), x[here], found, notes, 4 if shop.quick else SAMPLE.get(x.shape[1], 16))
             state["radius"][left[good.cpu()]] = eps
         notes["done"] += 1
         notes["seconds"] += clock.seconds()
@@ -196,16 +196,21 @@ def _mass_error(x: Tensor, z: Tensor) -> Tensor:
     return (after - before).abs().amax(1) / before.sum(1).clamp(min=1e-300)
 
 
-def _lean(subject: Subject, device: torch.device, attack: Attack, x: Tensor, y: Tensor, seed: int = 0) -> AttackResult:
-    """Attack, on a GPU with colour images in half the precision first; success is what the model itself says."""
-    generator = torch.Generator(device).manual_seed(seed)
-    if device.type != "cuda" or x.shape[1] == 1:
-        return attack(subject.model, x, y, generator=generator)
-    found = attack(Lean(subject.model), x, y, generator=generator)
-    doubtful = found.success & (predicted(subject.model, found.images) == y)
-    again = doubtful.nonzero().squeeze(1)
+def attacked(
+    model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int = 0, lean: bool | None = None
+) -> AttackResult:
+    """The attack's result; success is what the model itself says.
+
+    ``lean`` (by default: colour images on a GPU) attacks the network in half the precision, and in full what turns out
+    not to be broken then.
+    """
+    generator = torch.Generator(x.device).manual_seed(seed)
+    if not (x.is_cuda and x.shape[1] == 3 if lean is None else lean):
+        return attack(model, x, y, generator=generator)
+    found = attack(Lean(model), x, y, generator=generator)
+    again = (found.success & (predicted(model, found.images) == y)).nonzero().squeeze(1)
     if again.numel():
-        exact = attack.take(again)(subject.model, x[again], y[again], generator=generator)
+        exact = attack.take(again)(model, x[again], y[again], generator=generator)
         for name in ("images", "success", "distance", "radius", "n_steps"):
             getattr(found, name)[again] = getattr(exact, name)
     return found

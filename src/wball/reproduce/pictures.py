@@ -89,7 +89,7 @@ SIX_PIXELS = Recipe(
 def _measure_versus(shop: Workshop) -> Data:
     """The first 6 that falls to both attacks at the paper's radii."""
     subject = shop.subject("mnist-standard")
-    x, y = shop.test_images("mnist", 10_000, 500)
+    x, y = shop.pool("mnist", 10_000, 500)
     keep = ((y == 6) & (predicted(subject.model, x) == y)).nonzero().squeeze(1)[:20]
     x, y = x[keep], y[keep]
     wide = PGD(LinfBall(0.3), steps=40, progress=False)
@@ -154,7 +154,7 @@ def _measure_digits(shop: Workshop) -> Data:
     """The first 5 that all four models read right and the paper's attack breaks on most of them."""
     subjects = shop.subjects(*(m.name for m in paper.MNIST))
     labels = {m.name: m.label for m in paper.MNIST}
-    x, y = shop.test_images("mnist", 10_000, 500)
+    x, y = shop.pool("mnist", 10_000, 500)
     x, y = x[y == 5][:30], y[y == 5][:30]
     right = torch.stack([predicted(s.model, x) == y for s in subjects]).all(0).nonzero().squeeze(1)
     right = right[: 4 if shop.quick else 12]
@@ -219,7 +219,7 @@ DIGITS = Recipe(
 def _measure_gallery(shop: Workshop) -> Data:
     """For each class the first test image that the standard model reads right, under the paper's attack."""
     subject = shop.subject("cifar10-standard")
-    x, y = shop.test_images("cifar10", 10_000, 400)
+    x, y = shop.pool("cifar10", 10_000, 400)
     right = predicted(subject.model, x) == y
     first = [
         int(here[0]) for c in range(10) if (here := ((y == c) & right).nonzero().squeeze(1)).numel()
@@ -291,7 +291,7 @@ GALLERY = Recipe(
 def _measure_grid(shop: Workshop) -> Data:
     """One 5 and a few more digits, attacked at every lambda and p."""
     subject = shop.subject("mnist-standard")
-    x, y = shop.test_images("mnist", 10_000, 500)
+    x, y = shop.pool("mnist", 10_000, 500)
     count = 2 if shop.quick else 8
     keep = ((y == 5) & (predicted(subject.model, x) == y)).nonzero().squeeze(1)[:count]
     x, y = x[keep], y[keep]

@@ -25,7 +25,7 @@ def measure(shop: Workshop) -> Data:
     batch = 10 if shop.quick else 100
     for dataset, (reg, eps) in CASES.items():
         try:
-            x, _ = shop.test_images(dataset, batch, batch)
+            x, _ = shop.pool(dataset, batch, batch)
         except FileNotFoundError as error:
             left_out[dataset] = str(error)
             shop.say(f"{TITLES[dataset]} is left out: {error}")

@@ -47,7 +47,7 @@ class Settings:
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: of everything random.
         out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
-        images: use at most so many test images (``None``: as many as the recipe wants).
+        images: measure on so many test images (``None``: as many as the recipe wants).
         may_train: train models that are missing. Otherwise they are left out, and the result says so.
     """
 
@@ -94,10 +94,15 @@ class Workshop:
     # ---- data
 
     def test_images(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
-        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, fewer if so asked."""
+        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, or as many as asked for."""
         x, y = self._loaded(dataset, "test")
-        count = min(quick if self.quick else full, self.settings.images or len(x), len(x))
+        count = self.settings.images or (quick if self.quick else full)
         return x[:count], y[:count]
+
+    def pool(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
+        """The first test images to choose from, however many are measured."""
+        x, y = self._loaded(dataset, "test")
+        return x[: quick if self.quick else full], y[: quick if self.quick else full]
 
     def title(self, dataset: str, count: int) -> str:
         """What to call the first ``count`` test images."""
@@ -132,6 +137,8 @@ class Workshop:
         if name not in self._subjects:
             model, architecture, origin = self._find(name)
             model = model.to(self.device).eval()
+            if self.device.type == "cuda":
+                model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             about = provenance.describe_model(model, name)
             self._subjects[name] = Subject(name, model, architecture, origin, about["sha256"])
         return self._subjects[name]
