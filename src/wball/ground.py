@@ -99,8 +99,7 @@ class DenseArcs(Arcs):
         self.allowed = finite.T.reshape(-1, *shape)
 
     def gather(self, values: Tensor) -> Tensor:
-        batch, channels = values.shape[:2]
-        ends = values.reshape(batch, channels, -1, 1, 1).expand(-1, -1, -1, *self.shape)
+        ends = values.flatten(2)[..., None, None].expand(-1, -1, -1, *self.shape)
         return torch.where(self.allowed, ends, torch.zeros_like(ends))
 
     def scatter(self, arcs: Tensor) -> Tensor:

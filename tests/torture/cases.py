@@ -29,7 +29,7 @@ OPERATIONS = {
     "dual averaging": 0.08,
     "pgd": 0.04,
     "frank-wolfe": 0.05,
-    "certify": 0.03,
+    "certify": 0.02,
 }
 PIXELS = (
     "uniform", "sparse", "binary", "bytes", "saturated", "flat", "one pixel", "black", "denormal", "tiny",
@@ -92,7 +92,7 @@ def make(seed: int, index: int) -> Case:
     ball = WassersteinBall(eps, cost, mass="relative" if rng.random() < 0.85 else "absolute", box=box)
     heavy = channels * height * width * moves > 20_000
     reg = math.inf if rng.random() < 0.45 else float(10 ** rng.uniform(-2, 9))
-    kernel = "torch" if rng.random() < 0.08 and height * width <= 36 and channels <= 3 else "auto"
+    kernel = "torch" if rng.random() < 0.05 and height * width <= 36 and channels <= 3 else "auto"
     max_iter = int(rng.choice([1, 3, 30, 200, 500], p=[0.05, 0.1, 0.2, 0.25, 0.4]))
     if heavy:
         max_iter = min(max_iter, 3 if large else 20)

@@ -64,6 +64,13 @@ def test_the_smallest_numbers_cannot_be_split_and_stay(dtype: torch.dtype, least
         assert torch.equal(z, x)
 
 
+def test_an_empty_batch_under_a_matrix_cost() -> None:
+    x = torch.rand(0, 1, 1, 4)
+    moves = wball.DenseCost(torch.ones(4, 4) - torch.eye(4)).arcs(1, 4, x)
+    assert moves.gather(x).shape == (0, 1, 4, 1, 4)
+    assert Plan(moves, moves.gather(x)).cancelled().columns().shape == x.shape
+
+
 def test_a_window_of_one_pixel_is_certified() -> None:
     """Within it nothing moves, and one channel of one pixel has nowhere to go to even with full plans."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))
