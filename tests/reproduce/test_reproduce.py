@@ -229,13 +229,14 @@ def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
         "label": "adv. training",
         "name": "m",
         "paper_attack": curve(0.9, 0.8),
+        "same_ball": curve(0.9, 0.2),
         "standard_attack": curve(0.9, 0.1),
-        "at": [{"eps": 0.1, "paper_attack": 0.8, "standard_attack": 0.1}],
+        "at": [{"eps": 0.1, "paper_attack": 0.8, "same_ball": 0.2, "standard_attack": 0.1}],
     }
     data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
     said = " ".join(MNIST_CURVES.remarks(data))
     assert "**falls**" in said and "from 80.0 % to 10.0 %" in said and "90.0 % of the paper's attack's" in said
-    assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "10.0 %"]
+    assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "20.0 %", "10.0 %"]
     pytest.importorskip("matplotlib")
     assert MNIST_CURVES.draw is not None
     titles = [axis.get_title() for axis in MNIST_CURVES.draw(data).axes]

@@ -16,6 +16,7 @@ from wball.reproduce.measure import predicted, under_standard_attack
 from wball.reproduce.recipe import Data, Recipe
 from wball.reproduce.tables import Table, percent
 from wball.reproduce.workshop import Clock, Subject, Workshop
+from wball.training.presets import preset, presets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 METHODS: tuple[Method, ...] = ("interval", "crown", "anchored")
 RADII, QUICK_RADII = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1), (0.005, 0.02, 0.05)
 NOISE = 0.01
-"""Laplace scale of the smoothing noise."""
+"""Laplace scale of the smoothing noise for models that were trained without any."""
+SMOOTHED = "mnist-flow-noise"
 IMAGES, QUICK_IMAGES = 500, 6
 SAMPLES, QUICK_SAMPLES = 10_000, 500
-CANDIDATES = ("mnist-certified", "mnist-flow-noise")
+CANDIDATES = ("mnist-certified", SMOOTHED)
 """The model that is proved: the first of these that is there, or else the first one, trained."""
 
 
@@ -42,6 +44,8 @@ def measure(shop: Workshop) -> Data:
         curve = [{"eps": r, "accuracy": float((radius >= r).double().mean())} for r in radii]
         rows.append({"method": method, "kind": "proof", "curve": _from_clean(subject, x, y, curve), "seconds": seconds})
     rows.append(_smoothed(shop, subject, x, y, radii))
+    if subject.name != SMOOTHED and shop.has(SMOOTHED):
+        rows.append(_smoothed(shop, shop.subject(SMOOTHED), x, y, radii, f" of {SMOOTHED}"))
     fall = under_standard_attack(shop, subject, x, y, radii)
     rows.append({"method": "StandardAttack", "kind": "attack", "curve": fall.about()["curve"], "seconds": fall.seconds})
     return {"images": shop.title("mnist", len(x)), "unit": WassersteinBall(1.0).unit, "rows": rows, **subject.about()}
@@ -81,24 +85,27 @@ def _proved(
     return state["radius"], float(notes["seconds"])
 
 
-def _smoothed(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, radii: tuple[float, ...]) -> dict[str, Any]:
+def _smoothed(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, radii: tuple[float, ...], whose: str = ""
+) -> dict[str, Any]:
     samples = QUICK_SAMPLES if shop.quick else SAMPLES
-    with shop.part(f"{subject.name}.smoothing", [subject.sha256, len(x), samples, NOISE, shop.settings.seed]) as folder:
+    scale = (preset(subject.name).noise if subject.name in presets() else 0.0) or NOISE
+    with shop.part(f"{subject.name}.smoothing", [subject.sha256, len(x), samples, scale, shop.settings.seed]) as folder:
         path = folder / "part.safetensors"
         if not path.is_file():
             clock = Clock(x.device)
             generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
-            smooth = FlowSmoothing(subject.model, NOISE, batch_size=10_000 if x.is_cuda else 500)
+            smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
             found = smooth.certify(x, samples, generator=generator)
             good = ~found.abstained & (found.prediction == y)
             write_tensors(path, {"radius": torch.where(good, found.radius, -1.0)}, {"seconds": clock.seconds()})
         state, notes = read_tensors(path)
     radius = state["radius"]
-    shop.say(f"flow smoothing: {_shares(radius, radii)} ({notes['seconds']:.1f} s)")
+    shop.say(f"flow smoothing{whose}: {_shares(radius, radii)} ({notes['seconds']:.1f} s)")
     curve = [{"eps": r, "accuracy": float((radius > r).double().mean())} for r in radii]
     at_zero = {"eps": 0.0, "accuracy": float((radius >= 0).double().mean())}
     return {
-        "method": f"flow smoothing, scale {NOISE:g}",
+        "method": f"flow smoothing{whose}, scale {scale:g}",
         "kind": "probable",
         "curve": [at_zero, *curve],
         "seconds": float(notes["seconds"]),

@@ -119,7 +119,8 @@ def under_standard_attack(
     attack = StandardAttack(ball, version=version, check=False, progress=False)
     depends = [_depends(shop, subject, x, y, attack), sorted(radii)]
     parts = []
-    with shop.part(f"{subject.name}.{version}", depends) as folder:
+    p = getattr(ball.cost, "p", 1.0)
+    with shop.part(f"{subject.name}.{version}-p{p:g}", depends) as folder:
         for path, here, labels in _batches(folder, x, y):
             parts.append(_climb(shop, subject, here, labels, ball, attack, sorted(radii), path))
     radius = torch.cat([state["radius"] for state, _ in parts])
@@ -131,7 +132,7 @@ def under_standard_attack(
         "largest_box_violation": max(notes["box"] for _, notes in parts),
         "largest_distance_over_radius": max(notes["ratio"] for _, notes in parts),
     }
-    name = f"StandardAttack, {version}"
+    name = f"StandardAttack, {version}, p = {p:g}"
     fall = Fall(radius, tuple(sorted(radii)), name, checks, sum(notes["seconds"] for _, notes in parts))
     shop.say(_line(subject, fall))
     return fall
