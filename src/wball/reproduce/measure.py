@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball import provenance
 from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.base import AttackResult
 from wball.attacks.standard import Version
@@ -245,7 +244,7 @@ def _batches(folder: Path, x: Tensor, y: Tensor) -> list[tuple[Path, Tensor, Ten
 
 def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Attack) -> list[Any]:
     """Everything that a measurement depends on."""
-    return [subject.sha256, provenance.fingerprint(x, y), describe(attack), shop.settings.seed, x.device.type]
+    return [subject.sha256, shop.fingerprint(x, y), describe(attack), shop.settings.seed, x.device.type]
 
 
 def _line(subject: Subject, fall: Fall) -> str:

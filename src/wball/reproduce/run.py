@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,12 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True) -> in
                 raise
             failed[name] = str(error)
             print(f"  not made: {error}\n", flush=True)
+            continue
+        except Exception:  # one recipe's trouble is not the others'
+            if len(wanted) == 1:
+                raise
+            failed[name] = "failed"
+            traceback.print_exc()
             continue
         for table in RECIPES[name].tables(content["data"]):
             print("\n" + table.text())

@@ -83,6 +83,7 @@ class Workshop:
         self.device = _device(settings.device)
         self.missing: dict[str, str] = {}
         self._subjects: dict[str, Subject] = {}
+        self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
 
     @property
     def quick(self) -> bool:
@@ -129,6 +130,13 @@ class Workshop:
                 "and give --data data"
             )
         return load_dataset(dataset, self.settings.data, "train" if split == "train" else "test", device=self.device)
+
+    def fingerprint(self, x: Tensor, y: Tensor) -> str:
+        """Which images these are. Whole test sets take a while to digest, and they stay where they are."""
+        key = (x.data_ptr(), tuple(x.shape))
+        if key not in self._digests:
+            self._digests[key] = provenance.fingerprint(x, y)
+        return self._digests[key]
 
     # ---- models
 
