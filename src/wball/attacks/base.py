@@ -342,7 +342,7 @@ class Attack(ABC):
                 part = None if target is None else target[index]
                 parts.append(self.take(index).attack_batch(model, x[index], y[index], part, generator, progress))
             except RuntimeError as error:
-                if not _out_of_memory(error) or size == 1:
+                if not out_of_memory(error) or size == 1:
                     raise
             else:
                 start += size
@@ -438,7 +438,8 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
     return labels.detach().to(device=x.device, dtype=torch.long)
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, on a GPU or on the host."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "t allocate memory" in str(error)
 
 

@@ -1,15 +1,17 @@
 """The ``wball`` command: :func:`main` and how it fails.
 
 Exit codes: 0 done; 2 wrong arguments or inputs; 3 done, but some claimed examples failed the audit, or a proof and an
-example contradict each other; 4 the output folder is in use; 5 the disk or a file cannot be used; 70 an error in this
-library; 130 interrupted. Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
+example contradict each other; 4 the output folder is in use; 5 the disk, a file or the memory cannot be used; 70 an
+error in this library; 130 interrupted. Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import typer
 
@@ -47,7 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """The console script."""
+    if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself, and they may be waiting for each other
+        signal.signal(signal.SIGTERM, _terminated)
     sys.exit(main())
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """A batch system's way to interrupt."""
+    raise KeyboardInterrupt
 
 
 def _fail(message: str, code: int) -> int:
@@ -68,8 +77,11 @@ def _of_click(error: Exception) -> str:
 
 def _sorted(error: Exception) -> tuple[str, int]:
     """A message and an exit code for what a command raised."""
+    from wball.attacks.base import out_of_memory
     from wball.evaluate.files import FolderInUse
 
+    if isinstance(error, MemoryError) or out_of_memory(error):
+        return "out of memory; a smaller --batch-size needs less (and --overwrite, where a run has begun)", NO_FILE
     if isinstance(error, FolderInUse):
         return str(error), IN_USE
     if isinstance(

@@ -49,7 +49,8 @@ def make_exhibit(
             break
         found = _strongest(ball.at(eps))(model, x[here], y[here]).images
         with torch.no_grad(), as_found(model, x.device):
-            read_as = model(found).argmax(1).cpu()
+            parts = found.split(int(result.settings["batch_size"]))
+            read_as = torch.cat([model(part).argmax(1) for part in parts]).cpu()
         found = found.cpu()
         for k, i in enumerate(shown.tolist()):  # the evaluation may have known better
             if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
-from wball.attacks.base import check_labels
+from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.model import Model, as_found, check_logits
 from wball.audit import AuditReport, audit
@@ -334,6 +334,7 @@ class _Shard:
     def merged(self, origin: dict[str, Any]) -> Evaluation:
         """The whole result, once every batch is done."""
         parts = [read_tensors(self.path(batch)) for batch in range(self.count)]
+        size = int(self.settings["batch_size"])  # no more at a time than there was memory for
         whole = {name: torch.cat([state[name] for state, _ in parts]) for name in parts[0][0]}
         adversarial = whole.pop("adversarial")
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
@@ -344,7 +345,7 @@ class _Shard:
             origin,
             {name: whole[name] for name in COLUMNS},
             tuple(entry for _, notes in parts for entry in notes["rejected"]),
-            _warnings(self.model, self.x, self.y),
+            _warnings(self.model, self.x[:size], self.y[:size]),
             {"index": index, "original": original, "adversarial": adversarial[index]},
         )
 
@@ -426,6 +427,8 @@ def _probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
         try:
             logits = check_logits(model(x[:2]), len(x[:2]))
         except RuntimeError as error:  # torch's word for everything, wrong shapes above all
+            if out_of_memory(error):
+                raise
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"the model does not take images of shape {tuple(x.shape[1:])}: {first}") from error
     low, high, classes = int(y.min()), int(y.max()), logits.shape[1]

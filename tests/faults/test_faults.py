@@ -1,0 +1,239 @@
+"""Evaluations that are killed, starved or deceived lose nothing, and say in one line what happened.
+
+More of the kind stands beside what it tests: ``test_evaluate.py`` (kills at random moments, damaged files),
+``training/test_restart.py`` (the same for training), ``test_checkpoint.py`` (weights), ``test_data.py`` (data sets and
+downloads), ``test_cli.py`` (keyboard interrupts, full disks and folders in use at the command line).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wball
+from faults import worker
+from wball.evaluate import evaluate, load_evaluation
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="disturbs processes in POSIX ways")
+
+# Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["faults.worker"])
+
+
+def start(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    process = CONTEXT.Process(target=target, args=tuple(map(_plain, arguments)), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))  # the clean one does not inherit sys.path
+        process.start()
+    return process
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def ended(process: ForkServerProcess) -> int | None:
+    process.join(120)
+    return process.exitcode
+
+
+def until_begun(folder: Path, process: ForkServerProcess) -> None:
+    while process.is_alive() and not list(folder.glob("batches/batch-*.safetensors")):
+        time.sleep(0.01)
+
+
+def same(one: Path, two: Path) -> bool:
+    return all((one / name).read_bytes() == (two / name).read_bytes() for name in RESULTS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert ended(start(worker.run, folder)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_stopped_by_a_signal_and_started_again(tmp_path: Path, undisturbed: Path, how: signal.Signals) -> None:
+    process = start(worker.run, tmp_path, 0.05)
+    until_begun(tmp_path, process)
+    assert process.pid is not None
+    os.kill(process.pid, how)
+    assert ended(process) == -how
+    assert not (tmp_path / "results.json").exists() and not list(tmp_path.rglob("*.part"))
+    begun = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("batches/batch-*")}
+    assert begun
+    assert ended(start(worker.run, tmp_path)) == 0
+    assert same(tmp_path, undisturbed)
+
+
+def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -> None:
+    """The job fails and says so; the same command ends with the numbers of a run that nobody disturbed."""
+
+    def torchrun(dies_after: int) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        path = os.pathsep.join([str(ROOT.parent / "src"), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        line = [*launcher, str(ROOT / "faults" / "worker.py"), str(tmp_path), str(dies_after)]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
+
+    broken = torchrun(20)
+    assert broken.returncode != 0 and "SIGKILL" in broken.stderr
+    assert not (tmp_path / "results.json").exists()
+    whole = torchrun(10**9)
+    assert whole.returncode == 0, whole.stderr
+    assert same(tmp_path, undisturbed)
+
+
+def test_two_processes_and_one_folder(tmp_path: Path, undisturbed: Path) -> None:
+    first = start(worker.run, tmp_path, 0.02)
+    until_begun(tmp_path, first)
+    assert ended(start(worker.second, tmp_path)) == 4
+    assert ended(first) == 0
+    assert same(tmp_path, undisturbed)
+
+
+def test_a_disk_without_room(tmp_path: Path, undisturbed: Path) -> None:
+    """Nothing fits, then the first files do, then all do: what was written stays good."""
+    for limit in (200, 3000):
+        assert ended(start(worker.with_little_disk, tmp_path, limit)) == 28
+        assert not list(tmp_path.rglob("*.part"))
+    assert ended(start(worker.run, tmp_path)) == 0
+    assert same(tmp_path, undisturbed)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_a_machine_without_memory(tmp_path: Path) -> None:
+    """The attack goes on with smaller batches when the system refuses memory, and finds the same images."""
+    assert ended(start(worker.with_little_memory, tmp_path, 60)) == 0
+
+
+def test_a_gpu_without_memory() -> None:
+    """The same when CUDA refuses it, here by a model that pretends to: the results are those of a roomy card."""
+
+    class Small(worker.Halves):
+        largest = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 3:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            self.largest = max(self.largest, len(x))
+            return super().forward(x)
+
+    x, y = worker.problem(10)
+    attack = wball.DualAveraging(worker.BALL, steps=5)
+    model = Small()
+    with pytest.warns(RuntimeWarning, match="out of memory: going on with batches of"):
+        tight = attack(model, x, y)
+    roomy = attack(worker.Halves(), x, y)
+    assert model.largest <= 3
+    torch.testing.assert_close(tight.images, roomy.images, rtol=0, atol=1e-6)
+    result = evaluate(model, x, y, worker.BALL, [0.1], attack, batch_size=3)
+    assert result.clean_accuracy == 1.0
+
+
+def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
+    assert ended(start(worker.with_a_wild_clock, tmp_path)) == 0
+    assert same(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty"])
+@pytest.mark.parametrize("name", ["batches/batch-00001.safetensors", "batches/settings.json"])
+def test_damaged_work_in_progress_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    process = start(worker.run, tmp_path, 0.0, 40)
+    assert ended(process) == -signal.SIGKILL
+    path = tmp_path / name
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[: len(content) // 2], "zeros": bytes(len(content)), "empty": b""}[damage])
+    with pytest.raises(ValueError, match=path.name):
+        worker.run(str(tmp_path))
+    path.unlink()  # the remedy: what is gone is computed again
+    if "settings" not in name:
+        worker.run(str(tmp_path))
+        assert load_evaluation(tmp_path).clean_accuracy == 1.0
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_damaged_results_are_named(tmp_path: Path, undisturbed: Path, name: str) -> None:
+    for other in RESULTS:
+        (tmp_path / other).write_bytes((undisturbed / other).read_bytes())
+    load_evaluation(tmp_path)
+    (tmp_path / name).write_bytes((undisturbed / name).read_bytes()[:-40])
+    with pytest.raises(ValueError, match=name):
+        load_evaluation(tmp_path)
+
+
+MINE = """
+import time, torch
+from torch import nn
+
+def data():
+    x = torch.rand(9, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    return x, torch.zeros(9, dtype=torch.long)
+
+def slow():
+    def model(x):
+        time.sleep(0.2)
+        s = x.flatten(1).sum(1)
+        return torch.stack([s, -s], 1)
+    return model
+
+def hungry():
+    def model(x):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB. " * 3)
+    return model
+"""
+
+
+def test_terminated_at_the_command_line(tmp_path: Path) -> None:
+    """Batch systems send SIGTERM first: one line, an exit code, and nothing half-written."""
+    (tmp_path / "mine.py").write_text(MINE)
+    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", "--eps", "0.1"]
+    line += ["--attack", "dual-averaging", "--steps", "50", "--out", "o"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent / "src"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "o" / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1].startswith("wball: interrupted") and "Traceback" not in err
+    assert not (tmp_path / "o" / "results.json").exists() and not list(tmp_path.rglob("*.part"))
+
+
+def test_out_of_memory_at_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from wball.cli import main
+
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    code = main(["evaluate", "mine.py:hungry", "-d", "mine.py:data", "--eps", "0.1", "--out", "o"])
+    err = capsys.readouterr().err
+    assert code == 5 and err.count("\n") == 1
+    assert "out of memory" in err and "--batch-size" in err
+
+
+def test_the_log_counts_what_was_done(tmp_path: Path) -> None:
+    """After a kill the log shows which batches were not done twice."""
+    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
+    assert ended(start(worker.run, tmp_path)) == 0
+    rows = [json.loads(row) for row in (tmp_path / "log.jsonl").read_text().splitlines()]
+    worked = [(row["batch"], row["stage"]) for row in rows if row["event"] == "batch"]
+    assert len(worked) == len(set(worked)) == 6 * 3

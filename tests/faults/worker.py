@@ -1,0 +1,109 @@
+"""An evaluation that takes its time, for tests that disturb it from outside. Each function is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import wball
+from wball.evaluate import evaluate
+from wball.evaluate.files import FolderInUse
+
+BALL = wball.WassersteinBall(0.4)
+RADII = [0.1, 0.2, 0.4]
+
+
+class Halves(nn.Module):
+    """Weighs the left half of an image against the right one, slowly if asked to, and may die on the way."""
+
+    def __init__(self, delay: float = 0.0, dies_after: int = 10**9) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6).repeat(6))
+        self.delay, self.calls_left = delay, dies_after
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.delay)
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        right = x.flatten(1) @ self.weight
+        return torch.stack([-right, right], 1)
+
+
+def problem(count: int = 24) -> tuple[Tensor, Tensor]:
+    x = torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0)).square() * 0.8
+    return x, Halves()(x).argmax(1).detach()
+
+
+def run(folder: str, delay: float = 0.0, dies_after: int = 10**9) -> None:
+    """The evaluation all tests here disturb."""
+    torch.set_num_threads(1)
+    x, y = problem()
+    attack = wball.DualAveraging(BALL, steps=6, random_start=1.0)
+    model = Halves(delay, dies_after)
+    evaluate(model, x, y, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
+
+
+def with_little_disk(folder: str, limit: int) -> None:
+    """No file may grow above ``limit`` bytes, as on a disk that is full. Exit code 28 if that was said."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        run(folder)
+    except OSError:
+        os._exit(28)
+
+
+def with_little_memory(folder: str, megabytes: int) -> None:
+    """An attack on a model that needs more memory for all images at once than there is."""
+    torch.set_num_threads(1)
+    x = torch.rand(64, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 96, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 3)
+    )
+    attack = wball.DualAveraging(wball.WassersteinBall(0.05), steps=2, until_success=False)
+    y = model(x[:1]).argmax(1).repeat(64)
+    wanted = attack(model, x[:2], y[:2])  # and everything is loaded
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = attack(model, x, y)
+    assert any("out of memory" in str(w.message) for w in told), [str(w.message) for w in told]
+    assert result.images.shape == x.shape
+    torch.testing.assert_close(result.images[:2], wanted.images, rtol=0, atol=1e-5)
+
+
+def second(folder: str) -> None:
+    """Exit code 4 if the folder is in use by another process, and says so."""
+    try:
+        run(folder)
+    except FolderInUse as error:
+        os._exit(4 if "in use" in str(error) else 1)
+
+
+def with_a_wild_clock(folder: str) -> None:
+    """Every look at a clock finds another day: yesterday, tomorrow, 1970."""
+    days = 0
+
+    def wild() -> float:
+        nonlocal days
+        days = (7 * days + 3) % 1000
+        return 86_400.0 * (days - 500)
+
+    for name in ("time", "perf_counter", "monotonic"):
+        setattr(time, name, wild)
+    run(folder)
+
+
+if __name__ == "__main__":  # under torchrun; the process of rank 1 may be told to die
+    run(sys.argv[1], 0.0, int(sys.argv[2]) if os.environ["RANK"] == "1" else 10**9)
