@@ -147,6 +147,8 @@ def _plan(case: Case, found: Findings) -> None:
     ball = case.ball
     lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
     x = as_grid(case.x.detach()).clamp(lo, hi)
+    if bool((x.flatten(1).sum(1) < 1e-300).any()):
+        return  # below are products of masses and shares, which denormal numbers cannot hold
     moves = ball.cost.arcs(x.shape[2], x.shape[3], x)
     still = identity(moves, x)
     score = torch.where(moves.allowed, moves.gather(as_grid(case.g.sign() * 3)) - moves.cost, -math.inf)
