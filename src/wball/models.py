@@ -124,6 +124,23 @@ def mnist_wide() -> nn.Sequential:
     )
 
 
+def cifar10_cnn() -> nn.Sequential:
+    """A CIFAR-10 network that certificates can follow: filters so large and strides so long that it sees a blur.
+
+    Moving mass over short distances hardly changes a blurred image, and few layers leave little to relax.
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 8, stride=4, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(64, 96, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(96 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
 class BasicBlock(nn.Module):
     """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``."""
 
@@ -265,6 +282,12 @@ _ARCHITECTURES = {
             (3, 32, 32),
             "four residual blocks of 16, 16, 32, 64 filters without batch normalisation, normalisation inside",
         ),
+        Architecture(
+            "cifar10-cnn",
+            lambda: Normalized(cifar10_cnn(), CIFAR10_MEAN, CIFAR10_STD),
+            (3, 32, 32),
+            "two strided convolutions with large filters and two linear layers, for certificates, normalisation inside",
+        ),
     )
 }
 
@@ -273,7 +296,7 @@ def architectures() -> dict[str, Architecture]:
     """The networks :func:`build_model` knows, by name.
 
     >>> list(architectures())
-    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-wide', 'cifar10-resnet18', 'cifar10-resnet-small']
+    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-wide', 'cifar10-resnet18', 'cifar10-resnet-small', 'cifar10-cnn']
     """
     return dict(_ARCHITECTURES)
 

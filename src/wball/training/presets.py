@@ -110,7 +110,7 @@ def _mnist_certified() -> TrainConfig:
         "mnist-cnn",
         epochs=60,
         batch_size=256,
-        noise=0.005,
+        noise=0.004,
         optimisation=Optimisation(
             "adamw", lr=3e-3, weight_decay=1e-4, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
         ),
@@ -200,6 +200,25 @@ def _cifar10_adversarial() -> TrainConfig:
     )
 
 
+def _cifar10_certified() -> TrainConfig:
+    return TrainConfig(
+        "cifar10-certified",
+        "cifar10",
+        "cifar10-cnn",
+        epochs=60,
+        batch_size=256,
+        augment=2,
+        flip=True,
+        noise=0.0001,
+        optimisation=Optimisation(
+            "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
+        ),
+        smooth=Smooth(0.002),
+        evaluation=Evaluation(every=10),
+        summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
+    )
+
+
 _PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "mnist-standard": _mnist_standard,
     "mnist-binarized": _mnist_binarized,
@@ -212,6 +231,7 @@ _PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "cifar10-linf-provable": _cifar10_linf_provable,
     "cifar10-adversarial-paper": _cifar10_adversarial_paper,
     "cifar10-adversarial": _cifar10_adversarial,
+    "cifar10-certified": _cifar10_certified,
 }
 
 
