@@ -243,6 +243,29 @@ def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
     assert titles == ["the paper's attack (a)", "ours, valid examples (a)"]
 
 
+def test_windows_and_certificates_from_their_data() -> None:
+    row = {"label": "l-inf robust", "name": "mnist-linf-provable", "paper_attack": curve(1.0, 0.4)}
+    rows = [
+        {**row, "window": window, "p": p, "standard_attack": curve(1.0, 0.1) if p == 1 else None}
+        for p in (1.0, 2.0)
+        for window in (3, 5)
+    ]
+    data = {"images": "ten", "unit": "px", "rows": rows}
+    windows, proofs = RECIPES["windows"], RECIPES["certificates"]
+    (table,) = windows.tables(data)
+    assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
+    assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
+    methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]
+    lines = [{"method": m, "kind": k, "curve": curve(1.0, a)["curve"], "seconds": 1.0} for m, k, a in methods]
+    proved = {"images": "ten", "unit": "px", "name": "m", "rows": lines}
+    said = " ".join(proofs.remarks(proved))
+    assert "prove nothing at any radius" in said and "70.0 % of the images are proved at eps 0.1" in said
+    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["0.0 %", "70.0 %", "90.0 %"]
+    pytest.importorskip("matplotlib")
+    assert windows.draw is not None and proofs.draw is not None
+    assert len(windows.draw(data).axes) == 2 and len(proofs.draw(proved).axes[0].lines) == 3
+
+
 def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "timings.json", {"format": "other"})
     with pytest.raises(ValueError, match="run it again"):
