@@ -190,14 +190,22 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 
 
+def _free(device: torch.device) -> int:
+    """Bytes of a GPU that can still be had, those in the allocator's cache included."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
 def _images_at_once(x: Tensor) -> int:
-    """Images bounded together. An image's anchors may take some 100 MB, more while they are put together."""
-    return min(256, max(8, torch.cuda.mem_get_info(x.device)[0] // 2**29)) if x.is_cuda else 8
+    """Images bounded together: few on a CPU; on a GPU as many as leave a megabyte per pixel for their anchors."""
+    if x.is_cuda:
+        return min(256, max(2, _free(x.device) // (2**20 * x[0].numel())))
+    return min(8, max(1, 2**13 // x[0].numel()))
 
 
 def _numbers_at_once(x: Tensor) -> int:
     """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a GPU's free memory."""
-    return min(2**28, max(2**22, torch.cuda.mem_get_info(x.device)[0] // 2**7)) if x.is_cuda else 2**22
+    return min(2**28, max(2**22, _free(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
 class _Problem:

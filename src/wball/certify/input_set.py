@@ -396,6 +396,14 @@ class TransportSet(InputSet):
         read = spread(maps.reshape(*maps.shape[:3], *size), corner, rows.image, self.active, shape)
         return read[:, :, :-1], read[:, :, -1], Rows(into, rows.image, corner).dense(shape).coeff
 
+    @property
+    def gain_size(self) -> int:
+        """How many numbers :meth:`gains` returns per row."""
+        channels, height, width = self.x.shape[1:]
+        sources = height * width if self.active is None else self.active.shape[2]
+        moves = sources if self.matrix is not None else len(self.moves)
+        return channels * (sources * (moves + 1) + height * width)
+
     def exact_box_prices(self, rows: Rows, charged: Charged = ()) -> Tensor | None:
         """The best box prices of each row, by one linear program a row; ``None`` if there is no box."""
         if self.box is None:

@@ -324,6 +324,8 @@ class Relaxation:
                 sign = torch.where(self.centre[position].flatten()[every] > 0, 1.0, -1.0)
                 self._bound_units(position, bounds, every, sign, like, rounds=QUICK)
             every = bounds.unstable(position).flatten().nonzero()[:, 0]
+        if gains is not None:
+            gains.choose(bounds)
         for side in (-1.0, 1.0):
             sign = torch.full(every.shape, side, device=like.device)
             self._bound_units(position, bounds, every, sign, like, anchored, ascent, gains if side < 0 else None)
@@ -473,8 +475,8 @@ class Relaxation:
 class _Collector:
     """Gathers a layer's upper rows into its anchor."""
 
-    LIMIT = 2**23
-    """Numbers per image the gains of one layer may hold; a layer that needs more keeps the usual upper lines."""
+    LIMIT = 2**14
+    """Numbers per image and pixel that the gains of one layer may hold."""
 
     def __init__(
         self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor
@@ -485,7 +487,7 @@ class _Collector:
         self.source = source
         self.centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=like.device)
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        self.held = 0
+        self.chosen: Tensor | None = None
 
     def settle(self) -> bool:
         """Units of a first convolution share their gains: their anchor is ready without rows."""
@@ -498,21 +500,32 @@ class _Collector:
         self.relaxation.anchors[self.position] = (anchor, centre[self.position])
         return True
 
+    def choose(self, bounds: Bounds) -> None:
+        """If not all unstable units fit, take each image's most unstable ones; the others keep the usual lines."""
+        most = self.LIMIT * math.prod(self.source.shape) // self.source.gain_size
+        low, up = (b[self.position].view(self.images, -1) for b in (bounds.lower, bounds.upper))
+        if most < low.shape[1]:
+            depth = torch.minimum(up, -low)
+            best = depth.topk(max(1, most), 1)
+            self.chosen = torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
+
     def add(self, place: tuple[Tensor, Tensor], bound: Bound) -> None:
-        """Rows that bound ``-v``: their value at the image, and, for units with gains of their own, the gains."""
+        """Rows that bound ``-v``: their values at the image and their gains."""
         image, unit = place
-        at_input = bound.at_input
+        at_input, charged, constant = bound.at_input, bound.charged, bound.constant
+        if self.chosen is not None:
+            keep = self.chosen[place].nonzero()[:, 0]
+            if keep.shape[0] == 0:
+                return
+            image, unit, constant = image[keep], unit[keep], constant[keep]
+            at_input, charged = at_input.take(keep), [(anchor, weights.take(keep)) for anchor, weights in charged]
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
-        self.centre[place] = -(bound.constant + (at_input.coeff * centre).flatten(1).sum(1))
-        if self.held > self.LIMIT * self.images:
-            return
-        moves, out, into = self.source.gains(at_input.like(-at_input.coeff), bound.charged)
-        self.held += moves.numel()
-        self.parts.append((image, unit, moves, out, into))
+        self.centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        self.parts.append((image, unit, *self.source.gains(at_input.like(-at_input.coeff), charged)))
 
     def finish(self) -> None:
-        """Register the anchor, unless it is too large."""
-        if not self.parts or self.held > self.LIMIT * self.images:
+        """Register the anchor."""
+        if not self.parts:
             return
         image, unit, *gains = (torch.cat(part) for part in zip(*self.parts, strict=True))
         anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)

@@ -34,6 +34,11 @@ class Rows:
         """Other coefficients in the same places."""
         return Rows(coeff, self.image, self.corner)
 
+    def take(self, index: Tensor) -> Rows:
+        """Some of the rows."""
+        corner = None if self.corner is None else (self.corner[0][index], self.corner[1][index])
+        return Rows(self.coeff[index], self.image[index], corner)
+
     def read(self, layer: Tensor) -> Tensor:
         """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``) where the rows live."""
         image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
