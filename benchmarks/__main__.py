@@ -1,27 +1,22 @@
-"""Run the benchmarks and write ``<out>.json``, ``<out>.md`` and ``<out>.png``; ``validity`` audits whole test sets."""
+"""Run the benchmarks and write ``<out>.json`` (after every row), ``<out>.md`` and ``<out>.png``."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, validity
-from benchmarks.inputs import cifar10, mnist
-from benchmarks.timing import machine
+from benchmarks import oracle, projection, report, targets, warm
+from benchmarks.inputs import Images, cifar10, mnist
+from benchmarks.timing import Time, machine
 
 PARTS = ("projection", "oracle", "windows", "large", "quality")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["validity"]:
-        validity.main(arguments[1:])
-        return
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -29,60 +24,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="files to write, without ending (default: results/bench_<device>)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each measurement")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each measurement")
     parser.add_argument("--quick", action="store_true", help="small batches only")
+    parser.add_argument("--warm", type=int, metavar="N", default=0, help="compile with N processes first")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--render", type=Path, metavar="JSON", help="only draw table and plot of an earlier run")
+    return parser.parse_args()
+
+
+def measurements(given: argparse.Namespace, sources: list[Images], common: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every row, the targets' first."""
+    cuda = common["device"].type == "cuda"
+    batch = 128 if cuda else 8
+    sizes = [1, 10] if given.quick else [1, 100, 1000]
+    for images in sources:
+        if "oracle" in given.only:
+            yield from oracle.oracles(images, sorted({*sizes, batch}), [5], batch, **common)
+        if "projection" in given.only:
+            yield from projection.projections(images, sizes, **common)
+    for images in sources:
+        if "windows" in given.only:
+            yield from oracle.oracles(images, [batch], [3, 7, 9, 11], None, **common)
+    if "large" in given.only:
+        yield from oracle.large(sources[1], [64] if given.quick else [64, 128, 224], 64 if cuda else 1, **common)
+    if "quality" in given.only:
+        yield from projection.quality(sources[0], given.seed)
+
+
+def main() -> None:
+    given = arguments()
+    if given.render is not None:
+        report.write(given.render.with_suffix(""), *report.read(given.render))
+        return
     if given.threads:
         torch.set_num_threads(given.threads)
     device = torch.device(given.device)
-    cuda = device.type == "cuda"
+    if given.warm:
+        warm.warm(device, given.warm, given.only)
     chip = machine(device)
     sources = [mnist(given.data, device), cifar10(given.data, device)]
     about = report.environment(device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources], given.data)
     common: dict[str, Any] = {"device": device, "chip": chip, "budget_s": given.seconds, "seed": given.seed}
-    rows: list[dict[str, Any]] = []
-
-    def show(row: dict[str, Any]) -> None:
-        rows.append(row)
-        time = row.get("time")
-        spent = f"{time.median:.4g} ms" if time is not None else row.get("absent", "")
-        print(
-            row["work"],
-            row.get("images", ""),
-            row.get("batch", ""),
-            row.get("window", ""),
-            row["method"],
-            spent,
-            flush=True,
-        )
-
-    for images in sources:
-        if "projection" in given.only:
-            sizes = (
-                [1, 100, 1000]
-                if cuda and not given.quick
-                else [1, 100]
-                if images.name == "mnist" and not given.quick
-                else [1, 10]
-            )
-            for row in projection.projections(images, sizes, **common):
-                show(row)
-        windows = [3, 7, 9, 11] if "windows" in given.only else []
-        sizes = [] if "oracle" not in given.only else [1, 100, 128, 1000] if cuda else [1, 8, 100]
-        for row in oracle.oracles(images, sizes[:2] if given.quick else sizes, windows, **common):
-            show(row)
-    if "large" in given.only:
-        sides = [64, 128, 224] if not given.quick else [64]
-        for row in oracle.large(sources[1], sides, 64 if cuda else 1, **common):
-            show(row)
-    if "quality" in given.only:
-        for row in projection.quality(sources[0], device, given.seed):
-            show(row)
-    remarks = projection.ratios(rows) + ([given.note] if given.note else [])
     out = given.out or Path("results") / f"bench_{device.type}"
+    rows: list[dict[str, Any]] = []
+    for row in measurements(given, sources, common):
+        rows.append(row)
+        report.save(out, rows, about, [])  # a run that is stopped leaves what it measured
+        time = row.get("time")
+        spent = f"{time.median:.4g} ms" if isinstance(time, Time) else row.get("absent", "")
+        named = (row["work"], row.get("images", ""), row.get("batch", ""), row.get("window", ""), row["method"])
+        print(*named, spent, flush=True)
+    remarks = targets.targets(rows) + projection.ratios(rows) + ([given.note] if given.note else [])
     report.write(out, rows, about, remarks)
     print("\n".join(remarks))
     print(f"written: {out}.json, {out}.md, {out}.png")

@@ -29,12 +29,13 @@ def kernels_for(x: Tensor, moves: list[tuple[int, int, float]]) -> Iterator[tupl
             continue
 
 
-def step_of(kernel: Any, x: Tensor, eps: float, window: int, seed: int) -> Callable[[], Any]:
-    """An attack's next call of the oracle, warm-started as there."""
+def step_of(kernel: Any, x: Tensor, eps: float, window: int, seed: int, steps: int | None = None) -> Callable[[], Any]:
+    """An attack's next call of the oracle after ``steps`` others, warm-started as there."""
     moves = GridCost(window).moves(int(x.shape[2]), int(x.shape[3]))
     budget = WassersteinBall(eps).budget(x)
     b, q, psi = torch.zeros_like(x), torch.zeros_like(x), torch.full_like(budget, 10.0, dtype=x.dtype)
-    steps = WARM_UP if x.numel() <= 2**20 else 4
+    if steps is None:
+        steps = WARM_UP if x.numel() <= 2**20 else 4
     for k in range(steps):
         b = b + 3 * smooth_gradients(x, seed + k)
         plan = kernel.entropic_plan(x, b, budget, moves, (0.0, 1.0), psi=psi, q=q)
@@ -47,14 +48,17 @@ def oracles(
     images: Images,
     sizes: list[int],
     windows: list[int],
+    torch_at: int | None,
     device: torch.device,
     chip: Machine,
     budget_s: float,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """Rows by batch size and by window."""
-    for size, window in [(size, 5) for size in sizes] + [(128 if device.type == "cuda" else 8, k) for k in windows]:
-        yield from _rows(images.name, images.batch(size), images.eps_attack, window, device, chip, budget_s, seed)
+    """Rows by batch size and by window; the torch reference, which is slow, at one size."""
+    for size in sizes:
+        for window in windows:
+            x, with_torch = images.batch(size), size == torch_at
+            yield from _rows(images.name, x, images.eps_attack, window, with_torch, device, chip, budget_s, seed)
 
 
 def large(
@@ -63,17 +67,29 @@ def large(
     """Rows by size of the image."""
     for side in sides:
         x = F.interpolate(images.batch(batch), size=(side, side), mode="bilinear").clamp(0, 1).contiguous()
-        yield from _rows(f"{side} x {side} x {x.shape[1]}", x, images.eps_attack, 5, device, chip, budget_s, seed)
+        name = f"{side} x {side} x {x.shape[1]}"
+        yield from _rows(name, x, images.eps_attack, 5, False, device, chip, budget_s, seed)
 
 
 def _rows(
-    name: str, x: Tensor, eps: float, window: int, device: torch.device, chip: Machine, budget_s: float, seed: int
+    name: str,
+    x: Tensor,
+    eps: float,
+    window: int,
+    with_torch: bool,
+    device: torch.device,
+    chip: Machine,
+    budget_s: float,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
     moves = GridCost(window).moves(int(x.shape[2]), int(x.shape[3]))
     mass = x.double().sum((1, 2, 3))
     # x, b, q in; z, q, keep, give out. Four sweeps over the moves both ways, one multiply and add each.
     floor = chip.floor(7 * 4 * x.numel(), 4 * 2 * 2 * len(moves) * x.numel())
-    for kernel, module in kernels_for(x, moves):
+    found = dict(kernels_for(x, moves))
+    if not with_torch and len(found) > 1:
+        del found["torch"]
+    for kernel, module in found.items():
         run = step_of(module, x, eps, window, seed)
         plan = run()
         slack = (WassersteinBall(eps).budget(x) / plan.net_cost.clamp(min=1e-300)).clamp(max=1.0)

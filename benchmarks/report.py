@@ -67,13 +67,25 @@ def _commit() -> str:
     return f"{head} with local changes" if dirty.strip() else head
 
 
-def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
-    """``out`` names the files without their endings."""
+def save(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
+    """The JSON alone. ``out`` names the files without their endings."""
     out.parent.mkdir(parents=True, exist_ok=True)
     plain = [{k: asdict(v) if isinstance(v, Time) else v for k, v in row.items()} for row in rows]
     out.with_suffix(".json").write_text(
         json.dumps({"environment": about, "rows": plain, "remarks": list(remarks)}, indent=1)
     )
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Rows, environment and remarks of :func:`save`."""
+    found = json.loads(path.read_text())
+    rows = [{k: Time(**v) if k == "time" else v for k, v in row.items()} for row in found["rows"]]
+    return rows, found["environment"], found["remarks"]
+
+
+def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
+    """JSON, table and plot."""
+    save(out, rows, about, remarks)
     out.with_suffix(".md").write_text(table(rows, about, remarks))
     plot(out.with_suffix(".png"), rows, about)
 

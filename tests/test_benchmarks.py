@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import oracle, peers, projection, report
+from benchmarks import oracle, peers, projection, report, targets, warm
 from benchmarks.inputs import Images, cifar10, scenes
 from benchmarks.timing import Machine, Time, measure
 
@@ -37,7 +37,7 @@ def test_images_are_the_same_every_time() -> None:
 def test_rows_of_both_works_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(peers.FOLDER, str(tmp_path))  # no released code there
     common = {"device": CPU, "chip": CHIP, "budget_s": 0.01, "seed": 0}
-    rows = list(projection.projections(tiny(), [2], **common)) + list(oracle.oracles(tiny(), [1], [], **common))
+    rows = list(projection.projections(tiny(), [2], **common)) + list(oracle.oracles(tiny(), [1], [5], 1, **common))
     ours = [row for row in rows if row["method"].startswith("wball") and row["work"] == "projection"]
     assert ours and all(
         row["error"] < 0.1 and row["mass_error"] < 1e-6 and row["box_violation"] <= 1e-6 for row in ours
@@ -48,6 +48,7 @@ def test_rows_of_both_works_and_the_report(tmp_path: Path, monkeypatch: pytest.M
     report.write(tmp_path / "out" / "bench", rows, about, ["a remark"])
     read = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert len(read["rows"]) == len(rows) and read["environment"]["seed"] == 0
+    assert report.read(tmp_path / "out" / "bench.json")[0] == rows
     table = (tmp_path / "out" / "bench.md").read_text()
     assert "not measured" in table and "a remark" in table
 
@@ -66,3 +67,32 @@ def test_ratios_compare_the_same_batch_only() -> None:
         [row("released", 1, 100.0), row("wball sweeps, x", 1, 1.0), row("wball sweeps, x", 2, 1.0)]
     )
     assert lines == ["i x 1, wball sweeps, x: 100.0 x faster than released"]
+
+
+def test_targets_are_judged_from_the_rows() -> None:
+    def row(work: str, images: str, batch: int, method: str, ms: float, **more: object) -> dict[str, object]:
+        time = Time(ms, ms, ms, 3, "clock")
+        return {"work": work, "images": images, "batch": batch, "method": method, "time": time, **more}
+
+    rows = [
+        row(
+            "oracle", "mnist", 128, "wball, triton", 0.05, window=5, floor_ms=0.003, ns_per_pixel=1.0, extra_memory=6.0
+        ),
+        row("oracle", "cifar10", 128, "wball, triton", 0.4, window=5, floor_ms=0.01, ns_per_pixel=1.0),
+        row("oracle", "224 x 224 x 3", 64, "wball, triton", 9.0, window=5, floor_ms=0.1, ns_per_pixel=3.0),
+        row("projection", "mnist", 100, "wball path, cpu", 10.0),
+        row("projection", "mnist", 100, "released", 900.0),
+    ]
+    lines = targets.targets(rows)
+    reached = [line for line in lines if line.startswith("reached")]
+    missed = [line for line in lines if line.startswith("not reached")]
+    assert ["mnist x 128" in reached[0], "memory" in reached[1], "90 times" in reached[2]] == [True] * 3
+    assert "factor of 2.00" in missed[0] and "factor of 1.50" in missed[1] and "what bounds it" in missed[1]
+
+
+def test_tasks_of_the_warm_up_cover_every_size() -> None:
+    parts = ["projection", "oracle", "windows", "large"]
+    on_gpu = warm.tasks(torch.device("cuda"), parts)
+    assert {("oracle", warm.MNIST, k) for k in (3, 5, 7, 9, 11)} < set(on_gpu) and len(set(on_gpu)) == len(on_gpu)
+    assert "compiled" in warm.compile_one(("oracle", (1, 6, 6), 3), "cpu")
+    assert "compiled" in warm.compile_one(("exact", (1, 6, 6), 3), "cpu")

@@ -26,23 +26,25 @@ from wball.kernels.triton_stencil import (
     TILE,
     Move,
     Stencil,
-    arriving,
     exchange,
     extent,
+    flows,
     is_halo,
-    log_moments,
-    log_rings,
+    kernel,
     make_rings,
     moments,
     newton_step,
     pair_costs,
+    pixels,
     ring_prices,
+    solve_price,
     stage_factors,
     stage_halos,
     staged_position,
     stencil,
-    sum_two,
     tighten,
+    warps,
+    with_factors,
 )
 
 _REPAIRS = tl.constexpr(len(REPAIR_SHARES))
@@ -60,22 +62,20 @@ def entropic_plan(
     sweeps: int = 3,
     newton: int = 12,
 ) -> EntropicPlan:
-    """See :func:`wball.kernels.reference.entropic_plan`. ``keep`` and ``give`` come back as strided views."""
+    """See :func:`wball.kernels.reference.entropic_plan`."""
     if x.dtype == torch.float64:
         raise TypeError("the Triton kernels compute in float32; float64 images are served by the torch reference")
     batch = x.shape[0]
     table = stencil(moves, x)
-    x, b, q = x.contiguous(), b.contiguous(), q.contiguous()
-    z, q_out = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device)
-    cost, net = torch.empty((2, batch), dtype=torch.float64, device=x.device)
+    given = x.contiguous(), b.contiguous(), budget.to(torch.float64), psi, q.contiguous()
+    images = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device)  # z, q, keep, give
+    numbers = torch.empty((2, batch), dtype=torch.float64, device=x.device)  # cost, net cost
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
-    s, t, keep, give = table.stage(4, batch, x.device)
     run = _on_chip if table.values <= MAX_ON_CHIP else _tiled
     if batch:
-        run(table, (x, b, budget.to(torch.float64), psi, q), (z, q_out, psi_out, cost, net), (s, t, keep, give), box,
-            sweeps if box is not None else 0, newton)  # fmt: skip
-    keep, give = table.unstage(keep, batch), table.unstage(give, batch)
-    return EntropicPlan(z, cost, net, psi_out, q_out, keep, give, kernel="triton")
+        run(table, given, (*images, psi_out, *numbers), box, sweeps if box is not None else 0, newton)
+    z, q_out, keep, give = images
+    return EntropicPlan(z, *numbers, psi_out, q_out, keep, give, kernel="triton")
 
 
 Tensors = tuple[Tensor, ...]
@@ -87,36 +87,23 @@ def _slack(box: Box) -> tuple[float, float, float]:
     return lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
 
 
-def _shape(table: Stencil) -> dict[str, object]:
-    channels, height, width = table.shape
-    return {
-        "C": channels, "H": height, "W": width, "RR": table.reach[0], "RC": table.reach[1], "ENDS": table.ends,
-        "OFFSETS": table.offsets,
-        "PAIRS": table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0,
-    }  # fmt: skip
-
-
-def _warps(block: int) -> int:
-    """One program has a multiprocessor for itself in common batches: as many threads as there are."""
-    return min(32, max(4, block // 64))
-
-
-def _on_chip(table: Stencil, given: Tensors, out: Tensors, staged: Tensors, box: Box, sweeps: int, newton: int) -> None:
-    block = max(128, triton.next_power_of_2(table.values))
-    wide = torch.empty(given[0].shape[0], dtype=torch.int32, device=given[0].device)
+def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
+    batch, device = given[0].shape[0], given[0].device
+    staged = table.stage(2, batch, device)
+    wide = torch.empty(batch, dtype=torch.int32, device=device)
     for linear in (True, False):  # the second solves what the first notes in `wide`
-        _plan_kernel[(given[0].shape[0],)](
+        _plan_kernel[(batch,)](
             *given, *out, *staged, wide, table.offset, table.price, table.pair_offset, table.pair_price, 1,
-            *_slack(box), sweeps, newton, **_shape(table), BOX=box is not None, TOL=COST_TOL, LINEAR=linear,
-            WIDEST=RANGE, BLOCK=block, num_warps=_warps(block), num_stages=1,
+            *_slack(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
+            LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["one", "sweeps", "newton"])
+@kernel("one", "sweeps", "newton")
 def _plan_kernel(
     x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
-    z_out, q_out, psi_out, cost_out, net_out,
-    s_ptr, t_ptr, keep_ptr, give_ptr, wide_ptr,
+    z_out, q_out, keep_out, give_out, psi_out, cost_out, net_out,
+    s_ptr, t_ptr, wide_ptr,
     offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
     one, lo, hi, slack, sweeps, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
@@ -129,25 +116,18 @@ def _plan_kernel(
     if not LINEAR:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
             return
-    # Times a one the compiler cannot see: shifted loads are never aligned, so neighbouring threads should hold
-    # neighbouring pixels instead of four each.
-    index = tl.arange(0, BLOCK) * one
-    real = index < N
-    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+    index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
+    here = image * N + index
     s_ptr += image * STAGED
     t_ptr += image * STAGED
-    keep_ptr += image * STAGED
-    give_ptr += image * STAGED
-    stage_halos(s_ptr, t_ptr, keep_ptr, give_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
-    x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    stage_halos(s_ptr, t_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32)
     budget = tl.load(budget_ptr + image).to(tl.float32)
     psi = tl.load(psi_ptr + image).to(tl.float32)
     keep = tl.full([BLOCK], 1.0, tl.float32)
     give = tl.full([BLOCK], 1.0, tl.float32)
-    tl.store(keep_ptr + place, keep, mask=real)
-    tl.store(give_ptr + place, give, mask=real)
     prices = ring_prices(price_ptr, ENDS)
 
     # s and t are the column and row terms of a move: added in logs, multiplied without.
@@ -162,21 +142,13 @@ def _plan_kernel(
         if LINEAR:
             top, bottom = extent(s, real)
             wide = wide | (top - bottom > WIDEST)
-            s = tl.exp(s - top)
+            s = tl.where(real, tl.exp(s - top), 1.0)
         tl.debug_barrier()
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
-        rings = make_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS, LINEAR)
-        low = -1.0
-        high = float("inf")
-        done = wide
-        step = 0
-        while (step < newton) & (done == False):  # noqa: E712
-            mean, variance, norm, moved = moments(rings, prices, psi, LINEAR)
-            cost, slope = sum_two(x * mean, x * variance)
-            psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, TOL)
-            step += 1
-        mean, variance, norm, moved = moments(rings, prices, psi, LINEAR)
+        psi, _, norm, moved = solve_price(
+            x, s, psi, budget, TOL, newton, wide, s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
+        )
         if LINEAR:
             t = x / norm
             stay = t * s
@@ -186,7 +158,7 @@ def _plan_kernel(
         sent = x * moved
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = arriving(t_ptr, place, s, psi, prices, offset_ptr, ENDS, OFFSETS, LINEAR)
+        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
@@ -208,9 +180,9 @@ def _plan_kernel(
         repair = 0
         while (repair < _REPAIRS) & (broken > 0):
             keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
-            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
+            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
             sent, received = exchange(
-                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr, ENDS, OFFSETS, LINEAR
+                s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
             )
             z = x - give * sent + keep * received
             over = (z > hi + slack) & real
@@ -218,18 +190,17 @@ def _plan_kernel(
             broken = tl.max((over | under).to(tl.int32), 0)
             repair += 1
     tl.debug_barrier()
+    kept, given = with_factors(s, t, keep, give, LINEAR)
     cost, net = pair_costs(
-        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, pair_offset_ptr, pair_price_ptr,
-        PAIRS, 4 if len(OFFSETS) > 0 else 1, LINEAR,
+        s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
     )  # fmt: skip
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
     tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))
     tl.store(psi_out + image, psi)
-    tl.store(z_out + image * N + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
-    tl.store(q_out + image * N + index, q, mask=real)
-    if LINEAR:
-        tl.store(keep_ptr + place, keep, mask=real)
-        tl.store(give_ptr + place, give, mask=real)
+    tl.store(z_out + here, tl.minimum(tl.maximum(z, lo), hi), mask=real)
+    tl.store(q_out + here, q, mask=real)
+    tl.store(keep_out + here, keep, mask=real)
+    tl.store(give_out + here, give, mask=real)
 
 
 @triton.jit
@@ -242,56 +213,50 @@ def _share(repair):
 # Large images: tiles ---------------------------------------------------------------------------------------------
 
 
-def _tiled(
-    table: Stencil,
-    given: Tensors,
-    out: Tensors,
-    staged: Tensors,
-    box: tuple[float, float] | None,
-    sweeps: int,
-    newton: int,
-) -> None:
+def _tiled(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
     x, b, budget, psi_in, q_in = given
-    z, q, psi, cost, net = out
+    z, q, keep, give, psi, cost, net = out
     batch, device = x.shape[0], x.device
     tiles = triton.cdiv(table.values, TILE)
+    s, t = table.stage(2, batch, device)
     sent = torch.empty_like(z)
+    bottom, top = torch.aminmax(torch.add(b, q_in, out=sent).view(batch, -1), dim=1)
+    wide = (top - bottom > RANGE).to(torch.int32)
     partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
     bracket = torch.empty((batch, 2), dtype=torch.float32, device=device)
     # Per sweep whether psi is found and whether q moved; per repair whether the box is broken; one arrival counter.
     flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_SHARES) + 2, batch), dtype=torch.int32, device=device)
     found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
     arrived = flags[-1]
-    moves = (table.offset, table.price)
-    shape, grid = _shape(table), (tiles, batch)
-    pairs = shape.pop("PAIRS")
-    options = {**shape, "BLOCK": TILE, "num_warps": 4, "num_stages": 1}
+    moves = (wide, table.offset, table.price)
+    grid, options = (
+        (tiles, batch),
+        {**table.constants(), "BLOCK": TILE, "num_warps": 8, "maxnreg": 128, "num_stages": 1},
+    )
     lo, hi, slack = _slack(box)
 
     _stage_kernel[(triton.cdiv(table.staged + table.guard, TILE), batch)](
-        b, q_in, psi_in, q, psi, *staged, 1, **options
+        b, q_in, psi_in, q, psi, keep, give, s, t, top, wide, 1, **options
     )
     for sweep in range(sweeps + 1):
         # An image whose potentials stood still in the sweep before has its psi and its rows.
         live = moved[sweep - 1] if sweep else found[0]
         for step in range(newton + 1):
             _newton_kernel[grid](
-                x, budget, psi, bracket, *staged[:2], found[sweep], live, partial, arrived, *moves, 1, step, newton,
+                x, budget, psi, bracket, s, t, found[sweep], live, partial, arrived, *moves, 1, step, newton,
                 **options, FIRST=sweep == 0, TOL=COST_TOL,
             )  # fmt: skip
         if sweep < sweeps:
-            _shift_kernel[grid](
-                x, q, psi, *staged[:2], moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0
-            )
-    _move_kernel[grid](x, psi, *staged[:2], sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
+            _shift_kernel[grid](x, q, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0)
+    _move_kernel[grid](x, psi, s, t, sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
     for repair, share in enumerate(REPAIR_SHARES if box is not None else ()):
-        _tighten_kernel[grid](x, sent, z, *staged[2:], broken[repair], 1, lo, hi, slack, share, **options)
+        _tighten_kernel[grid](x, sent, z, keep, give, s, t, broken[repair], wide, 1, lo, hi, slack, share, **options)
         _exchange_kernel[grid](
-            x, psi, *staged, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
+            x, psi, s, t, keep, give, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
         )
     _cost_kernel[grid](
-        x, psi, *staged, sent, z, cost, net, partial, arrived, table.pair_offset, table.pair_price, 1, lo, hi,
-        **options, PAIRS=pairs,
+        x, psi, s, t, keep, give, sent, z, cost, net, partial, arrived, wide, table.pair_offset, table.pair_price,
+        1, lo, hi, **options, PAIRS=table.pairs,
     )  # fmt: skip
 
 
@@ -329,9 +294,9 @@ def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr,
     return last, total_first, total_second
 
 
-@triton.jit(do_not_specialize=["one"])
+@kernel("one")
 def _stage_kernel(
-    b_ptr, q_ptr, psi_ptr, q_out, psi_out, s_ptr, t_ptr, keep_ptr, give_ptr, one,
+    b_ptr, q_ptr, psi_ptr, q_out, psi_out, keep_out, give_out, s_ptr, t_ptr, top_ptr, wide_ptr, one,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -347,20 +312,22 @@ def _stage_kernel(
     b = tl.load(b_ptr + index, mask=pixel, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + index, mask=pixel, other=0.0).to(tl.float32)
     tl.store(q_out + index, q, mask=pixel)
+    tl.store(keep_out + index, 1.0, mask=pixel)
+    tl.store(give_out + index, 1.0, mask=pixel)
+    linear = tl.load(wide_ptr + image) == 0
+    nothing = tl.where(linear, 0.0, float("-inf"))
+    s = tl.where(linear, tl.exp(b + q - tl.load(top_ptr + image)), b + q)
     there = image * STAGED + spot
-    tl.store(s_ptr + there, tl.where(halo, float("-inf"), b + q), mask=spot < STAGED)
-    tl.store(t_ptr + there, float("-inf"), mask=(spot < STAGED) & halo)
-    one_inside = tl.where(halo, 0.0, 1.0)
-    tl.store(keep_ptr + there, one_inside, mask=spot < STAGED)
-    tl.store(give_ptr + there, one_inside, mask=spot < STAGED)
+    tl.store(s_ptr + there, tl.where(halo, nothing, s), mask=spot < STAGED)
+    tl.store(t_ptr + there, nothing, mask=(spot < STAGED) & halo)
     if tl.program_id(0) == 0:
         tl.store(psi_out + image, tl.load(psi_ptr + image).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["one", "step", "newton"])
+@kernel("one", "step", "newton")
 def _newton_kernel(
     x_ptr, budget_ptr, psi_ptr, bracket_ptr, s_ptr, t_ptr, found_ptr, live_ptr, partial_ptr, arrived_ptr,
-    offset_ptr, price_ptr, one, step, newton,
+    wide_ptr, offset_ptr, price_ptr, one, step, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -372,10 +339,11 @@ def _newton_kernel(
     if live:
         psi = tl.load(psi_ptr + image)
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + staged + place)
-        rings = log_rings(s_ptr + staged, place, s, offset_ptr, ENDS, OFFSETS)
-        mean, variance, norm, _ = log_moments(rings, ring_prices(price_ptr, ENDS), psi)
-        tl.store(t_ptr + staged + place, tl.log(x) - norm, mask=real)
+        if tl.load(wide_ptr + image) == 0:
+            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+        else:
+            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, (), False)
+        tl.store(t_ptr + staged + place, t, mask=real)
         if step < newton:
             last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
             if last:
@@ -391,9 +359,18 @@ def _newton_kernel(
                 tl.store(found_ptr + image, done.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit
+def _rows(x, psi, s_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
+    """Mean and variance of the rows' costs, and the row terms."""
+    rings = make_rings(s_ptr, place, tl.load(s_ptr + place), offset_ptr, ENDS, OFFSETS, LINEAR)
+    prices = ring_prices(price_ptr, ENDS)
+    mean, variance, norm, _ = moments(rings, prices, psi, s_ptr, place, offset_ptr, price_ptr, ENDS, LINEAR)
+    return mean, variance, x / norm if LINEAR else tl.log(x) - norm
+
+
+@kernel("one")
 def _shift_kernel(
-    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, offset_ptr, price_ptr, one, lo, hi,
+    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, price_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -403,34 +380,50 @@ def _shift_kernel(
     if not FIRST:
         live = tl.load(live_ptr + image) != 0
     if live:
-        psi = tl.load(psi_ptr + image)
-        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+        s, stay, received, linear = _columns(
+            psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, price_ptr,
+            ENDS, OFFSETS,
+        )  # fmt: skip
         q = tl.load(q_ptr + values + index, mask=real, other=0.0)
-        z = tl.exp(t + s) + arriving(
-            t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False
-        )
-        z = tl.maximum(z, 1e-12)
+        z = tl.maximum(stay + received, 1e-12)
         shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
         shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
         tl.store(q_ptr + values + index, shift, mask=real)
-        tl.store(s_ptr + staged + place, s + (shift - q), mask=real)
+        tl.store(s_ptr + staged + place, tl.where(linear, s * tl.exp(shift - q), s + (shift - q)), mask=real)
         if tl.max((shift != q).to(tl.int32), 0) > 0:
             tl.store(moved_ptr + image, 1)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit
+def _columns(psi_ptr, s_ptr, t_ptr, wide_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+    """Own column terms, what stays, what arrives, and whether there are no logs."""
+    psi = tl.load(psi_ptr)
+    s, t = tl.load(s_ptr + place), tl.load(t_ptr + place)
+    prices = ring_prices(price_ptr, ENDS)
+    linear = tl.load(wide_ptr) == 0
+    if linear:
+        stay = t * s
+        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+    else:
+        stay = tl.exp(t + s)
+        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, (), False)
+    return s, stay, received, linear
+
+
+@kernel("one")
 def _move_kernel(
-    x_ptr, psi_ptr, s_ptr, t_ptr, sent_ptr, received_ptr, broken_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
+    x_ptr, psi_ptr, s_ptr, t_ptr, sent_ptr, received_ptr, broken_ptr, wide_ptr, offset_ptr, price_ptr, one,
+    lo, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the plan sends and receives before any repair."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    psi = tl.load(psi_ptr + image)
     x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-    s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-    received = arriving(t_ptr + staged, place, s, psi, ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False)
-    sent = tl.maximum(x - tl.exp(t + s), 0.0)
+    _, stay, received, _ = _columns(
+        psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, price_ptr, ENDS, OFFSETS
+    )
+    sent = tl.maximum(x - stay, 0.0)
     tl.store(sent_ptr + values + index, sent, mask=real)
     tl.store(received_ptr + values + index, received, mask=real)
     z = x - sent + received
@@ -438,9 +431,18 @@ def _move_kernel(
         tl.store(broken_ptr + image, 1)
 
 
-@triton.jit(do_not_specialize=["one", "share"])
+@triton.jit
+def _without_factors(s, t, keep, give, linear):
+    """Undo :func:`with_factors`. Where a factor is 0, what it multiplies no longer matters."""
+    s = tl.where(linear, s / keep, s - tl.log(keep))
+    t = tl.where(linear, t / give, t - tl.log(give))
+    nothing = tl.where(linear, 0.0, float("-inf"))
+    return tl.where(keep > 0.0, s, nothing), tl.where(give > 0.0, t, nothing)
+
+
+@kernel("one", "share")
 def _tighten_kernel(
-    x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, broken_ptr, one, lo, hi, slack, share,
+    x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, s_ptr, t_ptr, broken_ptr, wide_ptr, one, lo, hi, slack, share,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -449,17 +451,25 @@ def _tighten_kernel(
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
         received = tl.load(received_ptr + values + index, mask=real, other=0.0)
-        keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
+        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
+        give = tl.load(give_ptr + values + index, mask=real, other=1.0)
+        linear = tl.load(wide_ptr + image) == 0
+        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
+        s, t = _without_factors(s, t, keep, give, linear)
         z = x - give * sent + keep * received
         keep, give = tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
-        tl.store(keep_ptr + staged + place, keep, mask=real)
-        tl.store(give_ptr + staged + place, give, mask=real)
+        tl.store(keep_ptr + values + index, keep, mask=real)
+        tl.store(give_ptr + values + index, give, mask=real)
+        s_linear, t_linear = with_factors(s, t, keep, give, True)
+        s_log, t_log = with_factors(s, t, keep, give, False)
+        tl.store(s_ptr + staged + place, tl.where(linear, s_linear, s_log), mask=real)
+        tl.store(t_ptr + staged + place, tl.where(linear, t_linear, t_log), mask=real)
 
 
-@triton.jit(do_not_specialize=["one"])
+@kernel("one")
 def _exchange_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, still_broken_ptr,
-    offset_ptr, price_ptr, one, lo, hi, slack,
+    wide_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -467,12 +477,20 @@ def _exchange_kernel(
     if tl.load(broken_ptr + image) != 0:
         psi = tl.load(psi_ptr + image)
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
+        give = tl.load(give_ptr + values + index, mask=real, other=1.0)
+        linear = tl.load(wide_ptr + image) == 0
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-        keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
-        sent, received = exchange(
-            s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, psi,
-            ring_prices(price_ptr, ENDS), offset_ptr, ENDS, OFFSETS, False,
-        )  # fmt: skip
+        s, t = _without_factors(s, t, keep, give, linear)
+        prices = ring_prices(price_ptr, ENDS)
+        if linear:
+            sent, received = exchange(
+                s_ptr + staged, t_ptr + staged, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True
+            )
+        else:
+            sent, received = exchange(
+                s_ptr + staged, t_ptr + staged, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, (), False
+            )
         tl.store(sent_ptr + values + index, sent, mask=real)
         tl.store(received_ptr + values + index, received, mask=real)
         z = x - give * sent + keep * received
@@ -480,10 +498,10 @@ def _exchange_kernel(
             tl.store(still_broken_ptr + image, 1)
 
 
-@triton.jit(do_not_specialize=["one"])
+@kernel("one")
 def _cost_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, z_ptr, cost_out, net_out, partial_ptr, arrived_ptr,
-    offset_ptr, price_ptr, one, lo, hi,
+    wide_ptr, offset_ptr, price_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -492,15 +510,20 @@ def _cost_kernel(
     psi = tl.load(psi_ptr + image)
     x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
     s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-    keep, give = tl.load(keep_ptr + staged + place), tl.load(give_ptr + staged + place)
+    keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
+    give = tl.load(give_ptr + values + index, mask=real, other=1.0)
     sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
     received = tl.load(z_ptr + values + index, mask=real, other=0.0)
     z = x - give * sent + keep * received
     tl.store(z_ptr + values + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
-    cost, net = pair_costs(
-        s_ptr + staged, t_ptr + staged, keep_ptr + staged, give_ptr + staged, place, s, t, keep, give, psi,
-        offset_ptr, price_ptr, PAIRS, 4 if len(OFFSETS) > 0 else 1, False,
-    )  # fmt: skip
+    if tl.load(wide_ptr + image) == 0:
+        cost, net = pair_costs(
+            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, price_ptr, PAIRS, True
+        )  # fmt: skip
+    else:
+        cost, net = pair_costs(
+            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, price_ptr, PAIRS, False
+        )  # fmt: skip
     last, cost, net = _image_sums(
         tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK
     )

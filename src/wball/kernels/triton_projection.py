@@ -20,21 +20,21 @@ from wball.kernels.reference_projection import ProjectedSinkhorn
 from wball.kernels.triton_stencil import (
     RANGE,
     Move,
-    arriving,
     exchange,
     extent,
-    make_rings,
-    moments,
-    newton_step,
+    flows,
+    kernel,
     pair_costs,
+    pixels,
     ring_prices,
+    solve_price,
     stage_factors,
     stage_halos,
-    staged_position,
     stencil,
     sum_six,
-    sum_two,
     tighten,
+    warps,
+    with_factors,
 )
 
 MAX_VALUES = 16384
@@ -70,10 +70,8 @@ def projected_sinkhorn(
     numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
     psi_out, residual = torch.empty((2, batch), dtype=torch.float32, device=device)
     n_iter = torch.empty(batch, dtype=torch.int32, device=device)
-    staged = table.stage(4, batch, device)
+    staged = table.stage(2, batch, device)
     lo, hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, float("inf"))
-    block = max(128, triton.next_power_of_2(table.values))
-    channels, height, width = table.shape
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     x, w, budget = x.contiguous(), w.contiguous(), budget.to(torch.float64)
     for linear in (True, False) if batch else ():
@@ -83,18 +81,13 @@ def projected_sinkhorn(
             table.offset, table.price, table.pair_offset, table.pair_price,
             1, lo, hi, reference.SLACK * (max(1.0, hi) if box is not None else 1.0),
             tol, max_iter, batch,
-            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
             # In logs the moves are looped over: that kernel is rarely needed, and long to compile.
-            OFFSETS=table.offsets if linear else (),
-            PAIRS=table.pair_price.shape[0] // 2 if len(table.ends) > 2 else 0, BOX=box is not None,
-            LINEAR=linear, WIDEST=RANGE, BLOCK=block, num_warps=_warps(block), num_stages=1,
+            **table.constants(offsets=linear), PAIRS=table.pairs,
+            BOX=box is not None, LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block),
+            num_stages=1,
         )  # fmt: skip
     objective, gap, allowed, cost = numbers
     return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long(), kernel="triton")
-
-
-def _warps(block: int) -> int:
-    return min(32, max(4, block // 64))
 
 
 @triton.jit
@@ -131,11 +124,11 @@ def _misfit(w, u, z, lo, hi):
     return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
 
 
-@triton.jit(do_not_specialize=["one", "max_iter", "batch", "tol"])
+@kernel("one", "max_iter", "batch", "tol")
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, numbers_out, residual_out, n_iter_out,
-    s_ptr, t_ptr, keep_ptr, give_ptr, wide_ptr,
+    s_ptr, t_ptr, wide_ptr,
     offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
     one, lo, hi, slack, tol, max_iter, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
@@ -148,17 +141,14 @@ def _projection_kernel(
     if not LINEAR:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
             return
-    index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
-    real = index < N
-    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+    index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
+    here = image * N + index
     s_ptr += image * STAGED
     t_ptr += image * STAGED
-    keep_ptr += image * STAGED
-    give_ptr += image * STAGED
-    stage_halos(s_ptr, t_ptr, keep_ptr, give_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
-    x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    stage_halos(s_ptr, t_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + here, mask=real, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + here, mask=real, other=0.0).to(tl.float32)
     budget_exact = tl.load(budget_ptr + image)
     budget = budget_exact.to(tl.float32)
     psi = tl.load(psi_ptr + image).to(tl.float32)
@@ -184,23 +174,14 @@ def _projection_kernel(
         if LINEAR:
             top, bottom = extent(beta, real)
             wide = top - bottom > WIDEST
-            s = tl.exp(beta - top)
+            s = tl.where(real, tl.exp(beta - top), 1.0)
         tl.debug_barrier()
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
-        rings = make_rings(s_ptr, place, s, offset_ptr, ENDS, OFFSETS, LINEAR)
-        low = -1.0
-        high = float("inf")
-        found = wide
-        step = 0
-        steps = tl.where(n_iter == 0, 12, 3)
-        tolerance = tl.maximum(target * _PSI_TOL, 1.9e-6)
-        while (step < steps) & (found == False):  # noqa: E712
-            mean, variance, norm, moved = moments(rings, prices, price, LINEAR)
-            cost, slope = sum_two(x * mean, x * variance)
-            price, low, high, found = newton_step(price, low, high, cost, slope, budget, tolerance)
-            step += 1
-        mean, variance, norm, moved = moments(rings, prices, price, LINEAR)
+        price, mean, norm, moved = solve_price(
+            x, s, price, budget, tl.maximum(target * _PSI_TOL, 1.9e-6), tl.where(n_iter == 0, 12, 3), wide,
+            s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR,
+        )  # fmt: skip
         if LINEAR:
             t = x / norm
             log_sum = tl.log(norm) + top
@@ -209,7 +190,7 @@ def _projection_kernel(
             log_sum = norm
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = arriving(t_ptr, place, s, price, prices, offset_ptr, ENDS, OFFSETS, LINEAR)
+        received = flows(t_ptr, place, s, -1, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
 
         # Columns.
         columns = received + x * (1.0 - moved)
@@ -239,7 +220,7 @@ def _projection_kernel(
             # Into the box.
             keep = tl.full([BLOCK], 1.0, tl.float32)
             give = tl.full([BLOCK], 1.0, tl.float32)
-            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
+            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
             stayed = x * (1.0 - moved)
             raw_sent = x * moved
             raw_received = received
@@ -256,11 +237,9 @@ def _projection_kernel(
                     tighter_keep, tighter_give = tighten(
                         x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0)
                     )
-                    stage_factors(
-                        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, tighter_keep, tighter_give, real, LINEAR
-                    )
+                    stage_factors(s_ptr, t_ptr, place, s, t, tighter_keep, tighter_give, real, LINEAR)
                     raw_sent, raw_received = exchange(
-                        s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, price, prices, offset_ptr, ENDS, OFFSETS, LINEAR
+                        s_ptr, t_ptr, place, s, t, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
                     )
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
@@ -277,10 +256,10 @@ def _projection_kernel(
                     under = (z < lo - slack) & real
                     broken = tl.max((over | under).to(tl.int32), 0)
                     repair += 1
-            stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR)
+            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
+            s_kept, t_given = with_factors(s, t, keep, give, LINEAR)
             paid, _ = pair_costs(
-                s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, price,
-                pair_offset_ptr, pair_price_ptr, PAIRS, 4 if len(OFFSETS) > 0 else 1, LINEAR,
+                s_ptr, t_ptr, place, s_kept, t_given, price, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
             )  # fmt: skip
             # Within the budget.
             spent = _total(paid, real)
@@ -306,8 +285,8 @@ def _projection_kernel(
             distance_exact = _total(0.5 * (w - z) * (w - z), real)
             allowed = tol * (distance_exact - entropy_exact) + tol * tol * at_centre
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
-            tl.store(z_out + image * N + index, z, mask=real)
-            tl.store(u_out + image * N + index, tau * beta, mask=real)
+            tl.store(z_out + here, z, mask=real)
+            tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
             tl.store(numbers_out + image, distance_exact + entropy_exact)
             tl.store(numbers_out + batch + image, gap)
@@ -325,12 +304,12 @@ def _projection_kernel(
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
         if wide:  # where the second launch takes over
-            tl.store(u_out + image * N + index, tau * beta, mask=real)
+            tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
     tl.store(n_iter_out + image, n_iter)
     if single:  # a ball of one point
-        tl.store(z_out + image * N + index, x, mask=real)
-        tl.store(u_out + image * N + index, u, mask=real)
+        tl.store(z_out + here, x, mask=real)
+        tl.store(u_out + here, u, mask=real)
         tl.store(psi_out + image, psi)
         tl.store(numbers_out + image, at_centre)
         tl.store(numbers_out + batch + image, 0.0)

@@ -11,17 +11,23 @@ pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j
 loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
 passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
 
-Moves are ordered by ring, the centre alone in ring 0. Rings are unrolled (each is a tensor in registers). So are the
-moves inside a ring of small windows, with their offsets in the code, because a pass over an image that is on chip waits
-for loads more than it computes; large windows loop over a table, or they would compile for minutes.
+The factors of a repair are staged as part of what they belong to (``s`` with ``keep``, ``t`` with ``give``), so that
+two buffers per image are all there is.
+
+Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep them in registers
+from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
+chip waits for loads more than it computes. The rings of larger windows would not fit the registers of a multiprocessor
+(15 rings of a CIFAR-10 image are all of them): there each Newton step is a pass over a table of moves. In logs, which
+are needed less and take more code, windows above 5 x 5 do so already.
 """
 
 # mypy: ignore-errors
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,8 +45,10 @@ TILE = 1024
 """Values per program of a larger image."""
 RANGE = 60.0
 """Potentials that differ by no more than this over an image need no logs."""
-MAX_UNROLLED = 49
-"""Windows with up to this many moves have their offsets in the code."""
+MAX_RINGS = 10
+"""Windows with up to this many rings (7 x 7) keep them in registers."""
+_MAX_RINGS, _MAX_LOG_RINGS = tl.constexpr(MAX_RINGS), tl.constexpr(6)
+_UNROLL = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Stencil:
         shape: ``(C, H, W)``.
         reach: largest row and column offset ``(rr, rc)``.
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
-        offsets: address offset of each move, for the code; empty for large windows.
+        offsets: address offset of each move, for the code; empty for windows that loop over the table.
         offset: the same as a table, int32.
         price: cost of each move, float32.
         pair_offset: offsets of pairs of opposite moves, each pair once.
@@ -83,19 +91,46 @@ class Stencil:
         channels, height, width = self.shape
         return channels * (height + self.reach[0]) * (width + self.reach[1])
 
+    @property
+    def block(self) -> int:
+        """Values of a program that holds a whole image."""
+        return max(128, triton.next_power_of_2(self.values))
+
+    def constants(self, offsets: bool = True) -> dict[str, object]:
+        """What kernels are compiled for, with ``offsets`` in the code or not."""
+        channels, height, width = self.shape
+        return {
+            "C": channels, "H": height, "W": width, "RR": self.reach[0], "RC": self.reach[1], "ENDS": self.ends,
+            "OFFSETS": self.offsets if offsets else (),
+        }  # fmt: skip
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of opposite moves there are."""
+        return self.pair_price.shape[0] // 2 if len(self.ends) > 2 else 0
+
     def stage(self, count: int, batch: int, device: torch.device) -> tuple[Tensor, ...]:
         """``count`` buffers for a batch, each starting at its first pixel."""
         buffers = torch.empty((count, self.guard + batch * self.staged), dtype=torch.float32, device=device)
         return tuple(buffers[k, self.guard :] for k in range(count))
 
-    def unstage(self, buffer: Tensor, batch: int) -> Tensor:
-        """The pixels of a staged buffer, as a view ``(B, C, H, W)``."""
-        channels, height, width = self.shape
-        row = width + self.reach[1]
-        plane = (height + self.reach[0]) * row
-        return buffer.as_strided(
-            (batch, channels, height, width), (channels * plane, plane, row, 1), buffer.storage_offset()
-        )
+
+def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
+    """``triton.jit`` that does not compile again for other values of ``plain``, nor for other batches.
+
+    Where a batch puts its tensors in memory would else decide between versions that differ in nothing.
+    """
+
+    def wrap(function: Callable[..., None]) -> triton.JITFunction:
+        addresses = [name for name in inspect.signature(function).parameters if name.endswith(("_ptr", "_out"))]
+        return triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses)
+
+    return wrap
+
+
+def warps(block: int) -> int:
+    """One program has a multiprocessor for itself in common batches: as many threads as there are."""
+    return min(32, max(4, block // 64))
 
 
 def stencil(moves: Sequence[Move], x: Tensor) -> Stencil:
@@ -132,7 +167,7 @@ def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch
         shape,
         (rr, rc),
         tuple(ends),
-        tuple(offsets) if len(offsets) <= MAX_UNROLLED else (),
+        tuple(offsets) if len(ends) - 1 <= MAX_RINGS else (),
         table(offsets, torch.int32),
         table([price for *_, price in ordered], torch.float32),
         table([p[0] for p in pairs] or [0], torch.int32),
@@ -160,8 +195,22 @@ def is_halo(place, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.co
 
 
 @triton.jit
+def pixels(
+    one, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of a program that holds a whole image: its pixels, which of them are real, and their staged addresses.
+
+    ``one`` is a one the compiler cannot see: shifted loads are never aligned, so neighbouring threads should hold
+    neighbouring pixels instead of four each.
+    """
+    index = tl.arange(0, BLOCK) * one
+    real = index < C * H * W
+    return index, real, staged_position(tl.where(real, index, 0), H, W, RR, RC)
+
+
+@triton.jit
 def stage_halos(
-    s_ptr, t_ptr, keep_ptr, give_ptr, index,
+    s_ptr, t_ptr, index,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     LINEAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -174,8 +223,6 @@ def stage_halos(
         halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
         tl.store(s_ptr + spot, nothing, mask=halo)
         tl.store(t_ptr + spot, nothing, mask=halo)
-        tl.store(keep_ptr + spot, 0.0, mask=halo)
-        tl.store(give_ptr + spot, 0.0, mask=halo)
 
 
 @triton.jit
@@ -195,10 +242,11 @@ def extent(values, real):
 
 @triton.jit
 def ring_prices(price_ptr, ENDS: tl.constexpr):
-    """The cost of each ring, as a tuple of scalars."""
+    """The cost of each ring, as a tuple of scalars (of the first alone where rings are not kept)."""
     prices = (0.0,)
-    for d in tl.static_range(1, len(ENDS) - 1):
-        prices = prices + (tl.load(price_ptr + ENDS[d]),)
+    if len(ENDS) - 1 <= _MAX_RINGS:
+        for d in tl.static_range(1, len(ENDS) - 1):
+            prices = prices + (tl.load(price_ptr + ENDS[d]),)
     return prices
 
 
@@ -287,8 +335,47 @@ def sum_moments(rings, prices, psi):
 
 
 @triton.jit
-def moments(rings, prices, psi, LINEAR: tl.constexpr):
+def table_moments(
+    s_ptr, place, own, psi, offset_ptr, price_ptr, MOVES: tl.constexpr, LINEAR: tl.constexpr
+):  # fmt: skip
+    """The same in one pass over the moves (two in logs), with no rings to remember."""
+    top = own
+    if not LINEAR:
+        for k in tl.range(1, MOVES, loop_unroll_factor=_UNROLL):
+            score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(price_ptr + k)
+            top = tl.maximum(top, score)
+    moving = tl.zeros_like(own)
+    first = tl.zeros_like(own)
+    second = tl.zeros_like(own)
+    for k in tl.range(1, MOVES, loop_unroll_factor=_UNROLL):
+        price = tl.load(price_ptr + k)
+        end = tl.load(s_ptr + place + tl.load(offset_ptr + k))
+        if LINEAR:
+            weight = end * tl.exp(-psi * price)
+        else:
+            weight = tl.exp(end - psi * price - top)
+        moving += weight
+        first += price * weight
+        second += price * price * weight
     if LINEAR:
+        total = own + moving
+        norm = total
+    else:
+        total = tl.exp(own - top) + moving
+        norm = top + tl.log(total)
+    # Nothing cancels in the mean. In the variance it may: that only makes a Newton step a poorer guess.
+    mean = first / total
+    return mean, tl.maximum(second / total - mean * mean, 0.0), norm, moving / total
+
+
+@triton.jit
+def moments(
+    rings, prices, psi, s_ptr, place, offset_ptr, price_ptr,
+    ENDS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
+        return table_moments(s_ptr, place, rings[0], psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1], LINEAR)
+    elif LINEAR:
         return sum_moments(rings, prices, psi)
     else:
         return log_moments(rings, prices, psi)
@@ -296,10 +383,41 @@ def moments(rings, prices, psi, LINEAR: tl.constexpr):
 
 @triton.jit
 def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
-    if LINEAR:
+    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
+        return (own,)
+    elif LINEAR:
         return ring_sums(ptr, place, own, offset_ptr, ENDS, OFFSETS)
     else:
         return log_rings(ptr, place, own, offset_ptr, ENDS, OFFSETS)
+
+
+@triton.jit
+def solve_price(
+    x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, prices, offset_ptr, price_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the rows' moments there.
+
+    Returns ``(psi, mean, norm, moved)``; with ``given_up`` nothing is computed.
+    """
+    rings = make_rings(s_ptr, place, own, offset_ptr, ENDS, OFFSETS, LINEAR)
+    low = -1.0
+    high = float("inf")
+    mean = tl.zeros_like(own)
+    moved = tl.zeros_like(own)
+    norm = tl.full(own.shape, 1.0, tl.float32)
+    # One counter, which jumps when the price is found: Triton's layout pass stumbles over a flag that only ends a loop.
+    step = tl.where(given_up, steps + 1, 0)
+    while step <= steps:
+        mean, variance, norm, moved = moments(
+            rings, prices, psi, s_ptr, place, offset_ptr, price_ptr, ENDS, LINEAR
+        )  # fmt: skip
+        if step < steps:
+            cost, slope = sum_two(x * mean, x * variance)
+            psi, low, high, done = newton_step(psi, low, high, cost, slope, budget, tolerance)
+            step = tl.where(done, steps, step)
+        step += 1
+    return psi, mean, norm, moved
 
 
 @triton.jit
@@ -345,90 +463,64 @@ def sum_six(a, b, c, d, e, f):
 
 
 @triton.jit
-def neighbours(ptr, place, toward: tl.constexpr, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """``sum_k value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays."""
+def flows(
+    ptr, place, own, toward: tl.constexpr, psi, prices, offset_ptr, price_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays.
+
+    With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
+    leaves.
+    """
     total = tl.zeros(place.shape, tl.float32)
-    for d in tl.static_range(1, len(ENDS) - 1):
-        ring = tl.zeros(place.shape, tl.float32)
-        if len(OFFSETS) > 0:
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                ring += tl.load(ptr + place + toward * OFFSETS[k])
-        else:
-            for k in tl.range(ENDS[d], ENDS[d + 1]):
-                ring += tl.load(ptr + place + toward * tl.load(offset_ptr + k))
-        total += ring * tl.exp(-psi * prices[d])
-    return total
-
-
-@triton.jit
-def arriving(
-    t_ptr, place, own, psi, prices, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr
-):
-    """What arrives at each pixel from others: ``sum_k A[i - k] B[i] exp(-psi c_k)``."""
-    if LINEAR:
-        total = own * neighbours(t_ptr, place, -1, psi, prices, offset_ptr, ENDS, OFFSETS)
+    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
+        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=_UNROLL):
+            toll = psi * tl.load(price_ptr + k)
+            value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+            total += value * tl.exp(-toll) if LINEAR else tl.exp(value + own - toll)
     else:
-        total = tl.zeros_like(own)
         for d in tl.static_range(1, len(ENDS) - 1):
             toll = psi * prices[d]
+            ring = tl.zeros(place.shape, tl.float32)
             if len(OFFSETS) > 0:
                 for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                    total += tl.exp(tl.load(t_ptr + place - OFFSETS[k]) + own - toll)
+                    value = tl.load(ptr + place + toward * OFFSETS[k])
+                    ring += value if LINEAR else tl.exp(value + own - toll)
             else:
                 for k in tl.range(ENDS[d], ENDS[d + 1]):
-                    total += tl.exp(tl.load(t_ptr + place - tl.load(offset_ptr + k)) + own - toll)
-    return total
+                    value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+                    ring += value if LINEAR else tl.exp(value + own - toll)
+            total += ring * tl.exp(-toll) if LINEAR else ring
+    return own * total if LINEAR else total
 
 
 @triton.jit
-def _exchange_one(s_ptr, t_ptr, keep_ptr, give_ptr, ahead, behind, s, t, toll):
-    out = tl.exp(t + tl.load(s_ptr + ahead) - toll) * tl.load(keep_ptr + ahead)
-    into = tl.exp(tl.load(t_ptr + behind) + s - toll) * tl.load(give_ptr + behind)
-    return out, into
-
-
-@triton.jit
-def stage_factors(s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
-    """Let the neighbours see the factors: on their own, or (without logs) multiplied into what they belong to."""
-    tl.debug_barrier()
+def with_factors(s, t, keep, give, LINEAR: tl.constexpr):
+    """Column and row terms that carry the factors of a repair."""
     if LINEAR:
-        tl.store(s_ptr + place, s * keep, mask=real)
-        tl.store(t_ptr + place, t * give, mask=real)
+        return s * keep, t * give
     else:
-        tl.store(keep_ptr + place, keep, mask=real)
-        tl.store(give_ptr + place, give, mask=real)
+        return s + tl.log(keep), t + tl.log(give)
+
+
+@triton.jit
+def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
+    """Let the neighbours see the factors."""
+    kept, given = with_factors(s, t, keep, give, LINEAR)
+    tl.debug_barrier()
+    tl.store(s_ptr + place, kept, mask=real)
+    tl.store(t_ptr + place, given, mask=real)
     tl.debug_barrier()
 
 
 @triton.jit
 def exchange(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, psi, prices, offset_ptr,
+    s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr,
     ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
-    if LINEAR:
-        sent = t * neighbours(s_ptr, place, 1, psi, prices, offset_ptr, ENDS, OFFSETS)
-        received = s * neighbours(t_ptr, place, -1, psi, prices, offset_ptr, ENDS, OFFSETS)
-    else:
-        sent = tl.zeros_like(s)
-        received = tl.zeros_like(s)
-        for d in tl.static_range(1, len(ENDS) - 1):
-            toll = psi * prices[d]
-            if len(OFFSETS) > 0:
-                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                    out, into = _exchange_one(
-                        s_ptr, t_ptr, keep_ptr, give_ptr, place + OFFSETS[k], place - OFFSETS[k], s, t, toll
-                    )
-                    sent += out
-                    received += into
-            else:
-                for k in tl.range(ENDS[d], ENDS[d + 1]):
-                    offset = tl.load(offset_ptr + k)
-                    out, into = _exchange_one(
-                        s_ptr, t_ptr, keep_ptr, give_ptr, place + offset, place - offset, s, t, toll
-                    )
-                    sent += out
-                    received += into
+    sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+    received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
     return sent, received
 
 
@@ -447,23 +539,26 @@ def tighten(x, sent, received, keep, give, over, under, lo, hi, share):
 
 @triton.jit
 def pair_costs(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, s, t, keep, give, psi, offset_ptr, price_ptr,
-    PAIRS: tl.constexpr, UNROLL: tl.constexpr, LINEAR: tl.constexpr,
+    s_ptr, t_ptr, place, s, t, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
 ):  # fmt: skip
-    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel."""
+    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel.
+
+    ``s`` and ``t`` carry their factors, like what is staged.
+    """
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
-    for k in tl.range(0, PAIRS, loop_unroll_factor=UNROLL):
+    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
         ahead = place + tl.load(offset_ptr + k)
         there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
-        if LINEAR:
-            out = t * give * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
-            into = s * keep * tl.load(t_ptr + ahead) * tl.exp(-psi * tl.maximum(back, 0.0))
-        else:
-            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there) * (give * tl.load(keep_ptr + ahead))
-            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back) * (keep * tl.load(give_ptr + ahead))
-        into = tl.where(back >= 0, into, 0.0)
+        one_way = back < 0
         back = tl.maximum(back, 0.0)
+        if LINEAR:
+            out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
+            into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
+        else:
+            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
+            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)
+        into = tl.where(one_way, 0.0, into)
         cost += there * out + back * into
         net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
     return cost, net

@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.reference_support import FLAT, LinearMaximum
-from wball.kernels.triton_stencil import INTERPRETED, Move, is_halo, ring_prices, staged_position, stencil
+from wball.kernels.triton_stencil import (
+    INTERPRETED,
+    Move,
+    is_halo,
+    kernel,
+    ring_prices,
+    staged_position,
+    stencil,
+)
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
@@ -98,7 +106,7 @@ def _at(rings, prices, x, psi, budget):
     return value + psi.to(tl.float64) * budget, cost
 
 
-@triton.jit(do_not_specialize=["one", "max_iter", "far"])
+@kernel("one", "max_iter", "far")
 def _support_kernel(
     a_ptr, x_ptr, budget_ptr, image_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
     offset_ptr, price_ptr, step_ptr, one, max_iter, far,
