@@ -6,6 +6,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,25 @@ def test_a_measurement_goes_on_where_it_was(shop: Workshop, monkeypatch: pytest.
     before = calls
     measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
     assert calls == before  # finished parts are read back
+
+
+def test_a_part_is_measured_once_by_processes_that_share_a_folder(tmp_path: Path) -> None:
+    shop, order = Workshop(Settings(quick=True, device="cpu", out=tmp_path)), []
+
+    def hold() -> None:
+        with shop.part("p", ["the same"]):
+            order.append("first")
+            started.set()
+            time.sleep(0.5)
+            order.append("first is done")
+
+    started, other = threading.Event(), threading.Thread(target=hold)
+    other.start()
+    started.wait(10)
+    with shop.part("q", ["another"]), shop.part("p", ["the same"]):
+        order.append("second")
+    other.join()
+    assert order == ["first", "first is done", "second"]
 
 
 def test_quick_settings_are_small_for_every_preset() -> None:
