@@ -26,11 +26,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
-import ot
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import linprog
 from torch import Tensor
 
 from wball import inputs
@@ -386,7 +383,13 @@ def _optimal_flow(tail: Index, head: Index, price: Array, supply: Array, demand:
 def _by_network_simplex(
     tail: Index, head: Index, price: Array, supply: Array, demand: Array
 ) -> tuple[Array, Array, Array] | None:
-    """Flow on each arc and the dual prices, by POT."""
+    """Flow on each arc and the dual prices, by POT; ``None`` where it is not installed."""
+    try:
+        import ot  # here and below: slow to import
+    except ImportError:
+        return None
+    from scipy import sparse
+
     shape = (len(supply), len(demand))
     costs = sparse.coo_matrix((price, (tail, head)), shape=shape)
     plan, log = ot.emd(supply, demand, costs, numItermax=10**7, log=True, center_dual=False, check_marginals=False)
@@ -403,6 +406,9 @@ def _by_linear_program(
     tail: Index, head: Index, price: Array, supply: Array, demand: Array
 ) -> tuple[Array, Array, Array] | None:
     """The same by HiGHS: slower, and only asked when the first answer did not pass."""
+    from scipy import sparse
+    from scipy.optimize import linprog
+
     arcs = np.arange(len(price))
     leaves = sparse.csr_matrix((np.ones(len(price)), (tail, arcs)), shape=(len(supply), len(price)))
     arrives = sparse.csr_matrix((np.ones(len(price)), (head, arcs)), shape=(len(demand), len(price)))

@@ -40,12 +40,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-import ot
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import linprog
-from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from wball import inputs
@@ -226,6 +222,10 @@ def _local(start: Index, end: Index, price: Array, a: Array, b: Array) -> _Flow:
 
 def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tuple[Array, Array, Array]:
     """Flow on each arc and the dual prices, by network simplex; by HiGHS should that not return an optimum."""
+    import ot  # here and below: slow to import
+    from scipy import sparse
+    from scipy.optimize import linprog
+
     scale = float(supply.sum())  # the solvers' tolerances are absolute: give them masses that sum to 1
     supply, demand = supply / scale, demand / scale
     costs = sparse.coo_matrix((c, (i, j)), shape=(len(supply), len(demand)))
@@ -277,6 +277,8 @@ def _full(cost: GridCost, a: Array, b: Array, width: int) -> float:
         excess = np.add.outer(near.row_price, near.column_price) - price
         if float(excess.max()) <= _PRICE_TOL * float(price.max()):
             return near.cost
+    import ot
+
     mass = float(a.sum())
     plan = ot.emd(a[rows] / mass, b[columns] / mass, price, numItermax=_MAX_PIVOTS, check_marginals=False)
     return mass * float((plan * price).sum())
@@ -383,6 +385,9 @@ class _Semidual:
 
     def _newton(self, plan: Array, columns: Array, gradient: Array, damping: float) -> Array:
         """The damped Newton direction, in potentials scaled so that the Hessian's diagonal is at most 1."""
+        from scipy import sparse
+        from scipy.sparse.linalg import splu
+
         scale = 1 / np.sqrt(columns)
         shape = (len(self.x), len(self.z))
         half = sparse.csr_matrix((plan / np.sqrt(self.x)[self.i] * scale[self.j], (self.i, self.j)), shape=shape)

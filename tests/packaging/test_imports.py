@@ -1,0 +1,108 @@
+"""What ``import wball`` needs, how long it takes, and that everything optional is optional."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wball
+
+ROOT = Path(__file__).parent.parent.parent
+
+# Nothing but torch, numpy and safetensors: as if the others had never been installed.
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import warnings
+warnings.simplefilter("ignore")
+"""
+OPTIONAL = (
+    "typer", "click", "rich", "jinja2", "plotly", "matplotlib", "PIL", "numba", "triton", "ot", "cvxpy", "art",
+    "foolbox", "sklearn", "pandas", "tensorboard", "onnx", "torchvision",
+)  # fmt: skip
+
+CORE = """
+import torch, wball
+assert set(wball.__all__) <= set(dir(wball))
+for name in wball.__all__:
+    getattr(wball, name)
+x, y = wball.load_sample("mnist")
+x, y = x[:2], y[:2]
+model = wball.load_model("mnist-standard")
+ball = wball.WassersteinBall(0.1)
+assert ball.project(x[:, :, ::4, ::4], torch.rand(2, 1, 7, 7), 100.0, max_iter=3).point.isfinite().all()
+assert ball.support(x[:, :, ::4, ::4], torch.rand(2, 1, 7, 7)).point.isfinite().all()
+found = wball.DualAveraging(ball, steps=2)(model, x, y)
+report = wball.audit(ball, x[:1, :, 7:21, 7:21], ball.sample(x[:1, :, 7:21, 7:21]))
+assert report.all_valid
+wball.certify(model, x[:1], y[:1], wball.WassersteinBall(0.001))
+print("fine")
+"""
+
+
+def python(code: str, *flags: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *flags, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_core_works_without_anything_optional() -> None:
+    assert "fine" in python(BLOCKED.format(blocked=OPTIONAL) + CORE)
+
+
+def test_what_is_missing_is_named() -> None:
+    """The command line, the report and the exact distance say which package they want."""
+    code = BLOCKED.format(blocked=OPTIONAL) + (
+        "import importlib\n"
+        "for module, wanted in (('wball.cli', 'typer'), ('wball.demo', 'rich')):\n"
+        "    try:\n"
+        "        importlib.import_module(module)\n"
+        "    except ImportError as error:\n"
+        "        assert wanted in str(error), error\n"
+        "    else:\n"
+        "        raise SystemExit(f'{module} needs no {wanted}')\n"
+    )
+    python(code)
+
+
+def test_import_is_quick_beyond_torch() -> None:
+    """Under 2 s of processor time; measured 0.1 s. What is slow to import is imported when it is used."""
+    code = (
+        "import sys, time, torch\n"
+        "begin = time.process_time()\n"
+        "import wball\n"
+        "wball.WassersteinBall\n"
+        "print(time.process_time() - begin)\n"
+        "slow = {'numba', 'ot', 'scipy.optimize', 'triton', 'matplotlib', 'plotly', 'rich', 'typer'}\n"
+        "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
+    )
+    assert float(python(code)) < 2.0
+
+
+def test_the_version_has_one_place() -> None:
+    written = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "pyproject.toml", *(ROOT / "src").rglob("*.py"))
+        if f'"{wball.__version__}"' in path.read_text(encoding="utf-8")
+    ]
+    assert written == [Path("src/wball/__init__.py")]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "src" / "wball" / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", wball.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    assert getattr(getattr(wball, name), "__doc__", None), name
