@@ -221,7 +221,7 @@ def check_projection(
         rows = np.where(a[k] > 0, rows, 0.0)
         terms = (0.5 * np.square(target[k] - best), u[k] * best, a[k] * rows)
         dual = terms[0].sum() + terms[1].sum() - psi[k] * budget[k] - terms[2].sum()
-        size = sum(np.abs(t).sum() for t in terms) + psi[k] * budget[k] + distance
+        size = sum(np.abs(t).sum() for t in terms) + psi[k] * budget[k] + distance + tau * mass[k]
         gap = primal - dual
         offset = tau * (_xlogx(a[k]).sum() - a[k].sum() * math.log(mass[k]))
         spread = tau * (np.abs(_xlogx(a[k])).sum() + abs(mass[k] * math.log(mass[k])))
