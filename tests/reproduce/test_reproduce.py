@@ -316,6 +316,13 @@ def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "six-pixels.json").is_file()
 
 
+@pytest.mark.slow
+def test_several_processes_share_the_recipes(tmp_path: Path) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    assert run(["six-pixels", "cifar10-gallery", "wasserstein-vs-linf"], settings, figures=False, jobs=2) == 2
+    assert {p.stem for p in tmp_path.glob("*.json")} == {"six-pixels", "wasserstein-vs-linf"}
+
+
 def test_reproduce_is_repeatable(tmp_path: Path) -> None:
     settings = Settings(quick=True, device="cpu", out=tmp_path)
     first, second = (reproduce("six-pixels", settings) for _ in range(2))

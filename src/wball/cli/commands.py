@@ -457,6 +457,7 @@ def reproduce(
     ] = None,
     images: Annotated[int | None, typer.Option("--images", "-n", min=1, help="measure on so many test images")] = None,
     training: Annotated[bool, typer.Option("--train/--no-train", help="train models that are missing")] = True,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes that share the recipes")] = 1,
     device: Device = "auto",
     seed: Seed = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for results and figures")] = Path("out/reproduce"),
@@ -479,7 +480,7 @@ def reproduce(
     from wball.reproduce.workshop import Settings
 
     settings = Settings(quick, data, models, device, seed, out, images, training)
-    return perform(names or ["list"], settings, figures, figures_only, page)
+    return perform(names or ["list"], settings, figures, figures_only, page, jobs)
 
 
 @app.command()

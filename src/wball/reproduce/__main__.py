@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="folder for results")
     parser.add_argument("--images", type=int, help="measure on so many test images")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the recipes")
     parser.add_argument("--no-train", action="store_true", help="leave out models that would have to be trained")
     parser.add_argument("--no-figures", action="store_true", help="write the JSON files only")
     parser.add_argument("--figures-only", action="store_true", help="draw what is stored in --out")
@@ -32,13 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.quick, given.data, given.models, given.device, given.seed, given.out, given.images, not given.no_train
     )
     try:
-        return perform(given.names, settings, not given.no_figures, given.figures_only, given.page)
+        return perform(given.names, settings, not given.no_figures, given.figures_only, given.page, given.jobs)
     except (ValueError, OSError, ImportError, FolderInUse) as error:
         print(f"wball: {error}", file=sys.stderr)
         return 2
 
 
-def perform(names: Sequence[str], settings: Settings, figures: bool, figures_only: bool, page: Path) -> int:
+def perform(
+    names: Sequence[str], settings: Settings, figures: bool, figures_only: bool, page: Path, jobs: int = 1
+) -> int:
     """What the words on the command line ask for."""
     if "list" in [name.lower() for name in names]:
         print(overview().text())
@@ -51,7 +54,7 @@ def perform(names: Sequence[str], settings: Settings, figures: bool, figures_onl
         there = [name for name in wanted if (settings.out / f"{name}.json").is_file()] if "all" in names else wanted
         print("written: " + ", ".join(map(str, draw(there, settings.out))))
         return 0
-    return run(names, settings, figures=figures)
+    return run(names, settings, figures=figures, jobs=jobs)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def measure(shop: Workshop) -> Data:
     for method in METHODS:
         radius, seconds = _proved(shop, subject, x, y, method, radii)
         shop.say(f"{method}: {_shares(radius, radii)} ({seconds:.1f} s)")
+        shop.spent += seconds
         curve = [{"eps": r, "accuracy": float((radius >= r).double().mean())} for r in radii]
         rows.append({"method": method, "kind": "proof", "curve": _from_clean(subject, x, y, curve), "seconds": seconds})
     rows.append(_smoothed(shop, subject, x, y, radii))

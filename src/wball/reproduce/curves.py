@@ -173,11 +173,12 @@ def _measure_defences(shop: Workshop) -> Data:
     for dataset, models in (("mnist", paper.MNIST), ("cifar10", paper.CIFAR10)):
         entries = [models[0], models[-1], paper.OURS[dataset]]
         try:
-            rows = []
-            for subject in shop.subjects(*(m.name for m in entries)):
+            rows: list[Data] = []
+            # Ours first: the others are measured for the curves, too, perhaps at this moment by another process.
+            for subject in reversed(shop.subjects(*(m.name for m in entries))):
                 label = next(m.label for m in entries if m.name == subject.name)
                 falls = all_attacks(shop, dataset, subject)
-                rows.append({"label": label, **subject.about(), **falls.about(SHOWN[dataset])})
+                rows.insert(0, {"label": label, **subject.about(), **falls.about(SHOWN[dataset])})
         except (FileNotFoundError, MissingModel) as error:
             left_out[dataset] = str(error)
             shop.say(f"{TITLES[dataset]} is left out: {error}")

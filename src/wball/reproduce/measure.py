@@ -99,8 +99,7 @@ def under_paper_attack(
     radii = tuple(float(attack.growth.at(attack.ball.eps, s)) for s in range(0, attack.steps, attack.growth.every))
     p = getattr(getattr(attack.ball, "cost", None), "p", 1.0)
     fall = Fall(radius, radii, f"PGD.paper, p = {p:g}", checks, sum(notes["seconds"] for _, notes in parts))
-    shop.say(_line(subject, fall))
-    return fall
+    return _told(shop, subject, fall)
 
 
 def under_standard_attack(
@@ -133,8 +132,7 @@ def under_standard_attack(
     }
     name = f"StandardAttack, {version}, p = {p:g}"
     fall = Fall(radius, tuple(sorted(radii)), name, checks, sum(notes["seconds"] for _, notes in parts))
-    shop.say(_line(subject, fall))
-    return fall
+    return _told(shop, subject, fall)
 
 
 def _climb(
@@ -247,7 +245,9 @@ def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Att
     return [subject.sha256, shop.fingerprint(x, y), describe(attack), shop.settings.seed, x.device.type]
 
 
-def _line(subject: Subject, fall: Fall) -> str:
+def _told(shop: Workshop, subject: Subject, fall: Fall) -> Fall:
     shown = fall.radii if len(fall.radii) <= 9 else fall.radii[:: math.ceil(len(fall.radii) / 8)]
     points = ", ".join(f"{100 * fall.accuracy_at(r):.1f} at {r:.3g}" for r in shown)
-    return f"{subject.name}, {fall.attack}: {points} (% of {len(fall.radius)}; {fall.seconds:.1f} s)"
+    shop.say(f"{subject.name}, {fall.attack}: {points} (% of {len(fall.radius)}; {fall.seconds:.1f} s)")
+    shop.spent += fall.seconds
+    return fall

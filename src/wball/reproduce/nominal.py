@@ -72,7 +72,9 @@ def remarks(data: Data) -> list[str]:
         return ["Every model is at least as accurate on clean images as the paper's."]
     return [
         "Less accurate than the paper's: "
-        + ", ".join(f"{TITLES[r['dataset']]} {r['label']} ({percent(r['accuracy'] - r['paper'], 2)})" for r in below)
+        + ", ".join(
+            f"{TITLES[r['dataset']]} {r['label']} (by {100 * (r['paper'] - r['accuracy']):.2f} points)" for r in below
+        )
         + "."
     ]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
 import shlex
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,10 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 """In the order of the paper."""
+LONG = ("cifar10-curves", "mnist-curves", "defences", "windows", "certificates")
+"""Recipes that processes should begin with."""
+ALONE = ("timings",)
+"""Recipes that mean nothing while others are at work."""
 
 
 def recipe(name: str) -> Recipe:
@@ -69,6 +76,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
     shop = shop or Workshop(settings)
     made = recipe(name)
     shop.missing.clear()
+    shop.spent = 0.0
     with locked(settings.out / "parts" / f".{name}"):
         clock = Clock(shop.device)
         data = made.measure(shop)
@@ -88,7 +96,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
                 "versions": provenance.versions(),
                 "seed": settings.seed,
                 "date": time.strftime("%Y-%m-%d"),
-                "seconds": round(clock.seconds(), 1),
+                "seconds": round(max(clock.seconds(), shop.spent), 1),  # parts may be of an earlier run
             },
             "missing": dict(shop.missing),
             "data": data,
@@ -142,9 +150,15 @@ def draw(
     return paths
 
 
-def run(names: Sequence[str], settings: Settings, *, figures: bool = True) -> int:
-    """Run recipes one after the other, print their tables, draw them; 0, or 2 if some could not be made."""
-    wanted, shop, failed = chosen(names), Workshop(settings), {}
+def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs: int = 1) -> int:
+    """Run recipes, print their tables, draw them; 0, or 2 if some could not be made.
+
+    ``jobs`` processes share the recipes (and wait for parts that another one is at); times are measured afterwards.
+    """
+    wanted = chosen(names)
+    if jobs > 1 and len(wanted) > 1:
+        return _in_parallel(wanted, settings, figures, jobs)
+    shop, failed = Workshop(settings), []
     for name in wanted:
         start = time.perf_counter()
         print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
@@ -153,13 +167,13 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True) -> in
         except (FileNotFoundError, MissingModel, FolderInUse) as error:
             if len(wanted) == 1:
                 raise
-            failed[name] = str(error)
+            failed.append(name)
             print(f"  not made: {error}\n", flush=True)
             continue
         except Exception:  # one recipe's trouble is not the others'
             if len(wanted) == 1:
                 raise
-            failed[name] = "failed"
+            failed.append(name)
             traceback.print_exc()
             continue
         for table in RECIPES[name].tables(content["data"]):
@@ -170,3 +184,23 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True) -> in
     if failed:
         print(f"not made: {', '.join(failed)}", flush=True)
     return 2 if failed else 0
+
+
+def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs: int) -> int:
+    alone = [name for name in wanted if name in ALONE]
+    shared = sorted((name for name in wanted if name not in ALONE), key=lambda name: name not in LONG)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        codes = list(pool.map(partial(_one, settings=settings, figures=figures), shared))
+    codes += [_one(name, settings, figures) for name in alone]
+    return max(codes, default=0)
+
+
+def _one(name: str, settings: Settings, figures: bool) -> int:
+    """A recipe of several: its trouble is not the others'."""
+    try:
+        return run([name], settings, figures=figures)
+    except (FileNotFoundError, MissingModel, FolderInUse) as error:
+        print(f"{name} is not made: {error}\n", flush=True)
+    except Exception:  # noqa: BLE001 (reported; the others go on)
+        traceback.print_exc()
+    return 2

@@ -88,13 +88,17 @@ def tables(data: Data) -> list[Table]:
         rows.append(
             [
                 f"{TITLES[r['dataset']]} x {r['batch']}, {r['way']}",
-                f"{1e3 * r['seconds']:.3g} ms",
+                _ms(r["seconds"]),
                 str(r["median_iterations"]),
-                f"{1e3 * r['seconds'] / max(1, r['iterations']):.3g} ms" if own else None,
+                _ms(r["seconds"] / max(1, r["iterations"])) if own else None,
                 r["kernel"],
             ]
         )
     return [Table(["one projection of a batch", "time", "iterations (median)", "per iteration", "kernel"], rows)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def remarks(data: Data) -> list[str]:

@@ -82,6 +82,7 @@ class Workshop:
         self.settings = settings
         self.device = _device(settings.device)
         self.missing: dict[str, str] = {}
+        self.spent = 0.0
         self._subjects: dict[str, Subject] = {}
         self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
 
