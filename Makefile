@@ -8,10 +8,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast lint format coverage bench gpu-test wheel clean
+.PHONY: help demo docs test test-fast lint format coverage torture bench gpu-test wheel check-wheel audit-dependencies clean
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "wball needs Python 3.10 or later: make PYTHON=python3.12 ...")'
@@ -45,14 +45,24 @@ coverage: $(STAMP) ## the tests in one process, with a table of what they reach
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage report --skip-covered
 
+torture: $(STAMP) ## 100,000 seeded cases of the public API; summary into results/torture.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --jobs $(JOBS) $(ARGS)
+
 bench: $(STAMP) ## time everything side by side; table, plot and JSON into results/
 	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu-test: $(STAMP) ## the kernels' tests on a GPU instead of in Triton's interpreter
 	WBALL_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/kernels -k triton
 
-wheel: $(STAMP) ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+wheel: $(STAMP) ## build sdist and wheel into dist/
+	$(BIN)/python -m build --outdir dist .
+
+check-wheel: $(STAMP) ## the same, and try the wheel in an empty environment from another folder
+	bash tools/check_wheel.sh $(BIN)/python
+
+audit-dependencies: $(STAMP) ## known vulnerabilities of what is installed (asks the network)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/python -m pip_audit --skip-editable
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
