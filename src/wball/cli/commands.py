@@ -450,12 +450,15 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="minutes on two cores; the numbers mean little")] = False,
     data: Annotated[
-        Path | None, typer.Option("--data", envvar="WBALL_DATA", help="where data sets are (quick: bundled digits)")
+        Path | None,
+        typer.Option("--data", "--root", envvar="WBALL_DATA", help="where data sets are (quick: bundled digits)"),
     ] = None,
     models: Annotated[
         Path | None, typer.Option(help="trained models that the zoo lacks: NAME/NAME.safetensors")
     ] = None,
-    images: Annotated[int | None, typer.Option("--images", "-n", min=1, help="measure on so many test images")] = None,
+    images: Annotated[
+        int | None, typer.Option("--images", "--limit", "-n", min=1, help="measure on so many test images")
+    ] = None,
     training: Annotated[bool, typer.Option("--train/--no-train", help="train models that are missing")] = True,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="processes that share the recipes")] = 1,
     device: Device = "auto",
