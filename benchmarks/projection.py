@@ -112,7 +112,7 @@ def _sweep_row(
     answer = run()
     return {
         "method": f"wball sweeps, {name}",
-        "time": measure(run, device, budget_s=budget_s),
+        "time": measure(run, device, budget_s=budget_s, graph=name == "triton"),
         "extra_memory": _share(peak_memory(run, device), x),
         "iterations": int(answer.n_iter.max()),
         "gap_over_allowed": float((answer.gap / answer.allowed).max()),

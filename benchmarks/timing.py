@@ -28,14 +28,18 @@ def measure(run: Callable[[], object], device: torch.device, *, budget_s: float 
     On a GPU the call is captured once and replayed between device events, so that what is measured is the device and
     not Python; calls that wait for the device cannot be captured and are timed with events around them.
     """
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    first = time.perf_counter() - start
-    if first > 4 * budget_s:
-        return _spread([1e3 * first], "clock, one call")
-    if device.type != "cuda":
+    cuda = device.type == "cuda"
+    for attempt in range(2 if cuda else 1):  # a GPU's first call may load libraries
+        start = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize(device)
+        spent = time.perf_counter() - start
+        if spent <= 4 * budget_s:
+            break
+        if attempt or not cuda:
+            return _spread([1e3 * spent], "clock, one call")
+    if not cuda:
         return _spread(_clock(run, budget_s), "clock")
     replay = _captured(run) if graph else None
     samples = _events(replay or run, budget_s)
