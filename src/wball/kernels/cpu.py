@@ -254,7 +254,7 @@ def _solve_psi(work, pad, n, psi, budget, ring_cost, newton, cost_tol, logs):  #
         else:
             low = psi
         step = max(psi + cost * math.log(cost / target) / slope, 0.0) if cost > 0.0 and slope > 0.0 else -1.0
-        if not (low < step < high):
+        if not (low < step < min(high, 100 * psi + 100)):
             step = 2 * psi + 1 if math.isinf(high) else (max(low, 0.0) + high) / 2
         psi = step
     x, norm, top = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_TOP, pad : pad + n]

@@ -251,7 +251,8 @@ def _solve_psi(x: Tensor, rings: Tensor, ring_cost: Tensor, budget: Tensor, psi:
         step = psi + (cost * torch.log(cost / target) / slope).to(psi.dtype)
         step = step.clamp(min=0.0)
         middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
-        step = torch.where((step > low) & (step < high), step, middle)
+        # A slope lost to underflow sends the step to the moon: not beyond a hundred times where we are.
+        step = torch.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
         psi = torch.where(done, psi, step)
         if bool(done.all()):
             break
