@@ -182,7 +182,7 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
         found.expect(
             cost[k] <= budget[k] * (1 + 1e-9) + 1e-300, "infeasible", f"image {k}: cost {cost[k]:.9g} > {budget[k]:.9g}"
         )
-        if budget[k] > 0:
+        if budget[k] > 1e-290:
             found.measure("plan cost / budget", cost[k] / budget[k])
     return geometry, flow
 

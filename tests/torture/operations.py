@@ -87,7 +87,7 @@ def _audited(case: Case, found: Findings, z: Tensor, plan: object) -> None:
     found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
     eps = radii(case.ball, len(case.x))
     for k, (d, e) in enumerate(zip(report.distance.tolist(), eps.tolist(), strict=True)):
-        if e > 1e-6 and math.isfinite(d):
+        if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d):
             found.measure("audited distance / eps", d / e)
         found.expect(not math.isnan(d), "nan", f"audit: distance of image {k}")
 
@@ -225,7 +225,7 @@ def _attack(
             f"claims {result.distance.tolist()}, audit {report.distance.tolist()}",
         )  # fmt: skip
         for k, (d, e) in enumerate(zip(report.distance.tolist(), radii(case.ball, len(a)).tolist(), strict=True)):
-            if e > 1e-6 and math.isfinite(d):
+            if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d):
                 found.measure("audited distance / eps", d / e)
             if case.small and k == 0 and case.rng.random() < 0.3 and a[k].sum() > 1e-30:
                 lo, hi = case.ball.box if case.ball.box is not None else (0.0, math.inf)
