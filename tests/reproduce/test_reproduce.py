@@ -278,9 +278,9 @@ def test_windows_and_certificates_from_their_data() -> None:
     assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
     methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]
     lines = [{"method": m, "kind": k, "curve": curve(1.0, a)["curve"], "seconds": 1.0} for m, k, a in methods]
-    proved = {"images": "ten", "unit": "px", "name": "m", "rows": lines}
+    proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
     said = " ".join(proofs.remarks(proved))
-    assert "prove nothing at any radius" in said and "70.0 % of the images are proved at eps 0.1" in said
+    assert "prove nothing at any radius" in said and "prove 70.0 % of the images at eps 0.1" in said
     assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["0.0 %", "70.0 %", "90.0 %"]
     pytest.importorskip("matplotlib")
     assert windows.draw is not None and proofs.draw is not None

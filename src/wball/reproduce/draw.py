@@ -22,7 +22,7 @@ def curves(
     *,
     log: bool = False,
     share_radius: bool = True,
-    line_styles: Sequence[str] | None = None,
+    line_styles: dict[str, str] | None = None,
 ) -> Figure:
     """Accuracy against eps, one panel per attack or data set, the same colour for the same label throughout."""
     with style():
@@ -32,7 +32,7 @@ def curves(
         axes = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=share_radius and not log)
         order = list(dict.fromkeys(label for _, shown in panels for label, _ in shown))
         for axis, (title, shown) in zip(axes.flat, panels, strict=False):
-            for k, (label, curve) in enumerate(shown):
+            for label, curve in shown:
                 number = order.index(label)
                 # On a logarithmic axis the clean accuracy stands at the left edge.
                 low = min((p["eps"] for _, c in shown for p in c if p["eps"] > 0), default=1.0)
@@ -43,7 +43,7 @@ def curves(
                     label=label,
                     lw=1.4,
                     ms=2.6,
-                    ls=line_styles[k] if line_styles is not None else "-",
+                    ls=(line_styles or {}).get(label, "-"),
                     color=COLOURS[number % len(COLOURS)],
                     marker=MARKERS[number % len(MARKERS)],
                 )
