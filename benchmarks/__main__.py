@@ -1,15 +1,16 @@
-"""Run the benchmarks and write ``<out>.json`` (after every row), ``<out>.md`` and ``<out>.png``."""
+"""Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``; ``validity`` audits test sets."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, targets, warm
+from benchmarks import oracle, projection, report, targets, validity, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
@@ -54,6 +55,9 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["validity"]:
+        validity.main(sys.argv[2:])
+        return
     given = arguments()
     if given.render is not None:
         report.write(given.render.with_suffix(""), *report.read(given.render))
