@@ -1,0 +1,131 @@
+"""No attack inside a certified ball: certificates against the strongest attack, on random and on trained networks.
+
+A few hundred certificates in the test suite; ``WBALL_LONG=1 pytest tests/certify/test_soundness.py`` makes thousands of
+them and attacks with the full ``standard`` ensemble.
+"""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wball
+from certify.test_certify import chain, dense_net
+from wball.certify import certified_radius, certify, relaxation
+from wball.certify.certificate import Method
+
+LONG = bool(os.environ.get("WBALL_LONG"))
+IMAGES = 100 if LONG else 16
+VERSION: Literal["standard", "fast"] = "standard" if LONG else "fast"
+
+
+def digits(count: int) -> tuple[Tensor, Tensor]:
+    """14 x 14 digits."""
+    x, y = wball.load_sample("mnist")
+    return F.avg_pool2d(x, 2)[:count], y[:count]
+
+
+def small_net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(196, 24), nn.LeakyReLU(0.1),
+        nn.Linear(24, 10),
+    )  # fmt: skip
+
+
+def pooled_net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True),
+        nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def trained(net: nn.Sequential, noise: float) -> nn.Sequential:
+    x, y = digits(1000)
+    optimiser = torch.optim.Adam(net.parameters(), 5e-3)
+    generator = torch.Generator().manual_seed(0)
+    for index in torch.randperm(900, generator=generator).repeat(12).split(50):
+        loss = F.cross_entropy(net(wball.flow_noise(x[index], noise, generator)), y[index])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return net.eval()
+
+
+def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> Tensor:
+    """Which images fall."""
+    return wball.StandardAttack(ball, version=VERSION, check=False)(net, x, y).success
+
+
+@pytest.mark.parametrize("kind", ["random", "trained", "noise", "pooled"])
+def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
+    certificates, falls = 0, 0
+    for seed in range(2 if LONG else 1):
+        net = pooled_net(seed) if kind == "pooled" else small_net(seed)
+        if kind != "random":
+            trained(net, 0.02 if kind == "noise" else 1e-4)
+        x, y = digits(1000)
+        x, y = x[-IMAGES:], y[-IMAGES:]
+        if kind == "random":
+            y = net(x).argmax(1)
+        for eps in (0.002, 0.01, 0.03, 0.1, 0.3):
+            ball = wball.WassersteinBall(eps)
+            proof = certify(net, x, y, ball, "anchored")
+            fell = attacked(net, x, y, ball)
+            assert not bool((proof.certified & fell).any()), (kind, seed, eps)
+            certificates += int(proof.certified.sum())
+            falls += int(fell.sum())
+    # Neither side is idle: there are proofs, and there are balls too large for any.
+    assert certificates > IMAGES
+    assert kind == "random" or falls > IMAGES / 2
+
+
+@pytest.mark.parametrize("name", ["mnist-standard", "mnist-adversarial"])
+def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
+    net = wball.load_model(name)
+    x, y = wball.load_sample("mnist")
+    x, y = x[: IMAGES // 4], y[: IMAGES // 4]
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.005), "crown", rounds=4)
+    assert float(radius.median()) > 0
+    held = radius > 0
+    assert not bool(attacked(net, x[held], y[held], wball.WassersteinBall(radius[held])).any())
+
+
+@pytest.mark.parametrize("method", ["crown", "anchored"])
+def test_anchors_that_do_not_fit_only_loosen_the_bound(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = trained(small_net(0), 0.02)
+    x, y = digits(6)
+    ball = wball.WassersteinBall(0.05)
+    whole = certify(net, x, y, ball, method).margin
+    monkeypatch.setattr(relaxation._Collector, "LIMIT", 200)  # room for a few units an image
+    some = certify(net, x, y, ball, method).margin
+    if method == "crown":
+        assert torch.equal(some, whole)
+    assert bool((some <= whole + 1e-9).all()) and bool(torch.isfinite(some).all())
+    proved = certify(net, x, y, ball, method).certified
+    assert not bool((proved & attacked(net, x, y, ball)).any())
+
+
+def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
+    # A black image: a referee with tolerances may be above the true margin by more than our bound is below it.
+    for seed in range(20 if LONG else 5):
+        net = dense_net(1, 2, (12,), 3, seed)
+        x = torch.zeros(1, 1, 2, 2)
+        y = net(x).argmax(1)
+        bound = certify(net, x, y, wball.WassersteinBall(0.5)).margin
+        (_, b1), (second, b2) = chain(net)
+        hidden = [max(Fraction(0), Fraction(float(b))) for b in b1]
+        logits = [
+            Fraction(float(b)) + sum(Fraction(float(w)) * h for w, h in zip(row, hidden, strict=True))
+            for row, b in zip(second, b2, strict=True)
+        ]
+        exact = min(logits[int(y)] - v for k, v in enumerate(logits) if k != int(y))
+        assert Fraction(float(bound)) <= exact
+        assert float(exact - Fraction(float(bound))) < 1e-9
