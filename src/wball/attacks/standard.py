@@ -7,19 +7,21 @@ ball by construction.
 
 ``"standard"`` (cite as *wball StandardAttack, standard, version 1*)
 
-========  ============================  =========  =====  ==================
+========  ============================  =========  =====  ====================
 members   objective                     step size  steps  remarks
-========  ============================  =========  =====  ==================
+========  ============================  =========  =====  ====================
 1, 2      cross-entropy, margin         6 -> 0     100    linear decay
 3, 4      runner-up 2, 3                6 -> 0     100    linear decay
-5, 6      runner-up 4, 5                3          60
+5         runner-up 4                   3          60
+6         runner-up 5                   6 -> 0     60     linear decay
 7         margin                        3          150
 8, 9      runner-up 2, 3                3          80
 10        DLR                           10 -> 0    60     linear decay
-11        cross-entropy                 1          200
-12 - 15   runner-up 6, 7, 8, 9          3          20
-16        cross-entropy                 10 -> 0    60     random start, 3 nats
-========  ============================  =========  =====  ==================
+11        cross-entropy                 10 -> 0    60     random start, 3 nats
+12        cross-entropy                 6 -> 0     100    random start, 3 nats
+13        margin                        6 -> 0     100    random start, 10 nats
+14        cross-entropy                 6 -> 0     80     random start, 10 nats
+========  ============================  =========  =====  ====================
 
 An image that withstands all costs about twelve times what one run of 100 steps does.
 
@@ -89,14 +91,15 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _falling("runner-up-2"),
         _falling("runner-up-3"),
         _Member("runner-up-4", steps=60),
-        _Member("runner-up-5", steps=60),
+        _falling("runner-up-5", steps=60),
         _Member("margin", steps=150),
         _Member("runner-up-2", steps=80),
         _Member("runner-up-3", steps=80),
         _falling("dlr", step_size=10.0, steps=60),
-        _Member("cross-entropy", step_size=1.0, steps=200),
-        *(_Member(f"runner-up-{rank}", steps=20) for rank in (6, 7, 8, 9)),
         _falling("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
+        _falling("cross-entropy", random_start=3.0),
+        _falling("margin", random_start=10.0),
+        _falling("cross-entropy", steps=80, random_start=10.0),
     ),
     "fast": tuple(_falling(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")),
 }
