@@ -1,0 +1,133 @@
+"""The same seed gives the same numbers on a CPU, whatever the batch, the order of the images and the threads.
+
+``docs/determinism.md`` says what holds and why. Runs that are killed and started again are in ``faults`` and
+``training/test_restart.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+
+BALL = wball.WassersteinBall(0.2)
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    x, y = wball.load_sample("mnist")
+    return nn.functional.avg_pool2d(x[:7], 2), y[:7]
+
+
+class Net(nn.Module):
+    """Sums in float64, so that a batch of another size does not round the logits differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.randn(196, 16, generator=generator) / 6)
+        self.second = nn.Parameter(torch.randn(16, 10, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(x.flatten(1).double() @ self.first.double())
+        return (hidden @ self.second.double()).to(x.dtype)
+
+
+ATTACKS: dict[str, Callable[[], wball.DualAveraging | wball.PGD | wball.FrankWolfe]] = {
+    "dual averaging": lambda: wball.DualAveraging(BALL, steps=8, until_success=False),
+    "pgd": lambda: wball.PGD(BALL, steps=2, reg=1000.0, until_success=False),
+    "frank-wolfe": lambda: wball.FrankWolfe(BALL, steps=3, until_success=False),
+}
+RANDOM: dict[str, Callable[[], wball.DualAveraging | wball.PGD | wball.FrankWolfe]] = {
+    "dual averaging": lambda: wball.DualAveraging(BALL, steps=4, random_start=2.0),
+    "pgd": lambda: wball.PGD(BALL, steps=1, random_start=True),
+    "frank-wolfe": lambda: wball.FrankWolfe(BALL, steps=2, random_start=True),
+}
+
+
+@pytest.fixture
+def labels(digits: tuple[Tensor, Tensor]) -> Tensor:
+    return Net()(digits[0]).argmax(1)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_same_seed_same_bits(digits: tuple[Tensor, Tensor], labels: Tensor, name: str) -> None:
+    def attacked(seed: int) -> Tensor:
+        torch.rand(3)  # the global state plays no role
+        return RANDOM[name]()(Net(), digits[0], labels, generator=torch.Generator().manual_seed(seed)).images
+
+    assert torch.equal(attacked(1), attacked(1))
+    assert not torch.equal(attacked(1), attacked(2))
+
+
+def test_without_a_generator_a_fixed_seed_is_used(digits: tuple[Tensor, Tensor], labels: Tensor) -> None:
+    before = torch.get_rng_state()
+    one, two = (RANDOM["dual averaging"]()(Net(), digits[0], labels).images for _ in range(2))
+    assert torch.equal(one, two)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_batch_size_and_order_do_not_matter(digits: tuple[Tensor, Tensor], labels: Tensor, name: str) -> None:
+    x, attack = digits[0], ATTACKS[name]()
+    whole = attack(Net(), x, labels)
+    order = torch.tensor([4, 2, 6, 0, 1, 5, 3])
+    turned = attack(Net(), x[order], labels[order])
+    torch.testing.assert_close(turned.images, whole.images[order], rtol=0, atol=1e-6)
+    parts = [attack(Net(), x[k : k + 1], labels[k : k + 1]) for k in range(len(x))]
+    torch.testing.assert_close(torch.cat([p.images for p in parts]), whole.images, rtol=0, atol=1e-6)
+    assert torch.equal(torch.cat([p.success for p in parts]), whole.success)
+    assert torch.equal(turned.success, whole.success[order])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_solvers_do_not_depend_on_batch_or_threads(digits: tuple[Tensor, Tensor]) -> None:
+    """Bit for bit: each image is solved by itself."""
+    x = digits[0]
+    w, g = x + 0.2 * torch.randn_like(x).sign(), torch.randn_like(x)
+    answers = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        projected, farthest = BALL.project(x, w, 1000.0), BALL.support(x, g)
+        answers.append((projected.point, projected.gap, farthest.point, farthest.upper))
+        for k in range(3):
+            alone = BALL.project(x[k : k + 1], w[k : k + 1], 1000.0)
+            assert torch.equal(alone.point[0], projected.point[k])
+            assert torch.equal(BALL.support(x[k : k + 1], g[k : k + 1]).point[0], farthest.point[k])
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
+def test_evaluations_repeat_to_the_byte(digits: tuple[Tensor, Tensor], labels: Tensor, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        wball.evaluate(
+            Net(), digits[0], labels, BALL, [0.05, 0.2], RANDOM["dual averaging"](), out=tmp_path / name, seed=4,
+            batch_size=3, command="c",
+        )  # fmt: skip
+    for file in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_certificates_repeat_and_do_not_depend_on_the_batch(digits: tuple[Tensor, Tensor]) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(196, 12), nn.ReLU(), nn.Linear(12, 10))
+    x = digits[0]
+    y = net(x).argmax(1)
+    whole = wball.certify(net, x, y, wball.WassersteinBall(0.02))
+    again = wball.certify(net, x, y, wball.WassersteinBall(0.02))
+    assert torch.equal(whole.margin, again.margin)
+    alone = torch.cat(
+        [wball.certify(net, x[k : k + 1], y[k : k + 1], wball.WassersteinBall(0.02)).margin for k in (0, 3)]
+    )
+    torch.testing.assert_close(alone, whole.margin[[0, 3]], rtol=1e-5, atol=1e-6)
