@@ -93,8 +93,8 @@ def sums(
         return figure
 
 
-def grid(cells: Sequence[dict[str, Any]]) -> Figure:
-    """Examples by lambda (rows) and p (columns), with the radius of each."""
+def grid(cells: Sequence[dict[str, Any]], shown: int = 0) -> Figure:
+    """Examples by lambda (rows) and p (columns), with the radius of each; ``shown`` is the number of the digit."""
     with style():
         lambdas = list(dict.fromkeys(c["lambda"] for c in cells))
         powers = list(dict.fromkeys(c["p"] for c in cells))
@@ -103,7 +103,7 @@ def grid(cells: Sequence[dict[str, Any]]) -> Figure:
         for cell in cells:
             axis = axes[lambdas.index(cell["lambda"]), powers.index(cell["p"])]
             _show(axis, unpack(cell["image"]))
-            radius = cell["radius"][0]
+            radius = cell["radius"][shown]
             axis.set_title("not found" if radius is None else rf"$\epsilon$ = {radius:.2f}", fontsize=6.5, pad=2)
         for k, reg in enumerate(lambdas):
             axes[k, 0].set_ylabel(rf"$\lambda$ = {reg:g}", fontsize=7)
