@@ -28,7 +28,7 @@ def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = page.read_text(encoding="utf-8")
     for found in BLOCK.finditer(text):
         line = text.count("\n", 0, found.start()) + 1
-        exec(compile("\n" * line + found[1], page.name, "exec"), names)
+        exec(compile("\n" * line + found[1], page.name, "exec", dont_inherit=True), names)
 
 
 def test_commands_in_the_documentation_exist() -> None:
