@@ -117,3 +117,16 @@ def test_empty_batch() -> None:
     empty = torch.zeros(0, 1, 4, 4)
     assert wball.WassersteinBall(0.1).support(empty, empty).value.shape == (0,)
     assert wball.WassersteinBall(math.pi).sample(empty).shape == empty.shape
+
+
+@pytest.mark.parametrize("seed", [0, 2, 6])
+def test_directions_without_curvature_cost_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box that drained pixels touch leaves pairs that exchange mass with nobody else; the torch version, too."""
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    random = torch.Generator().manual_seed(seed)
+    draw = torch.rand((3, 1, 1, 6, 7), generator=random)
+    x = torch.where(draw[1] < 0.3, torch.zeros(()), torch.where(draw[2] < 0.3, torch.ones(()), draw[0]))
+    x = 0.1 + 0.8 * x.double()
+    g = 0.3 * torch.randn(x.shape, generator=random).double()
+    result = wball.WassersteinBall(0.1, wball.GridCost(3), box=(0.1, 0.9)).support(x, g)
+    assert bool(result.converged.all()) and int(result.n_iter) <= 60

@@ -39,6 +39,12 @@ RATIO = 6.0
 LEVEL_TOL = 3e-3
 """Residual (pixels) at which a level is left, or ``tau`` if that is less: the tangent removes what is left of it."""
 CG_TOL, CG_MAX = 1e-3, 250
+DAMPING = 0.5
+"""Newton's matrix gets this times residual / range of u on its diagonal.
+
+Neighbours that exchange mass with nobody else leave a direction without curvature: there the damped step is as long as
+the range of u, where a Newton step would be longer by orders of magnitude than any line search cares to shorten.
+"""
 MAX_HALVINGS = 30
 
 
@@ -204,6 +210,8 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
     diagonal = column + moves.scatter(weight * (1 - at.share))
     # A pixel that nobody can reach or leave has no curvature at all: any positive number will do there.
     ridge = 1e-12 * diagonal.flatten(1).amax(1).clamp(min=1e-12)
+    span = at.u.flatten(1).amax(1) - at.u.flatten(1).amin(1)
+    ridge = torch.maximum(ridge, DAMPING * at.residual / span.clamp(min=1e-300))
     diagonal = diagonal + per_image(ridge, diagonal)
     mean_cost = (at.share * moves.cost).sum(2, keepdim=True)
     curvature = (weight * (moves.cost - mean_cost).square()).flatten(1).sum(1)
@@ -226,7 +234,8 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
     p, p_psi = y, y_psi
     size = dot(r, y) + r_psi * y_psi
     target = CG_TOL**2 * size
-    for _ in range(CG_MAX):
+    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps, which do no harm
+    for k in range(1, CG_MAX + 1):
         h, h_psi = apply(p, p_psi)
         curve = dot(p, h) + p_psi * h_psi
         step = torch.where((curve > 0) & (size > target), size / curve.clamp(min=1e-300), torch.zeros_like(size))
@@ -234,7 +243,7 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
         r, r_psi = r - per_image(step, r) * h, r_psi - step * h_psi
         y, y_psi = r / diagonal, r_psi / diagonal_psi
         new = dot(r, y) + r_psi * y_psi
-        if bool((new <= target).all() | (step == 0).all()):
+        if k % patience == 0 and bool((new <= target).all() | (step == 0).all()):
             break
         turn = torch.where(step > 0, new / size.clamp(min=1e-300), torch.zeros_like(size))
         p, p_psi = y + per_image(turn, y) * p, y_psi + turn * p_psi
