@@ -8,7 +8,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast lint format coverage torture bench gpu-test wheel check-wheel audit-dependencies clean
+.PHONY: help demo docs test test-fast lint format coverage torture bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -59,6 +59,9 @@ wheel: $(STAMP) ## build sdist and wheel into dist/
 
 check-wheel: $(STAMP) ## the same, and try the wheel in an empty environment from another folder
 	bash tools/check_wheel.sh $(BIN)/python
+
+check-oldest: $(STAMP) ## types against the oldest supported torch and Python (downloads 60 MB)
+	bash tools/check_oldest.sh $(BIN)/python
 
 audit-dependencies: $(STAMP) ## known vulnerabilities of what is installed (asks the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
