@@ -87,7 +87,7 @@ def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
     assert kind == "random" or falls > IMAGES / 2
 
 
-@pytest.mark.parametrize("name", ["mnist-standard", "mnist-adversarial"])
+@pytest.mark.parametrize("name", ["mnist-standard", "mnist-certified"])
 def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
     net = wball.load_model(name)
     x, y = wball.load_sample("mnist")

@@ -209,11 +209,11 @@ def _cifar10_certified() -> TrainConfig:
         batch_size=256,
         augment=2,
         flip=True,
-        noise=0.0001,
+        noise=0.0002,
         optimisation=Optimisation(
             "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
         ),
-        smooth=Smooth(0.002),
+        smooth=Smooth(0.003),
         evaluation=Evaluation(every=10),
         summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
     )
