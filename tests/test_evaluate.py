@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
-from wball.evaluate.files import locked, read_json, read_tensors, write_bytes
+from wball.evaluate.files import locked, read_json, read_tensors
 from wball.evaluate.run import audit_in_threads
+from wball.whole import write_whole
 
 SOURCES = Path(__file__).parent.parent / "src"
 BALL = wball.WassersteinBall(0.4)
@@ -290,10 +291,10 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    write_bytes(tmp_path / "a", b"old")
+    write_whole(tmp_path / "a", b"old")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_bytes(tmp_path / "a", b"new")
+        write_whole(tmp_path / "a", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
     (tmp_path / "b.json").write_text('{"a": ')
     with pytest.raises(ValueError, match="no complete JSON"):

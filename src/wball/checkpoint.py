@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from wball.whole import write_whole
+
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,17 +62,8 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mappi
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {path}")
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        # save_file would make a file that only its owner can read.
-        with part.open("wb") as file:
-            file.write(save(tensors, metadata=dict(metadata) if metadata else None))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    # save_file would make a file that only its owner can read.
+    write_whole(path, save(tensors, metadata=dict(metadata) if metadata else None))
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,28 +17,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from wball.whole import write_whole
+
 
 class FolderInUse(RuntimeError):
     """Another process is writing to the folder."""
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write_json(path: Path, content: Any) -> None:
     """Plain data as JSON; the same data give the same bytes. Columns of numbers take one line each."""
-    write_bytes(path, (_pretty(content, 0) + "\n").encode())
+    write_whole(path, (_pretty(content, 0) + "\n").encode())
 
 
 def _pretty(value: Any, level: int) -> str:
@@ -64,7 +51,7 @@ def read_json(path: Path) -> Any:
 def write_tensors(path: Path, tensors: dict[str, Tensor], notes: Any = None) -> None:
     """Tensors, and plain data beside them, as one safetensors file."""
     metadata = None if notes is None else {"notes": json.dumps(notes)}
-    write_bytes(path, save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=metadata))
+    write_whole(path, save({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, metadata=metadata))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:

@@ -29,8 +29,8 @@ def write_report(
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError("reports need jinja2, plotly and matplotlib: pip install wball[report]") from error
-    from wball.evaluate.files import write_bytes
     from wball.report.content import make_content
+    from wball.whole import write_whole
 
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
@@ -47,7 +47,7 @@ def write_report(
         script=_asset("app.js"),
         plotly=get_plotlyjs(),
     )
-    write_bytes(path, page.encode())
+    write_whole(path, page.encode())
     return path
 
 

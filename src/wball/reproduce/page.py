@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wball.evaluate.files import write_bytes
 from wball.reproduce.run import RECIPES, draw, stored
+from wball.whole import write_whole
 
 ASSETS = "assets/reproduction"
 HEAD = """\
@@ -69,5 +69,5 @@ def _section(name: str, content: dict[str, Any]) -> str:
 def write(out: Path, page: Path) -> list[Path]:
     """Write the page and its pictures."""
     paths = draw(stored(out), out, ["png"], page.parent / ASSETS)
-    write_bytes(page, text(out).encode())
+    write_whole(page, text(out).encode())
     return [page, *paths]

@@ -38,8 +38,8 @@ from wball.training.state import (
     pack_optimizer,
     save_state,
     unpack_optimizer,
-    write_whole,
 )
+from wball.whole import write_whole
 
 Record = dict[str, Any]
 
