@@ -36,6 +36,7 @@ RADII = (0.01, 0.05, 0.1, 0.3)
 IMAGES = {"mnist": 10_000, "cifar10": 1_000}
 FEW = {"mnist": 200, "cifar10": 50}
 """Images for the attacks that solve a convex program at each step."""
+KINDS = ("DualAveraging", "StandardAttack", "PGD", "FrankWolfe")
 PART = {"mnist": 50, "cifar10": 4}
 """Images per piece of the audit."""
 
@@ -132,6 +133,13 @@ def _workers(count: int) -> Iterator[Executor | None]:
         yield pool
 
 
+def write(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """What is known so far; ``out`` names the files without their endings."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+    out.with_suffix(".md").write_text(table(about, rows))
+
+
 def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The result for people."""
     total, bad = sum(row["images"] for row in rows), sum(row["failures"] for row in rows)
@@ -172,6 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results") / "validity", help="files to write, without ending")
     parser.add_argument("--limit", type=int, help="at most so many images of each set")
     parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="attacks to run")
     parser.add_argument("--cifar10-architecture", default="cifar10-resnet18")
     parser.add_argument("--cifar10-weights", help="weights to load into it (default: a small network, briefly trained)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that audit")
@@ -189,17 +198,17 @@ def main(arguments: list[str] | None = None) -> None:
             model, about[f"{data} model"] = network(data, given, device)
             y = said(model, x)
             for name, attack, images in attacks(data, count):
+                if type(attack).__name__ not in given.only:
+                    continue
                 for eps in RADII:
                     row = check(name, attack, eps, model, x[:images], y[:images], PART[data], pool)
                     rows.append({"data": data, **row})
+                    write(given.out, about, rows)
                     print(
                         f"{data} {name} eps {eps:g}: {row['images']} audited, {row['failures']} failures, "
                         f"{100 * row['withstood']:.1f} % withstood, {row['attack_s']} + {row['audit_s']} s",
                         flush=True,
                     )
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".json").write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
-    given.out.with_suffix(".md").write_text(table(about, rows))
     print(f"written: {given.out}.json, {given.out}.md")
     bad = sum(row["failures"] for row in rows)
     if bad:

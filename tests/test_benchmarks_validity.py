@@ -41,6 +41,7 @@ def test_command(careless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kind = Careless if careless else DualAveraging
     attack = kind(WassersteinBall(0.1), steps=3, until_success=False)
     monkeypatch.setattr(validity, "load_dataset", sample)
+    monkeypatch.setattr(validity, "KINDS", (kind.__name__,))
     monkeypatch.setattr(validity, "attacks", lambda data, count: [("attack", attack, count)])
     arguments = ["--data", str(tmp_path), "--sets", "mnist", "--workers", "1", "--out", str(tmp_path / "out" / "v")]
     if careless:
@@ -63,4 +64,5 @@ def test_every_attack_is_sized_for_its_set() -> None:
     for data, count in validity.IMAGES.items():
         named = list(validity.attacks(data, count))
         assert [images for _, _, images in named[:2]] == [count, count]
-        assert all(images <= count for _, _, images in validity.attacks(data, 7)) and len(named) == 4
+        assert [type(attack).__name__ for _, attack, _ in named] == list(validity.KINDS)
+        assert all(images <= 7 for _, _, images in validity.attacks(data, 7)) and len(named) == 4
