@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 # Triton reads this when it is first imported, by whoever that is: without a GPU its kernels run in the interpreter.
@@ -16,6 +17,13 @@ if os.environ.get("WBALL_TEST_DEVICE", "cpu") == "cpu":
 # Failing examples must be the same on every machine, and a busy machine is no reason to fail.
 settings.register_profile("wball", derandomize=True, deadline=None)
 settings.load_profile("wball")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Doctests are looked for in the package only: among tests, their collector hides files that fail to import."""
+    found = yield
+    return [collector for collector in found if not isinstance(collector, DoctestModule)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
