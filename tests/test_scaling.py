@@ -109,6 +109,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_64_ranks_some_of_which_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         assert job(patch, tmp_path / "many", WORLD, {5: 2, 17: 9, 40: 12, 63: 3}) == 4
@@ -126,6 +127,7 @@ def test_64_ranks_some_of_which_die(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert max(shares) - min(shares) <= 2  # one batch, two radii
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 died, 3 are left: nothing in the folder depends on how many there were."""
     with monkeypatch.context() as patch:

@@ -83,6 +83,7 @@ def test_stopped_by_a_signal_and_started_again(tmp_path: Path, undisturbed: Path
     assert same(tmp_path, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -> None:
     """The job fails and says so; the same command ends with the numbers of a run that nobody disturbed."""
 

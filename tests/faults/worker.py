@@ -38,6 +38,19 @@ class Halves(nn.Module):
         return torch.stack([-right, right], 1)
 
 
+class Wide(nn.Module):
+    """A hundred numbers a pixel, by plain products: no library underneath has memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(96, 1, generator=generator))
+        self.out = nn.Parameter(torch.randn(96, 3, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.weight * x.flatten(1).unsqueeze(1) - 0.3).mean(2) @ self.out
+
+
 def problem(count: int = 24) -> tuple[Tensor, Tensor]:
     x = torch.rand(count, 1, 6, 6, generator=torch.Generator().manual_seed(0)).square() * 0.8
     return x, Halves()(x).argmax(1).detach()
@@ -66,10 +79,7 @@ def with_little_memory(folder: str, megabytes: int) -> None:
     """An attack on a model that needs more memory for all images at once than there is."""
     torch.set_num_threads(1)
     x = torch.rand(64, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 96, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 3)
-    )
+    model = Wide()
     attack = wball.DualAveraging(wball.WassersteinBall(0.05), steps=2, until_success=False)
     y = model(x[:1]).argmax(1).repeat(64)
     wanted = attack(model, x[:2], y[:2])  # and everything is loaded

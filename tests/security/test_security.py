@@ -76,6 +76,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_network")
 def test_an_evaluation_with_its_report_needs_no_network(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
