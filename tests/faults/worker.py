@@ -84,10 +84,12 @@ def with_little_memory(folder: str, megabytes: int) -> None:
     y = model(x[:1]).argmax(1).repeat(64)
     wanted = attack(model, x[:2], y[:2])  # and everything is loaded
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    before = resource.getrlimit(resource.RLIMIT_AS)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        resource.setrlimit(resource.RLIMIT_AS, (used + megabytes * 2**20, before[1]))
         result = attack(model, x, y)
+        resource.setrlimit(resource.RLIMIT_AS, before)
     assert any("out of memory" in str(w.message) for w in told), [str(w.message) for w in told]
     assert result.images.shape == x.shape
     torch.testing.assert_close(result.images[:2], wanted.images, rtol=0, atol=1e-5)
