@@ -171,3 +171,20 @@ def test_a_full_image_cannot_move() -> None:
     x = torch.ones(1, 1, 5, 5)
     plan = solve(WassersteinBall(0.5), x, 50 * torch.randn_like(x))
     torch.testing.assert_close(plan.z, x)
+
+
+def test_repair_goes_no_further_than_the_box_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full block whose inside would have to receive: what the last sweep must take away, it takes away in part."""
+    random = torch.Generator().manual_seed(3)
+    x, empty, full = (torch.rand((1, 1, 8, 9), generator=random).double() for _ in range(3))
+    x = torch.where(full < 0.25, 1.0, torch.where(empty < 0.25, 0.0, x))
+    b = torch.randn(x.shape, generator=random).double()
+    ball = WassersteinBall(0.1)
+    plans = {}
+    for kernel in ("torch", "cpu"):
+        monkeypatch.setenv("WBALL_KERNEL", kernel)
+        plans[kernel] = solve(ball, x, b, sweeps=0)
+        assert float(plans[kernel].z.max()) == pytest.approx(1.0, abs=1e-9)
+        assert float(plans[kernel].cost) > 0.62 * float(ball.budget(x))  # 0.60 with all that the sweep would take
+    torch.testing.assert_close(plans["cpu"].z, plans["torch"].z, atol=1e-9, rtol=0)
+    torch.testing.assert_close(plans["cpu"].keep, plans["torch"].keep, atol=1e-9, rtol=0)

@@ -139,6 +139,25 @@ def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     check_equal(case, sweeps=1, newton=6)
 
 
+STUBBORN = [
+    Case((2, 1, 7, 6), scale=3.0, eps=0.6),
+    Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3),
+]
+"""Boxes that only the last sweep of the repair restores, if no potentials help."""
+
+
+@pytest.mark.parametrize("case", STUBBORN, ids=str)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_last_sweep_of_a_repair_equals_reference(case: Case, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = solve(case, reference, torch.float64, sweeps=0)
+    assert float(plan.z.max()) == pytest.approx(1.0, abs=1e-9), "no further than the box asks"
+    if tiled:
+        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
+        monkeypatch.setattr(triton_plan, "TILE", 32)
+    check_equal(case, sweeps=0)
+    check_consistent(case, solve(case, triton_plan, torch.float32, sweeps=0))
+
+
 @pytest.mark.parametrize("case", [*ON_CHIP[:3], ON_CHIP[6]], ids=str)
 def test_plan_is_what_its_description_says(case: Case) -> None:
     check_consistent(case, solve(case, triton_plan, torch.float32))

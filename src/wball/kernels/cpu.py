@@ -323,9 +323,21 @@ def _repair(work, pad, n, shift, weight, price, psi, first, lo, hi, slack, share
     """``_KEEP`` and ``_GIVE`` such that the box holds; what is then sent and received."""
     x, keep, give = work[_X, pad : pad + n], work[_KEEP, pad : pad + n], work[_GIVE, pad : pad + n]
     sent, received = work[_SENT, pad : pad + n], work[_RECEIVED, pad : pad + n]
+    kept, had_sent = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
     for attempt in range(shares.size + 1):
         _send(work, pad, n, shift, weight, price, psi, first, logs)
         _receive(work, pad, n, -shift, weight, price, psi, first, logs)
+        if attempt == shares.size and lo <= 0.0:
+            # Between the last two plans, just far enough.
+            way = 0.0
+            for i in range(n):
+                excess = x[i] - give[i] * had_sent[i] + kept[i] * received[i] - hi
+                if excess > slack:
+                    below = max(hi - (x[i] - give[i] * sent[i] + keep[i] * received[i]), 0.0)
+                    way = max(way, excess / (excess + below))
+            for i in range(n):
+                keep[i] = kept[i] + way * (keep[i] - kept[i])
+                sent[i] = had_sent[i] + way * (sent[i] - had_sent[i])
         broken = 0
         for i in range(n):
             z = x[i] - give[i] * sent[i] + keep[i] * received[i]
@@ -335,11 +347,12 @@ def _repair(work, pad, n, shift, weight, price, psi, first, lo, hi, slack, share
             return
         share = shares[attempt]
         for i in range(n):
+            kept[i], had_sent[i] = keep[i], sent[i]
             z = x[i] - give[i] * sent[i] + keep[i] * received[i]
             room = max((hi - x[i] + share * give[i] * sent[i]) / max(received[i], 1e-300), 0.0)
             spare = max((x[i] - lo + share * keep[i] * received[i]) / max(sent[i], 1e-300), 0.0)
             keep[i] = min(keep[i], room) if z > hi + slack or share == 0.0 else keep[i]
-            give[i] = min(give[i], spare) if z < lo - slack or share == 0.0 else give[i]
+            give[i] = min(give[i], spare) if z < lo - slack or share == 0.0 and lo > 0.0 else give[i]
 
 
 @compiled(inner=True, fastmath=_SUMS)

@@ -38,6 +38,8 @@ REPAIR_SHARES = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.99, 0.9, 0.5, 0.0)
 """Per repair sweep, the share of a column's outflow it may count on while later sweeps can still shrink that outflow.
 
 With share 0 the bound ``x_j + inflow_j <= hi`` holds whatever the other columns do, so the last sweep always succeeds.
+It also takes away far more than the little that is then left over. Plans are linear in ``keep``, so where rows need no
+repair (``lo <= 0``) the answer lies between the last two: just far enough on the way to hold the box.
 """
 
 
@@ -305,13 +307,20 @@ def _keep_box(plan: _Rows, lo: float, hi: float, psi: Tensor, q: Tensor) -> Entr
         if not bool(broken.any()):
             break
         if share == 0.0:  # every column of a broken image, because these moves push others over
-            over = under = _per_image(broken).expand_as(x)
+            over = _per_image(broken).expand_as(x)
+            under = over if lo > 0 else under
         tiny = torch.finfo(x.dtype).tiny
         room = ((hi - x + share * give * sent) / received.clamp(min=tiny)).clamp(min=0.0)
         spare = ((x - lo + share * keep * received) / sent.clamp(min=tiny)).clamp(min=0.0)
+        kept, had_sent = keep, sent
         keep = torch.where(over, torch.minimum(keep, room), keep)
         give = torch.where(under, torch.minimum(give, spare), give)
         sent, received = plan.exchange(keep, give)
+        if share == 0.0 and lo <= 0.0:
+            excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
+            part = torch.where(excess > slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z))
+            way = _per_image(part.flatten(1).amax(1))
+            keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     cost, net_cost = _costs(plan, keep, give)
     return EntropicPlan(z, cost, net_cost, psi, q, keep, give)

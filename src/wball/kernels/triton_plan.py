@@ -44,6 +44,7 @@ from wball.kernels.triton_stencil import (
     stencil,
     tighten,
     warps,
+    way_back,
     with_factors,
 )
 
@@ -179,17 +180,21 @@ def _plan_kernel(
         broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
         repair = 0
         while (repair < _REPAIRS) & (broken > 0):
-            keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
-            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
-            sent, received = exchange(
+            tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
+            stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
+            next_sent, received = exchange(
                 s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
             )
+            way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
+            way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
+            keep += way * (tighter - keep)
+            sent += way * (next_sent - sent)
             z = x - give * sent + keep * received
             over = (z > hi + slack) & real
             under = (z < lo - slack) & real
             broken = tl.max((over | under).to(tl.int32), 0)
             repair += 1
-    tl.debug_barrier()
+    stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
     kept, given = with_factors(s, t, keep, give, LINEAR)
     cost, net = pair_costs(
         s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
@@ -250,7 +255,16 @@ def _tiled(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, 
             _shift_kernel[grid](x, q, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0)
     _move_kernel[grid](x, psi, s, t, sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
     for repair, share in enumerate(REPAIR_SHARES if box is not None else ()):
-        _tighten_kernel[grid](x, sent, z, keep, give, s, t, broken[repair], wide, 1, lo, hi, slack, share, **options)
+        # Between the last two plans, just far enough; `give`, which is 1 there, holds what `keep` was.
+        between = share == 0.0 and lo <= 0.0
+        _tighten_kernel[grid](
+            x, sent, z, keep, give, s, t, broken[repair], wide, 1, lo, hi, slack, share, **options, BETWEEN=between
+        )
+        if between:
+            _way_kernel[grid](
+                x, psi, s, t, keep, give, sent, z, broken[repair], partial, *moves, 1, hi, slack, **options
+            )
+            _blend_kernel[grid](b, q, keep, give, s, top, broken[repair], partial, wide, 1, **options)
         _exchange_kernel[grid](
             x, psi, s, t, keep, give, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
         )
@@ -444,7 +458,7 @@ def _without_factors(s, t, keep, give, linear):
 def _tighten_kernel(
     x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, s_ptr, t_ptr, broken_ptr, wide_ptr, one, lo, hi, slack, share,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
     if tl.load(broken_ptr + image) != 0:
@@ -457,13 +471,68 @@ def _tighten_kernel(
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
         s, t = _without_factors(s, t, keep, give, linear)
         z = x - give * sent + keep * received
+        kept = keep
         keep, give = tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
         tl.store(keep_ptr + values + index, keep, mask=real)
-        tl.store(give_ptr + values + index, give, mask=real)
+        tl.store(give_ptr + values + index, kept if BETWEEN else give, mask=real)
         s_linear, t_linear = with_factors(s, t, keep, give, True)
         s_log, t_log = with_factors(s, t, keep, give, False)
         tl.store(s_ptr + staged + place, tl.where(linear, s_linear, s_log), mask=real)
         tl.store(t_ptr + staged + place, tl.where(linear, t_linear, t_log), mask=real)
+
+
+@kernel("one")
+def _way_kernel(
+    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, kept_ptr, sent_ptr, received_ptr, broken_ptr, partial_ptr,
+    wide_ptr, offset_ptr, price_ptr, one, hi, slack,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """How far this tile must go from the plan before to the plan with the last factors."""
+    TILES: tl.constexpr = (C * H * W + BLOCK - 1) // BLOCK
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    if tl.load(broken_ptr + image) != 0:
+        psi = tl.load(psi_ptr + image)
+        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
+        kept = tl.load(kept_ptr + values + index, mask=real, other=1.0)
+        had_sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
+        received = tl.load(received_ptr + values + index, mask=real, other=0.0)
+        t = tl.load(t_ptr + staged + place)
+        prices = ring_prices(price_ptr, ENDS)
+        if tl.load(wide_ptr + image) == 0:
+            sent = flows(s_ptr + staged, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+        else:
+            sent = flows(s_ptr + staged, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, (), False)
+        way = way_back(x - had_sent + kept * received, x - sent + keep * received, hi, slack, real)
+        tl.store(partial_ptr + 2 * (image * TILES + tl.program_id(0)), tl.max(way, 0).to(tl.float64))
+
+
+@kernel("one")
+def _blend_kernel(
+    b_ptr, q_ptr, keep_ptr, kept_ptr, s_ptr, top_ptr, broken_ptr, partial_ptr, wide_ptr, one,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Go as far as the tile that must go furthest."""
+    TILES: tl.constexpr = (C * H * W + BLOCK - 1) // BLOCK
+    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
+    if tl.load(broken_ptr + image) != 0:
+        furthest = tl.max(tl.zeros([BLOCK], tl.float64), 0)
+        for start in tl.range(0, TILES, BLOCK):
+            each = start + tl.arange(0, BLOCK)
+            ways = tl.load(partial_ptr + 2 * (image * TILES + each), mask=each < TILES, other=0.0)
+            furthest = tl.maximum(furthest, tl.max(ways, 0))
+        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
+        kept = tl.load(kept_ptr + values + index, mask=real, other=1.0)
+        keep = kept + furthest.to(tl.float32) * (keep - kept)
+        tl.store(keep_ptr + values + index, keep, mask=real)
+        tl.store(kept_ptr + values + index, 1.0, mask=real)
+        b = tl.load(b_ptr + values + index, mask=real, other=0.0).to(tl.float32)
+        s = b + tl.load(q_ptr + values + index, mask=real, other=0.0)
+        linear = tl.load(wide_ptr + image) == 0
+        s = tl.where(linear, tl.exp(s - tl.load(top_ptr + image)) * keep, s + tl.log(keep))
+        tl.store(s_ptr + staged + place, s, mask=real)
 
 
 @kernel("one")

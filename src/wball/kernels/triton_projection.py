@@ -34,6 +34,7 @@ from wball.kernels.triton_stencil import (
     sum_six,
     tighten,
     warps,
+    way_back,
     with_factors,
 )
 
@@ -243,9 +244,7 @@ def _projection_kernel(
                     )
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
-                    excess = tl.maximum(z - hi, 0.0)
-                    below = tl.maximum(hi - (x - next_sent + next_arrived), 0.0)
-                    mix = tl.max(tl.where(over, excess / tl.maximum(excess + below, 1.2e-38), 0.0), 0)
+                    mix = tl.max(way_back(z, x - next_sent + next_arrived, hi, slack, real), 0)
                     mix = tl.where(final & (lo == 0.0), mix, 1.0)
                     sent += mix * (next_sent - sent)
                     arrived += mix * (next_arrived - arrived)

@@ -526,15 +526,22 @@ def exchange(
 
 @triton.jit
 def tighten(x, sent, received, keep, give, over, under, lo, hi, share):
-    """Factors after one repair sweep; with share 0 every column and row of the image is treated."""
+    """Factors after one repair sweep; with share 0 every column of the image is treated, and every row if need be."""
     room = tl.maximum((hi - x + share * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
     spare = tl.maximum((x - lo + share * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
     kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
     everywhere = share == 0.0
     return (
         tl.where(everywhere, kept, tl.where(over, kept, keep)),
-        tl.where(everywhere, given, tl.where(under, given, give)),
+        tl.where(everywhere, tl.where(lo > 0.0, given, give), tl.where(under, given, give)),
     )
+
+
+@triton.jit
+def way_back(before, after, hi, slack, real):
+    """How far each column must go from what it was, above ``hi``, to what it is now, at most ``hi``."""
+    excess, below = before - hi, tl.maximum(hi - after, 0.0)
+    return tl.where((excess > slack) & real, excess / tl.maximum(excess + below, 1.2e-38), 0.0)
 
 
 @triton.jit
