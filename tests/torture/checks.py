@@ -119,6 +119,12 @@ def planes(x: Tensor) -> Array:
     return np.asarray(a.reshape(*a.shape[:2], a.shape[2] * a.shape[3]) if a.ndim == 4 else a[:, None, :])
 
 
+def centres(ball: WassersteinBall, x: Tensor) -> Array:
+    """The images as the library takes them: pixels that rounding left outside the box are clipped, in their dtype."""
+    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
+    return planes(x.detach().clamp(lo, hi))
+
+
 def radii(ball: WassersteinBall, batch: int) -> Array:
     return np.broadcast_to(torch.as_tensor(ball.eps, dtype=torch.float64).numpy(), (batch,))
 
@@ -146,7 +152,7 @@ def check_point(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor) ->
     violation = max(lo - float(z.min()), float(z.max()) - hi, 0.0)
     found.measure("box violation", violation)
     found.expect(violation <= 1e-6, "infeasible", f"box violation {violation:.3g}")
-    a, b = np.clip(planes(x), lo, hi), planes(z)
+    a, b = centres(ball, x), planes(z)
     mass = a.sum((1, 2))
     error = np.abs(a.sum(2) - b.sum(2)).max(1)
     for k in range(len(a)):
@@ -158,8 +164,8 @@ def check_point(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor) ->
 def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, plan: Plan) -> tuple[Geometry, Array]:
     """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the flows."""
     geometry = Geometry(ball.cost, tuple(x.shape))
-    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
-    a, b = np.clip(planes(x), lo, hi), planes(z)
+    hi = ball.box[1] if ball.box is not None else 0.0
+    a, b = centres(ball, x), planes(z)
     flow = geometry.flows(plan)
     mass, budget = a.sum((1, 2)), budgets(ball, a, x.dtype)
     everything = plan.flow.detach().double().flatten(1).sum(1).numpy()
@@ -176,7 +182,7 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
             off <= 1e-8 * m, "infeasible", f"image {k}: rows are off by {off / m if m else off:.3g} of the mass"
         )
         denormal = torch.finfo(z.dtype).smallest_normal * torch.finfo(z.dtype).eps
-        slack = (half_ulp(z.dtype) + 1e-14) * np.abs(columns[k]) + denormal + 1e-12 * (hi if math.isfinite(hi) else 0.0)
+        slack = (half_ulp(z.dtype) + 1e-14) * np.abs(columns[k]) + denormal + 1e-12 * hi
         over = (np.abs(columns[k] - b[k]) - slack).max()
         found.expect(over <= 0, "infeasible", f"image {k}: the point differs from the plan's columns by {over:.3g}")
         found.expect(
@@ -199,7 +205,7 @@ def check_projection(
         return
     geometry, flow = check_plan(found, ball, x, result.point, result.plan)
     lo, hi = ball.box if ball.box is not None else (-math.inf, math.inf)
-    a, target = np.clip(planes(x), max(lo, 0.0), hi), planes(w)
+    a, target = centres(ball, x), planes(w)
     u, psi = planes(result.duals.beta), result.duals.psi.double().numpy()
     columns = geometry.sums(flow, geometry.target)
     mass, budget = a.sum((1, 2)), budgets(ball, a, x.dtype)
@@ -275,8 +281,7 @@ def check_support(
         found.expect(False, "missing", "no plan")
         return
     geometry, flow = check_plan(found, ball, x, result.point, result.plan)
-    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
-    a, direction, point = np.clip(planes(x), lo, hi), planes(g), planes(result.point)
+    a, direction, point = centres(ball, x), planes(g), planes(result.point)
     mass, budget = a.sum((1, 2)), budgets(ball, a, x.dtype)
     columns = geometry.sums(flow, geometry.target)
     for k in range(len(a)):

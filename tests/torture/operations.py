@@ -21,6 +21,7 @@ from .checks import (
     Findings,
     Geometry,
     budgets,
+    centres,
     check_plan,
     check_point,
     check_projection,
@@ -118,7 +119,7 @@ def _distance(case: Case, found: Findings) -> None:
         found.expect(
             bool((soft >= far - 1e-9 * (1 + far)).all()), "distance", "the entropic one is below the exact one"
         )
-    geometry, a = Geometry(ball.cost, tuple(x.shape)), np.clip(planes(x), lo, hi)
+    geometry, a = Geometry(ball.cost, tuple(x.shape)), centres(ball, x)
     for k in range(len(a)):
         mass = float(a[k].sum())
         if mass <= 1e-280:
@@ -214,7 +215,7 @@ def _attack(
             return
         report = wball.audit(case.ball, case.x, z)
         found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
-        a, geometry = planes(case.x), Geometry(case.ball.cost, tuple(case.x.shape))
+        a, geometry = centres(case.ball, case.x), Geometry(case.ball.cost, tuple(case.x.shape))
         unit = np.ones(len(a)) if case.ball.mass == "relative" else a.sum((1, 2))
         slack = torch.from_numpy(
             (1e-4 * radii(case.ball, len(a))) + 4 * half_ulp(torch.float32) * unit * (1 + geometry.price.max())
@@ -228,8 +229,7 @@ def _attack(
             if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d):
                 found.measure("audited distance / eps", d / e)
             if case.small and k == 0 and case.rng.random() < 0.3 and a[k].sum() > 1e-30:
-                lo, hi = case.ball.box if case.ball.box is not None else (0.0, math.inf)
-                least = transport(geometry, np.clip(a[k], lo, hi), planes(z)[k])
+                least = transport(geometry, a[k], planes(z)[k])
                 least = least / a[k].sum() if case.ball.mass == "relative" else least
                 allowed = e * (1 + 1e-4) + 2e-6 * unit[k] * (1 + geometry.price.max())
                 found.expect(not least > allowed, "infeasible", f"image {k}: a program finds {least}, eps {e}")

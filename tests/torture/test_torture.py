@@ -71,6 +71,12 @@ def test_an_empty_batch_under_a_matrix_cost() -> None:
     assert Plan(moves, moves.gather(x)).cancelled().columns().shape == x.shape
 
 
+def test_an_image_that_is_all_rounding_contains_itself() -> None:
+    x = torch.full((1, 1, 1, 2), -3e-8)
+    ball = wball.WassersteinBall(0.1)
+    assert bool(ball.contains(x, ball.sample(x)))
+
+
 def test_a_window_of_one_pixel_is_certified() -> None:
     """Within it nothing moves, and one channel of one pixel has nowhere to go to even with full plans."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))

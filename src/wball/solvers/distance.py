@@ -115,6 +115,7 @@ def contains(ball: WassersteinBall, x: Tensor, z: Tensor, tol: float = 1e-4) -> 
     """
     if not tol >= 0:
         raise ValueError(f"tol must be >= 0, got {tol!r}")
+    x = inputs.check_images("x", x, ball.box)
     far = distance(ball, x, z)
     inputs.check_eps_count(ball.eps, x.shape[0])
     start, end = _planes(x, x.device), _planes(z, x.device)
