@@ -18,14 +18,15 @@ from wball.provenance import command, device_name, versions
 
 COLUMNS = (
     ("work", "work"), ("images", "images"), ("batch", "batch"), ("window", "window"), ("method", "method"),
-    ("time", "ms (middle 80 %)"), ("ns_per_pixel", "ns/pixel"), ("floor_ms", "floor ms"),
+    ("time", "ms (middle 80 %)"), ("processor", "processor ms"), ("ns_per_pixel", "ns/pixel"), ("floor_ms", "floor ms"),
     ("extra_memory", "extra memory / batch"),
     ("iterations", "sweeps"), ("gap_over_allowed", "gap / allowed"), ("error", "error"), ("mass_error", "mass error"),
     ("box_violation", "outside box"), ("distance_over_eps", "distance / eps"), ("budget_used", "budget used"),
 )  # fmt: skip
 
 EXPLANATION = """\
-Times are medians of repeated calls. *error* is the distance to the optimum of the method's own problem (with the box
+Times are medians of repeated calls; *processor* time is what all threads together spent, to be compared if the
+machine was busy. *error* is the distance to the optimum of the method's own problem (with the box
 for this library, without it for the others), relative to the distance from that optimum to the point that is
 projected. *distance / eps* is the exact transport distance, infinite if mass was lost. *floor* is what moving the
 bytes or doing the arithmetic once would take on this machine."""
@@ -94,6 +95,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[s
     lines = [f"# Benchmark on {about['device']}", ""]
     lines += [f"- {key.replace('_', ' ')}: {_flat(value)}" for key, value in about.items()]
     lines += ["", EXPLANATION, ""]
+    rows = [row | {"processor": row["time"].processor} if isinstance(row.get("time"), Time) else row for row in rows]
     for work in dict.fromkeys(row["work"] for row in rows):
         part = [row for row in rows if row["work"] == work]
         used = [(key, title) for key, title in COLUMNS[1:] if any(row.get(key) is not None for row in part)]

@@ -181,7 +181,7 @@ class _Projection:
         self.offset = self.offset + self.tau * torch.special.xlogy(x, x).flatten(1).sum(1)
         self.flow = still.flow
         self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)
-        self.primal = self.entropic(still.flow) + self.at_centre
+        self.primal = self.at_centre.clone()  # what stays has no entropy
         self.dual = torch.full_like(mass, -math.inf)
         self.beta, self.psi = torch.zeros_like(w), torch.zeros_like(mass)
 
@@ -202,8 +202,7 @@ class _Projection:
         # A ball of one point: no mass, or no budget.
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-        free = self.lower_bound(torch.arange(len(x), device=x.device), self.beta, self.psi)
-        self.dual = torch.where(single, self.primal, free)
+        self.dual = torch.where(single, self.primal, self._bound_without_prices())
         todo = (~single).nonzero().squeeze(1)
         if todo.numel() and init is None and bool(self.tau.any()):
             todo = self._sweep(todo, start, n_iter)
@@ -224,6 +223,13 @@ class _Projection:
         status = statuses(gap <= self.allowed(self.primal, self.flow))
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
+
+    def _bound_without_prices(self) -> Tensor:
+        """:meth:`lower_bound` at ``u = 0`` and ``psi = 0``, where every row is spread evenly."""
+        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        least = 0.5 * (self.w - self.w.clamp(lo, hi)).square().flatten(1).sum(1)
+        ways = self.moves.allowed.sum(-3).to(self.x.dtype)
+        return least - self.tau * (self.x * torch.log(ways)).flatten(1).sum(1)
 
     def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
         """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
