@@ -51,7 +51,7 @@ def _released_module() -> Any:
         folder = spec.submodule_search_locations[0]
     path = Path(folder) / "projected_sinkhorn.py"
     if not path.is_file():
-        raise Absent(f"there is no projected_sinkhorn.py in {folder}")
+        raise Absent(f"there is no projected_sinkhorn.py in the folder that {FOLDER} names")
     sys.path.insert(0, folder)  # it imports its neighbour by its bare name
     try:
         spec = importlib.util.spec_from_file_location("released_projected_sinkhorn", path)
