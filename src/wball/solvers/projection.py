@@ -220,7 +220,10 @@ class _Projection:
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
         residual = (point - (w - self.beta).clamp(lo, hi)).flatten(1).abs().amax(1)
         residual = torch.where(single, torch.zeros_like(residual), residual)
-        status = statuses(gap <= self.allowed(self.primal, self.flow))
+        solved = gap <= self._allowed_at_least(self.primal, slice(None))
+        if not bool(solved.all()):
+            solved = gap <= self.allowed(self.primal, self.flow)
+        status = statuses(solved)
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
 
@@ -266,9 +269,13 @@ class _Projection:
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""
         pick = slice(None) if index is None else index
-        objective, parts = (primal + self.offset[pick]).abs(), primal - 2 * self.entropic(flow, index)
+        parts = primal - 2 * self.entropic(flow, index)
         # The entropic objective may cross zero, where nothing is small in proportion to it: its parts set a floor.
-        return self.tol * torch.maximum(objective, 1e-3 * parts) + self._floor(pick)
+        return torch.maximum(self._allowed_at_least(primal, pick), self.tol * 1e-3 * parts + self._floor(pick))
+
+    def _allowed_at_least(self, primal: Tensor, pick: Tensor | slice) -> Tensor:
+        """:meth:`allowed` without looking at the plan."""
+        return self.tol * (primal + self.offset[pick]).abs() + self._floor(pick)
 
     def _floor(self, pick: Tensor | slice) -> Tensor:
         rounding = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
