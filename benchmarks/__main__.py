@@ -60,7 +60,9 @@ def main() -> None:
         return
     given = arguments()
     if given.render is not None:
-        report.write(given.render.with_suffix(""), *report.read(given.render))
+        found, about, remarks = report.read(given.render)
+        remarks = remarks or targets.targets(found) + projection.ratios(found)  # none yet where a run was stopped
+        report.write(given.render.with_suffix(""), found, about, remarks)
         return
     if given.threads:
         torch.set_num_threads(given.threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import Machine, Time
-from wball.provenance import command, device_name, versions
+from wball.provenance import command, commit, device_name, versions
 
 COLUMNS = (
     ("work", "work"), ("images", "images"), ("batch", "batch"), ("window", "window"), ("method", "method"),
@@ -40,7 +39,7 @@ def environment(
         "command": line
         if data is None
         else line.replace(str(data), "DATA"),  # a folder of one machine means nothing on another
-        "commit": _commit(),
+        "commit": commit(),
         "seed": seed,
         "device": device_name(device),
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
@@ -57,15 +56,6 @@ def environment(
     except ImportError:
         pass
     return found
-
-
-def _commit() -> str:
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{head} with local changes" if dirty.strip() else head
 
 
 def save(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
