@@ -1,7 +1,7 @@
 # `make demo` and `make test` set themselves up: everything is installed into .venv, once.
 PYTHON ?= python3
 VENV   ?= .venv
-EXTRAS ?= dev,report
+EXTRAS ?= dev,report,art,foolbox,onnx
 JOBS   ?= 2
 
 BIN   := $(VENV)/bin
