@@ -118,3 +118,18 @@ def check_count(name: str, value: int, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def find_device(name: str) -> torch.device:
+    """The device a command is asked to use: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name}: torch sees no CUDA device; use --device cpu")
+    return device

@@ -32,23 +32,19 @@ def device(name: str) -> torch.device:
     """``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets a GPU of its own."""
     import torch
 
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    from wball.inputs import find_device
+
     try:
-        chosen = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(f"--device {name}: expected auto, cpu, cuda or cuda:N") from None
+        chosen = find_device(name)
+    except ValueError as error:
+        raise typer.BadParameter(f"--{error}") from None
     if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise typer.BadParameter(f"--device {name}: torch sees no CUDA device; use --device cpu")
         local = int(os.environ.get("LOCAL_RANK", "0"))
         index = chosen.index if chosen.index is not None else local
         if index >= torch.cuda.device_count():
             raise typer.BadParameter(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
-    elif chosen.type != "cpu":
-        raise typer.BadParameter(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     return chosen
 
 

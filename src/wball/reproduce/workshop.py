@@ -25,6 +25,7 @@ from wball import provenance
 from wball.checkpoint import load_weights
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.evaluate.files import locked, read_json
+from wball.inputs import find_device
 from wball.models import build_model
 from wball.training.config import Evaluation, TrainConfig
 from wball.training.loop import train
@@ -80,7 +81,7 @@ class Workshop:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = _device(settings.device)
+        self.device = find_device(settings.device)
         self.missing: dict[str, str] = {}
         self.spent = 0.0
         self._subjects: dict[str, Subject] = {}
@@ -254,18 +255,6 @@ def _load(name: str, folder: Path) -> tuple[nn.Module, str]:
     card = folder / f"{name}.json"
     architecture = str(read_json(card)["architecture"]) if card.is_file() else preset(name).architecture
     return load_weights(build_model(architecture), folder / f"{name}.safetensors"), architecture
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name}: torch sees no CUDA device; use cpu")
-    return device
 
 
 class Clock:
