@@ -32,7 +32,7 @@ SHOWN = {"mnist": (0.1, 0.3, 0.5, 1.0), "cifar10": (0.005, 0.01, 0.05, 0.1)}
 """Radii of the tables."""
 FULL, QUICK = {"mnist": 10_000, "cifar10": 10_000}, {"mnist": 40, "cifar10": 8}
 STANDARD = {"mnist": 10_000, "cifar10": 1_000}
-"""Test images for StandardAttack: an image that withstands it costs twelve hundred gradients of a ResNet-18."""
+"""Test images for StandardAttack: an image that withstands it costs thirteen hundred gradients of a ResNet-18."""
 WINDOWS, QUICK_WINDOWS = (3, 5, 7, 9, 11), (3, 5, 7)
 WINDOW_IMAGES = 2_000
 
