@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
@@ -30,6 +30,7 @@ from wball.attacks import objectives
 from wball.attacks.model import Model, as_found, check_logits
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
+from wball.result import Proof
 from wball.solvers.batch import result_dtype
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class AttackResult:
         member: for ensembles, which attack found it (-1: none).
         kernel: which implementation served the ball; several are joined by ``+``, and it is ``"none"`` where no step
             was made.
+        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
+            ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
     """
 
     images: Tensor
@@ -84,6 +87,7 @@ class AttackResult:
     radius: Tensor
     member: Tensor | None = None
     kernel: str = "none"
+    proof: Proof | None = None
 
     @property
     def robust_accuracy(self) -> float:
@@ -142,6 +146,8 @@ class Climb:
         self.within(ball)
         self.objective, self.until_success = objective, until_success
         self.steps_done, self.kernel = 0, "none"
+        self._proof: Proof | None = None
+        self._all_proof: Proof | None = None
         self._progress = progress
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
@@ -176,7 +182,13 @@ class Climb:
         """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
         return self._drop()
 
-    def gradient(self, z: Tensor, distance: Tensor) -> Tensor:
+    def keep_proofs(self, of_nothing: Callable[[Tensor], Proof]) -> Proof:
+        """From now on every candidate comes with its proof. Returns that of the images as they are."""
+        self._all_proof = of_nothing(self._all.z)
+        self._proof = self._all_proof.take(self._active)
+        return self._proof
+
+    def gradient(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
         """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
         z = z.detach().requires_grad_(True)
         with torch.enable_grad():
@@ -185,7 +197,7 @@ class Climb:
             (gradient,) = torch.autograd.grad(loss.sum(), z)
         finite = gradient.isfinite()
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
-        self._consider(z.detach(), logits.detach(), loss.detach(), distance)
+        self._consider(z.detach(), logits.detach(), loss.detach(), distance, proof)
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
@@ -199,14 +211,14 @@ class Climb:
         with torch.no_grad():
             return self._loss(self.model(z))
 
-    def offer(self, z: Tensor, distance: Tensor) -> Tensor:
+    def offer(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
         """A candidate without its gradient. Returns which images it succeeds on."""
         with torch.no_grad():
             logits = self.model(z)
-            self._consider(z, logits, self._loss(logits), distance)
+            self._consider(z, logits, self._loss(logits), distance, proof)
             return self.reached(logits)
 
-    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor) -> None:
+    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor, proof: Proof | None) -> None:
         best, success = self._best, self.reached(logits)
         better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
         if self.until_success:
@@ -220,6 +232,9 @@ class Climb:
             status=torch.where(better, status, best.status),
             radius=torch.where(best.success & ~better, best.radius, self._radius),
         )
+        if self._proof is not None:
+            assert proof is not None
+            self._proof = proof.where(better, self._proof)
 
     def survivors(self) -> Tensor | None:
         """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
@@ -231,8 +246,9 @@ class Climb:
         kept = (~self._best.success).nonzero().squeeze(1)
         if kept.numel() == self._active.numel():
             return None
-        self._all.put(self._active, self._best)
+        self._put()
         self._active, self._best = self._active[kept], self._best.at(kept)
+        self._proof = None if self._proof is None else self._proof.take(kept)
         self.x, self.y = self.x[kept], self.y[kept]
         self.within(self.ball.take(kept))
         self.target = None if self.target is None else self.target[kept]
@@ -244,8 +260,18 @@ class Climb:
         return self._active.numel() == 0
 
     def finish(self) -> _Best:
-        self._all.put(self._active, self._best)
+        self._put()
         return self._all
+
+    @property
+    def proof(self) -> Proof | None:
+        """The plans of all images' best candidates, after the end."""
+        return self._all_proof
+
+    def _put(self) -> None:
+        self._all.put(self._active, self._best)
+        if self._proof is not None and self._all_proof is not None:
+            self._all_proof = self._all_proof.put(self._active, self._proof)
 
 
 @dataclass(frozen=True)
@@ -256,12 +282,14 @@ class Attack(ABC):
         ball: the threat model.
         batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs out.
         progress: show a bar on stderr; ``None`` shows it on long runs.
+        proofs: return the plans that prove the distances, if the attack has them (``result.proof``).
     """
 
     ball: Ball
     _: KW_ONLY
     batch_size: int | None = None
     progress: bool | None = None
+    proofs: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -403,8 +431,9 @@ class GradientAttack(Attack):
         loss = objectives.report(objective, best.loss, targeted=target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
         return AttackResult(
-            best.z, best.success, best.distance, loss, best.n_steps, status, best.radius, kernel=climb.kernel
-        )
+            best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
+            kernel=climb.kernel, proof=climb.proof,
+        )  # fmt: skip
 
 
 def spread(per_image: Tensor, like: Tensor) -> Tensor:
@@ -458,7 +487,9 @@ def _joined(parts: list[AttackResult]) -> AttackResult:
         if getattr(parts[0], name) is not None
     }
     kernel = joined_kernels(part.kernel for part in parts)
-    return AttackResult(status=sum((part.status for part in parts), ()), kernel=kernel, **fields)
+    proofs = [part.proof for part in parts if part.proof is not None]
+    proof = Proof.joined(proofs) if len(proofs) == len(parts) else None
+    return AttackResult(status=sum((part.status for part in parts), ()), kernel=kernel, proof=proof, **fields)
 
 
 def joined_kernels(names: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import Climb, GradientAttack, spread, unit_of
 from wball.ball import WassersteinBall
+from wball.result import EntropicProof, Proof
 from wball.solvers.oracle import TransportOracle
 
 
@@ -65,13 +66,14 @@ class DualAveraging(GradientAttack):
         unit = unit_of(ball, climb.x)
         b, z = torch.zeros_like(climb.x), climb.x
         distance = torch.zeros_like(unit)
+        proof: Proof | None = climb.keep_proofs(EntropicProof.of_nothing) if self.proofs else None
         if self.random_start > 0:
             noise = torch.randn(b.shape, generator=generator, device=generator.device, dtype=torch.float32)
             b = self.random_start * noise.to(b)
             point = oracle(b)
-            z, distance, climb.kernel = point.z, point.cost / unit, point.kernel
+            z, distance, proof, climb.kernel = point.z, point.cost / unit, point.proof, point.kernel
         for step in range(self.steps):
-            gradient = climb.gradient(z, distance)
+            gradient = climb.gradient(z, distance, proof)
             eta = self.step_size * (1 - self.decay * step / max(1, self.steps - 1))
             b = b + eta * normalised(gradient)
             kept = climb.survivors()
@@ -80,8 +82,8 @@ class DualAveraging(GradientAttack):
                     return
                 b, oracle, unit = b[kept], oracle.take(kept), unit[kept]
             point = oracle(b)
-            z, distance, climb.kernel = point.z, point.cost / unit, point.kernel
-        climb.offer(z, distance)
+            z, distance, proof, climb.kernel = point.z, point.cost / unit, point.proof, point.kernel
+        climb.offer(z, distance, proof)
 
 
 def normalised(gradient: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class _Member:
         objective = objectives.find(self.objective)
         return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
 
-    def on(self, ball: Ball) -> GradientAttack:
+    def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
         if isinstance(ball, WassersteinBall):
             return DualAveraging(
                 ball,
@@ -77,6 +77,7 @@ class _Member:
                 decay=self.decay,
                 random_start=self.random_start,
                 progress=False,
+                proofs=proofs,
             )
         return PGD(ball, objective=self.objective, steps=self.steps, random_start=True, progress=False)
 
@@ -130,7 +131,7 @@ class StandardAttack(Attack):
     def members(self, *, targeted: bool = False, classes: int | None = None) -> tuple[GradientAttack, ...]:
         """The attacks that are run, in order (``classes``: leave out runners-up that do not exist)."""
         most = 0 if targeted else math.inf if classes is None else classes - 1
-        return tuple(m.on(self.ball) for m in MEMBERS[self.version] if m.rank <= most)
+        return tuple(m.on(self.ball, self.proofs) for m in MEMBERS[self.version] if m.rank <= most)
 
     @property
     def n_gradients(self) -> int:
@@ -189,6 +190,9 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackRes
 
     steps = best.n_steps.clone()
     steps[index] += found.n_steps
+    proof = None
+    if best.proof is not None and found.proof is not None:
+        proof = best.proof.put(where, found.proof.take(better))
     status = list(best.status)
     for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
         # One member with a gradient is enough to say that the image withstood.
@@ -203,4 +207,5 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackRes
         tuple(status),
         put(best.radius, found.radius),
         kernel=joined_kernels((best.kernel, found.kernel)),
+        proof=proof,
     )

@@ -26,6 +26,7 @@ from torch import Tensor
 from wball import kernels
 from wball.ball import WassersteinBall
 from wball.ground import DenseCost
+from wball.result import EntropicProof
 from wball.solvers.batch import result_dtype
 
 KAPPA = (0.5, 8.0)
@@ -48,12 +49,14 @@ class OraclePoint:
         cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper bound of the distance.
         share: ``t`` above; below 1, the plan had to be scaled down to fit.
         kernel: which implementation computed it.
+        proof: that plan, for whoever wants to check; ``None`` where it is not known.
     """
 
     z: Tensor
     cost: Tensor
     share: Tensor
     kernel: str = "torch"
+    proof: EntropicProof | None = None
 
 
 class TransportOracle:
@@ -88,7 +91,8 @@ class TransportOracle:
         self._psi, self._q = plan.psi, plan.q
         # Exponents are sums of potentials and prices. In this precision a sum of size M is off by a few M * eps, and
         # so is each flow: those that were priced and those that arrived may differ by that share.
-        size = (potentials + plan.q).flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._dearest
+        chosen = potentials + plan.q
+        size = chosen.flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._dearest
         doubt = (6 * torch.finfo(potentials.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
         slack = self.budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
         self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
@@ -97,7 +101,9 @@ class TransportOracle:
         z = self._grid + step * (plan.z - self._grid)
         if box is not None:
             z = z.clamp(*box)  # rounding only
-        return OraclePoint(z.view(self.x.shape), share * plan.net_cost, share, plan.kernel)
+        like = self.x.shape
+        proof = EntropicProof(chosen.reshape(like), plan.psi, plan.keep.reshape(like), plan.give.reshape(like), share)
+        return OraclePoint(z.view(like), share * plan.net_cost, share, plan.kernel, proof)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""
