@@ -8,7 +8,11 @@ For an image ``z`` in the Wasserstein ball around ``x`` three things must hold, 
 
 For an l-infinity ball the first does not apply and the distance is the largest change of a pixel.
 
-No line of this file is shared with the solvers or their kernels: the moves and what they cost are read off the ball's
+A distance need not be known to be known to be small: a plan that turns ``x`` into ``z`` proves that it is at most what
+the plan costs, and whoever made ``z`` usually has one. It is checked by :mod:`wball.proof`. Transport problems are then
+solved where there is no such proof, and for all or for a sample of the rest.
+
+No line of these files is shared with the solvers or their kernels: the moves and what they cost are read off the ball's
 cost, and the transport problem is written down here. Neither is the linear-programming code trusted: the flow it
 returns is summed up and priced here (an upper bound of the distance), its dual prices are checked against every move
 and summed up (a lower bound), and the two must meet.
@@ -22,8 +26,9 @@ of its mass, moved by the cheapest move, is granted on top of ``eps * (1 + 1e-4)
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +38,7 @@ from torch import Tensor
 from wball import inputs
 from wball.ball import LinfBall, WassersteinBall
 from wball.ground import DenseCost, GroundCost
+from wball.proof import AnyPlan, proved_distance
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -41,12 +47,6 @@ MASS_TOL = 1e-5
 BOX_TOL = 1e-6
 DISTANCE_TOL = 1e-4
 AGREE = 1e-8  # of the mass, times the dearest move: bounds from both sides must meet this closely
-
-
-class HasArcs(Protocol):
-    """A transport plan: :class:`wball.plan.Plan`, or anything that lists the mass on each move."""
-
-    def arcs(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,11 @@ def audit(
     x: Tensor,
     z: Tensor,
     *,
-    plan: HasArcs | Tensor | None = None,
+    plan: AnyPlan | None = None,
     exact: Literal["all", "needed", "sample"] = "all",
     sample: int = 100,
     generator: torch.Generator | None = None,
+    workers: int = 1,
 ) -> AuditReport:
     """Check that each ``z`` lies in the ball around its ``x``; see the module for what is checked and how exactly.
 
@@ -150,11 +151,13 @@ def audit(
         ball: the threat model.
         x: the centres, ``(B, C, H, W)`` or ``(B, n)``.
         z: the points to be checked.
-        plan: plans that claim to turn ``x`` into ``z`` (``result.plan``). They are checked here, move by move.
+        plan: plans that claim to turn ``x`` into ``z``: the ``plan`` of a projection, the ``proof`` of an attack. They
+            are checked move by move.
         exact: ``"all"``: solve the transport problem of every image. ``"needed"``: only where the plan does not prove
             that the distance is small enough. ``"sample"``: those, and ``sample`` of the others drawn at random.
         sample: how many images ``"sample"`` solves although their plans are proof.
         generator: draws the sample (CPU), for repeatable audits.
+        workers: threads that solve transport problems; most of their time does not hold Python's lock.
 
     >>> x = torch.zeros(1, 1, 4, 4, dtype=torch.float64); x[..., 1, 1] = 1.0
     >>> z = 0.75 * x + 0.25 * x.roll(1, 3)
@@ -168,6 +171,7 @@ def audit(
     if exact not in ("all", "needed", "sample"):
         raise ValueError(f'exact must be "all", "needed" or "sample", got {exact!r}')
     inputs.check_count("sample", sample, least=0)
+    inputs.check_count("workers", workers)
     x = inputs.check_images("x", x, ball.box)
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
@@ -194,8 +198,9 @@ def audit(
         allowed = eps * (1 + DISTANCE_TOL) + rounding
         distance = np.full(len(x), math.inf)
         if plan is not None:
-            flow = plan if isinstance(plan, Tensor) else plan.arcs()
-            distance = _eps_units(_checked_plans(moves, flow, start, end), unit)
+            device = x.device if x.is_cuda else torch.device("cpu")
+            planes = torch.from_numpy(start).to(device), torch.from_numpy(end).to(device)
+            distance = _eps_units(proved_distance(ball.cost, *planes, plan).cpu().numpy(), unit)
         todo = finite.copy()
         if plan is not None and exact != "all":
             todo &= ~(distance <= allowed)
@@ -203,8 +208,8 @@ def audit(
             others = np.flatnonzero(finite & ~todo)
             drawn = torch.randperm(len(others), generator=generator)[:sample].numpy()
             todo[others[drawn]] = True
-        for k in np.flatnonzero(todo):
-            distance[k] = _eps_units(np.array([_transport(moves, start[k], end[k])]), unit[k : k + 1])[0]
+        index = np.flatnonzero(todo)
+        distance[index] = _eps_units(_transport_each(moves, start[index], end[index], workers), unit[index])
         solved = todo | ~finite
     mass, box, distance = (np.where(finite, values, math.inf) for values in (mass, box, distance))
     reasons = tuple(
@@ -271,7 +276,7 @@ class _Moves:
         if isinstance(cost, DenseCost):
             if cost.size != n:
                 raise ValueError(f"the ball's cost is for {cost.size} pixels, but the images have {n}")
-            price = cost.matrix.cpu().numpy().T.copy()  # row k: the moves that end in k, as plans list them
+            price = cost.matrix.cpu().numpy().T.copy()  # row k: the moves that end in k
             target = np.repeat(np.arange(n)[:, None], n, axis=1)
         else:
             steps = cost.moves(height, width)
@@ -282,36 +287,18 @@ class _Moves:
                 inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
                 price[k, inside] = value
                 target[k, inside] = rows[inside] * width + columns[inside]
-        self.layout_price, self.layout_target = price, target  # (K, n), as plans are laid out
         step, self.source = np.nonzero(np.isfinite(price))
         self.target, self.price = target[step, self.source], price[step, self.source]
         self.dearest = float(self.price.max())
         self.cheapest = float(self.price[self.price > 0].min()) if bool((self.price > 0).any()) else 0.0
 
 
-def _checked_plans(moves: _Moves, flow: Tensor, x: Array, z: Array) -> Array:
-    """What plans prove about the distance, in mass units: an upper bound per image, inf for what is not a plan.
-
-    A plan's sums may miss ``x`` and ``z`` by rounding. What is missing is charged as if it went by the dearest move.
-    """
-    count, n = moves.layout_price.shape
-    expected = (*x.shape[:2], count, *x.shape[2:])
-    if tuple(flow.shape) != expected:
-        raise ValueError(f"plan must list its moves as (B, C, K, H, W) = {expected}, got {tuple(flow.shape)}")
-    bound = np.full(len(x), math.inf)
-    possible = np.isfinite(moves.layout_price)
-    price = np.where(possible, moves.layout_price, 0.0)
-    for b in range(len(x)):
-        sent = flow[b].detach().to("cpu", torch.float64).numpy().reshape(-1, count, n)
-        if not np.isfinite(sent).all() or (sent[:, ~possible] != 0).any():
-            continue
-        sent = np.clip(sent, 0.0, None)  # what was negative shows as a miss in the sums
-        arrived = np.stack([np.bincount(moves.layout_target.reshape(-1), s.reshape(-1), n) for s in sent])
-        start, end = x[b].reshape(len(sent), n), z[b].reshape(len(sent), n)
-        missing = float(np.abs(sent.sum(1) - start).sum() + np.abs(arrived - end).sum())
-        if missing <= MASS_TOL * float(start.sum()):
-            bound[b] = float((sent * price).sum()) + missing * moves.dearest
-    return bound
+def _transport_each(moves: _Moves, x: Array, z: Array, workers: int) -> Array:
+    """The least cost per image, by several threads where that pays."""
+    if workers == 1 or len(x) < 4:
+        return np.array([_transport(moves, a, b) for a, b in zip(x, z, strict=True)])
+    with ThreadPoolExecutor(min(workers, len(x))) as pool:
+        return np.array(list(pool.map(lambda pair: _transport(moves, *pair), zip(x, z, strict=True))))
 
 
 def _transport(moves: _Moves, x: Array, z: Array) -> float:

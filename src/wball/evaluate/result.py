@@ -34,8 +34,13 @@ COLUMNS: dict[str, torch.dtype] = {
     "member": torch.long,
     "n_steps": torch.long,
     "certified": torch.float64,
+    "proof": torch.long,
 }
 """One value per image. ``inf`` (in files: null) stands for "no example was found"."""
+
+PROOFS = (None, "plan", "transport", "plan, transport")
+"""How an example was proved to be in its ball: by the attack's plan, by exact transport, or by both."""
+PLAN, TRANSPORT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,18 @@ class Evaluation:
         provenance: command, device, kernel and versions.
         images: per image, in the order of the data: ``label``; ``predicted`` class of the clean image; ``radius``, the
             smallest evaluated radius with a valid example (0: the clean image is already wrong, inf: none found);
-            ``distance``, the exact transport distance of the example; ``read_as``, its class (-1: none); ``found_at``,
-            the radius it was searched in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the
-            ensemble that found it (-1: none); ``n_steps``, gradient steps; ``certified``, the largest evaluated radius
-            with a proof (0: none).
+            ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the radius it was searched
+            in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble that found it (-1: none);
+            ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a proof (0: none); ``proof``
+            of the distance: 2 if it was computed exactly (exact transport), 1 if the attack's plan proves that it is
+            at most that, 3 if it is exact and was compared with the plan's, 0 without example (in files: words).
         rejected: claimed examples that failed the audit, with the reason. They are not counted.
         warnings: signs that the numbers may be an artefact of the model (:mod:`wball.attacks.checks`).
         examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
         exhibit: images for a report: ``index`` and ``original`` of a selection, and under ``explorer`` the strongest
             image found for some of them at every radius.
+        disagreements: images whose plan promised a smaller distance than exact transport found. Always empty, unless
+            code is wrong; if it is not, no plan was believed and every example was checked by exact transport.
     """
 
     settings: Mapping[str, Any]
@@ -84,6 +92,7 @@ class Evaluation:
     warnings: tuple[str, ...] = ()
     examples: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     exhibit: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    disagreements: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.images["label"])
@@ -152,10 +161,15 @@ class Evaluation:
         """How many claimed examples were checked, how many held, and the worst of each measure among those."""
         found = self.images["read_as"] >= 0
         ratio = self.images["distance"][found] / self.images["found_at"][found]
+        proof = self.images["proof"][found]
         return {
             "checked": int(found.sum()) + len(self.rejected),
             "valid": int(found.sum()),
             "rejected": len(self.rejected),
+            "proved_by_plan": int((proof == PLAN).sum()),
+            "exact_transport": int((proof >= TRANSPORT).sum()),
+            "both": int((proof == PLAN + TRANSPORT).sum()),
+            "disagreements": list(self.disagreements),
             "largest_mass_error": _largest(self.images["mass_error"][found]),
             "largest_box_violation": _largest(self.images["box_violation"][found]),
             "largest_distance_over_radius": _largest(ratio),
@@ -185,7 +199,11 @@ class Evaluation:
             "summary": self.summary(),
             "warnings": list(self.warnings),
             "rejected": [dict(r) for r in self.rejected],
-            "images": {name: _plain(self.images[name]) for name in COLUMNS},
+            "disagreements": list(self.disagreements),
+            "images": {
+                name: [PROOFS[k] for k in self.images[name].tolist()] if name == "proof" else _plain(self.images[name])
+                for name in COLUMNS
+            },
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -223,12 +241,26 @@ class Evaluation:
     def verdict(self) -> str:
         """The audit in one sentence."""
         audit = self.audit_summary()
-        said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and exact distance)"
+        said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
+        if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
+            said += f"; {self.proved_how()}"
         if audit["rejected"]:
             said += f"; {audit['rejected']} rejected and not counted"
         if audit["contradictions"]:
             said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
         return said
+
+    def proved_how(self) -> str:
+        """How the distances of the valid examples were proved, in words."""
+        audit = self.audit_summary()
+        plan, exact, both = audit["proved_by_plan"], audit["exact_transport"], audit["both"]
+        if plan == both == 0:
+            return f"distance by exact transport: {exact}"
+        wrong = len(audit["disagreements"])
+        return (
+            f"distance proved by plan: {plan + both}, by exact transport alone: {exact - both}; "
+            f"sampled exact check: {both}, disagreements: {wrong}"
+        )
 
 
 def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
@@ -242,7 +274,11 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
-    images = {name: _column(content["images"][name], dtype) for name, dtype in COLUMNS.items()}
+    columns = content["images"]
+    # Evaluations of earlier versions do not say: they solved every transport problem.
+    proofs = columns.get("proof", [None if k < 0 else PROOFS[TRANSPORT] for k in columns["read_as"]])
+    columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}
+    images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
     return Evaluation(
         content["settings"],
@@ -252,6 +288,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         tuple(content["warnings"]),
         extra.get(EXAMPLES, {}),
         extra.get(EXHIBIT, {}),
+        tuple(content.get("disagreements", ())),
     )
 
 

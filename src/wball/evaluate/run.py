@@ -2,7 +2,9 @@
 
 Radii are tried from small to large, and an image that falls at one of them is not attacked again: its example lies in
 every larger ball, too. What an attack claims is not believed: the model is asked again about the very image that is
-stored, and :func:`wball.audit` measures its mass, its box and its exact distance.
+stored, and :func:`wball.audit` measures its mass and its box, and proves its distance: by the plan that the attack
+hands over, or by exact transport where there is none. Of the examples at each radius that a plan proves, a sample is
+checked by exact transport all the same.
 
 The images are cut into batches. Whatever is random in a batch depends on the seed, the batch and the radius alone, so
 the result does not depend on who computes which batch, or on how often the work was interrupted.
@@ -18,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wball import inputs, provenance
@@ -34,20 +36,34 @@ from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.model import Model, as_found, check_logits
-from wball.audit import AuditReport, audit
+from wball.audit import DISTANCE_TOL, AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
 from wball.certify import certified_radius, certify
 from wball.certify.certificate import METHODS
 from wball.certify.graph import trace
 from wball.evaluate.exhibit import make_exhibit
 from wball.evaluate.files import Log, locked, read_json, read_tensors, write_json, write_tensors
-from wball.evaluate.result import COLUMNS, EXAMPLES, EXHIBIT, RESULTS, Evaluation, load_evaluation, same_json
+from wball.evaluate.result import (
+    COLUMNS,
+    EXAMPLES,
+    EXHIBIT,
+    PLAN,
+    RESULTS,
+    TRANSPORT,
+    Evaluation,
+    load_evaluation,
+    same_json,
+)
+from wball.proof import AnyPlan
+from wball.result import Proof
 from wball.solvers.batch import result_dtype
 
 BATCHES = "batches"
 CPU_BATCH = 50
 GPU_PIXELS = 4_000_000
 """Pixels in a batch on a GPU, where small batches waste most of it."""
+SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
+"""Of the examples at a radius that a plan proves, so many are checked by exact transport, too."""
 
 
 class OtherSettings(ValueError):
@@ -63,6 +79,7 @@ def evaluate(
     attack: Attack | Literal["standard", "fast"] = "standard",
     *,
     certify: bool | str = False,
+    exact: Literal["sample", "all"] = "sample",
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
     batch_size: int | None = None,
@@ -85,6 +102,10 @@ def evaluate(
         attack: ``"standard"`` (:class:`wball.StandardAttack`), its ``"fast"`` version, or any attack.
         certify: also prove what can be proved; ``True`` or the name of a method of :func:`wball.certify`. It then needs
             a model that is a feed-forward network of supported modules.
+        exact: which examples to solve the exact transport problem of. ``"sample"``: those without a plan that proves
+            their distance, and of the others 1 %, or 32 if that is more, at each radius. ``"all"``: all of them.
+            Distances are then exact, and the audit may take longer than the attack. A search for the smallest radius
+            solves all of them, because the distance is its result.
         out: a folder for results, examples and the report's images. An evaluation that was interrupted goes on where
             it was; a finished one is read back.
         seed: of everything random.
@@ -114,6 +135,8 @@ def evaluate(
     mode, points = _radii(radii, ball)
     chosen = _attack(attack, ball.at(points[-1]))
     method = None if certify is False else "anchored" if certify is True else certify
+    if exact not in ("sample", "all"):
+        raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
     inputs.check_count("seed", seed, 0)
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
@@ -134,6 +157,7 @@ def evaluate(
         "radii": points,
         "attack": _describe(chosen),
         "certify": None if method is None else {"method": method, "plans": "full"},
+        "exact": "all" if mode == "minimal" else exact,
         "batch_size": batch_size or _batch_size(x),
         "seed": seed,
     }
@@ -230,6 +254,7 @@ class _Shard:
             "member": none.clone(),
             "n_steps": torch.zeros_like(none),
             "certified": torch.zeros_like(infinite),
+            "proof": torch.zeros_like(none),
             "adversarial": x.cpu().clone(),
         }
         return state, {"batch": batch, "done": 0, "rejected": []}
@@ -256,11 +281,12 @@ class _Shard:
         if left.numel() == 0:
             return
         here = left.to(x.device)
-        found = self.attack.at(eps)(self.model, x[here], y[here], generator=generator)
+        attack = replace(self.attack.at(eps), proofs=self.settings["exact"] == "sample")
+        found = attack(self.model, x[here], y[here], generator=generator)
         state["n_steps"][left] += found.n_steps.cpu()
         member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
         radius = torch.full((len(left),), eps, dtype=torch.float64)
-        self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member)
+        self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member, found.proof)
 
     def _search(
         self, state: dict[str, Tensor], notes: dict[str, Any], x: Tensor, y: Tensor, generator: torch.Generator
@@ -287,13 +313,15 @@ class _Shard:
         images: Tensor,
         radius: Tensor,
         member: Tensor,
+        proof: Proof | None = None,
     ) -> None:
         """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault."""
         index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
         if index.numel() == 0:
             return
         read_as = _predict(self.model, images).cpu()
-        report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images)
+        plan = None if proof is None else proof.take(success.to(x.device))
+        report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
         fooled = read_as != y.cpu()[index]
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
@@ -307,6 +335,7 @@ class _Shard:
         state["mass_error"][where] = report.mass_error.cpu()[good]
         state["box_violation"][where] = report.box_violation.cpu()[good]
         state["member"][where] = member[good]
+        state["proof"][where] = torch.where(report.exact.cpu()[good], TRANSPORT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
 
     def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
@@ -337,6 +366,8 @@ class _Shard:
         size = int(self.settings["batch_size"])  # no more at a time than there was memory for
         whole = {name: torch.cat([state[name] for state, _ in parts]) for name in parts[0][0]}
         adversarial = whole.pop("adversarial")
+        rejected = [entry for _, notes in parts for entry in notes["rejected"]]
+        disagreements = self._check_sample(whole, adversarial, rejected)
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
         index = (whole["read_as"] >= 0).nonzero().squeeze(1)
         original = self.x[index.to(self.x.device)].cpu()
@@ -344,10 +375,52 @@ class _Shard:
             self.settings,
             origin,
             {name: whole[name] for name in COLUMNS},
-            tuple(entry for _, notes in parts for entry in notes["rejected"]),
+            tuple(rejected),
             _warnings(self.model, self.x[:size], self.y[:size]),
             {"index": index, "original": original, "adversarial": adversarial[index]},
+            disagreements=tuple(disagreements),
         )
+
+    def _check_sample(self, whole: dict[str, Tensor], adversarial: Tensor, rejected: list[dict[str, Any]]) -> list[int]:
+        """Check plans against exact transport, on a sample at each radius; returns the images where they disagree.
+
+        Then something is wrong, and all the others are checked exactly, too. It depends on nothing but what was found,
+        so it need not be stored before it is finished.
+        """
+        drawn = []
+        for stage, eps in enumerate(self.settings["radii"]):
+            proved = ((whole["proof"] == PLAN) & (whole["found_at"] == eps)).nonzero().squeeze(1).numpy()
+            entropy = [int(self.settings["seed"]), stage, len(self.x)]
+            count = max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(proved)))
+            drawn.append(np.random.default_rng(entropy).permutation(proved)[:count])
+        disagreements = self._check_exactly(whole, adversarial, np.sort(np.concatenate(drawn)), rejected)
+        if disagreements:
+            rest = (whole["proof"] == PLAN).nonzero().squeeze(1).numpy()
+            disagreements += self._check_exactly(whole, adversarial, rest, rejected)
+        return sorted(disagreements)
+
+    def _check_exactly(
+        self,
+        whole: dict[str, Tensor],
+        adversarial: Tensor,
+        chosen: NDArray[np.int64],
+        rejected: list[dict[str, Any]],
+    ) -> list[int]:
+        if len(chosen) == 0:
+            return []
+        index = torch.from_numpy(chosen)
+        radius, promised = whole["found_at"][index], whole["distance"][index]
+        report = audit_in_threads(self.ball.at(radius), self.x[index.to(self.x.device)].cpu(), adversarial[index])
+        whole["distance"][index], whole["proof"][index] = report.distance, PLAN + TRANSPORT
+        for k in (~report.valid).nonzero().squeeze(1).tolist():
+            where = int(index[k])
+            rejected.append({"index": where, "eps": float(radius[k]), "reason": report.reasons[k]})
+            for name in ("distance", "found_at", "mass_error", "box_violation"):
+                whole[name][where] = math.inf
+            whole["read_as"][where] = whole["member"][where] = -1
+            whole["proof"][where] = 0
+        wrong = ~report.valid | ~(report.distance <= promised * (1 + DISTANCE_TOL))
+        return index[wrong].tolist()
 
 
 def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> Tensor:
@@ -397,7 +470,7 @@ def _describe(attack: Attack) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": type(attack).__name__}
     for item in dataclasses.fields(attack):
         value = getattr(attack, item.name)
-        if item.name in ("ball", "progress", "check"):
+        if item.name in ("ball", "progress", "check", "proofs"):
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {"name": type(value).__name__, **dataclasses.asdict(value)}
@@ -449,19 +522,11 @@ def _check_provable(model: Model, x: Tensor, method: str) -> None:
     trace(model, x[:1])
 
 
-def audit_in_threads(ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor) -> AuditReport:
-    """:func:`wball.audit` with several threads: half of its time is a solver that does not hold Python's lock."""
-    workers = min(8, os.cpu_count() or 1, len(x) // 16)
-    if workers < 2:
-        return audit(ball, x, z)
-    parts = torch.arange(len(x), device=x.device).chunk(4 * workers)
-    with ThreadPoolExecutor(workers) as pool:
-        reports = list(pool.map(lambda part: audit(ball.take(part), x[part], z[part]), parts))
-    fields: dict[str, Any] = {
-        name: torch.cat([getattr(report, name) for report in reports])
-        for name in ("mass_error", "box_violation", "distance", "valid", "exact", "eps")
-    }
-    return AuditReport(**fields, reasons=sum((r.reasons for r in reports), ()), unit=ball.unit)
+def audit_in_threads(
+    ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor, plan: AnyPlan | None = None
+) -> AuditReport:
+    """:func:`wball.audit` with a thread per core; with ``plan``, exact transport only where that is no proof."""
+    return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 
 
 def _warnings(model: Model, x: Tensor, y: Tensor) -> tuple[str, ...]:
