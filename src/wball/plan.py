@@ -73,10 +73,14 @@ class Plan:
         What a finite number of sweeps leaves is removed by shrinking that image's moves towards the centre.
         """
         plan = self if box is None else self._into_box(*box)
-        cost, stay = plan.cost(), plan.moves.stay()
-        share = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
-        plan = plan.toward_centre(share) if bool((share < 1).any()) else plan
+        plan, stay = plan.within(budget), plan.moves.stay()
         return replace(plan, flow=torch.where(stay, plan.flow, plan.flow.clamp(min=0)))
+
+    def within(self, budget: Tensor) -> Plan:
+        """The plan, scaled towards the centre where it costs more than ``budget`` (per image)."""
+        cost = self.cost()
+        share = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
+        return self.toward_centre(share) if bool((share < 1).any()) else self
 
     def _into_box(self, lo: float, hi: float) -> Plan:
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)

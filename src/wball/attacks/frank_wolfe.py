@@ -59,12 +59,14 @@ class FrankWolfe(GradientAttack):
         return self.steps
 
     def run(self, climb: Climb, generator: torch.Generator) -> None:
-        z, distance = climb.x, torch.zeros(climb.x.shape[0], dtype=torch.float64, device=climb.x.device)
+        # In float64, so that the mixture of many corners is rounded once, for the model.
+        z = climb.x.to(torch.float64)
+        distance = torch.zeros(climb.x.shape[0], dtype=torch.float64, device=climb.x.device)
         if self.random_start:
-            z = climb.ball.sample(climb.x, generator)
-            distance = distance_bound(climb.ball, climb.x, z)
+            start = climb.ball.sample(climb.x, generator)
+            z, distance = start.to(torch.float64), distance_bound(climb.ball, climb.x, start)
         for step in range(self.steps):
-            gradient = climb.gradient(z, distance)
+            gradient = climb.gradient(z.to(climb.x.dtype), distance)
             kept = climb.survivors()
             if kept is not None:
                 if climb.empty:
@@ -75,10 +77,9 @@ class FrankWolfe(GradientAttack):
                 gamma = torch.full_like(distance, 2 / (step + 2))
             else:
                 gamma = self._line_search(climb, z, corner)
-            share = spread(gamma.to(z.dtype), z)
-            z = z + share * (corner - z)
+            z = z + spread(gamma, z) * (corner - z)
             distance = distance + gamma * (reach - distance)
-        climb.offer(z, distance)
+        climb.offer(z.to(climb.x.dtype), distance)
 
     def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = {}
@@ -86,14 +87,18 @@ class FrankWolfe(GradientAttack):
             options = {"tol": self.tol, "max_iter": self.max_iter}
         result = climb.ball.support(climb.x, normalised(gradient), self.reg, **options)
         climb.kernel = result.kernel
-        return result.point, distance_bound(climb.ball, climb.x, result.point, result.plan)
+        corner = result.point.to(torch.float64)
+        if result.plan is not None:
+            corner = result.plan.columns().reshape(climb.x.shape)
+            corner = corner if climb.ball.box is None else corner.clamp(*climb.ball.box)
+        return corner, distance_bound(climb.ball, climb.x, result.point, result.plan)
 
     @staticmethod
     def _line_search(climb: Climb, z: Tensor, corner: Tensor) -> Tensor:
-        best = torch.full((z.shape[0],), -torch.inf, dtype=z.dtype, device=z.device)
+        best = torch.full((z.shape[0],), -torch.inf, dtype=climb.x.dtype, device=z.device)
         gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)
         for length in LINE_SEARCH:
-            value = climb.value(z + length * (corner - z))
+            value = climb.value((z + length * (corner - z)).to(climb.x.dtype))
             gamma = torch.where(value > best, length, gamma)
             best = torch.maximum(best, value)
         return gamma

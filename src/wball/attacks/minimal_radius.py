@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_labels, spread
+from wball.attacks.base import Attack, check_labels, spread, unit_of
 from wball.attacks.model import Model, as_found
-from wball.solvers.batch import result_dtype
+from wball.ball import WassersteinBall
+from wball.solvers.batch import result_dtype, rounding_cost
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
@@ -100,6 +101,9 @@ def minimal_radius(
         goal = None if target is None else target[found]
         nearer, share = _pull_back(model, x[found], result.images[result.success], y[found], goal)
         distance = torch.minimum(result.distance[result.success], eps[found]) * share
+        if isinstance(attack.ball, WassersteinBall):  # what was pulled back was rounded again
+            again = rounding_cost(attack.ball, x[found]) / unit_of(attack.ball, x[found])
+            distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
         missed = todo[~result.success]
         failed[missed] = torch.maximum(failed[missed], eps[missed])

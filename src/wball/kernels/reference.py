@@ -299,17 +299,20 @@ def _keep_box(plan: _Rows, lo: float, hi: float, psi: Tensor, q: Tensor) -> Entr
     x = plan.x
     keep, give = torch.ones_like(x), torch.ones_like(x)
     sent, received = plan.exchange(keep, give)
-    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
+    rounding, tiny = 4 * torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny
+    slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
+    # Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied row may send more
+    # than it has, which may be far below hi.
+    least = lo - rounding * x - tiny
     for share in REPAIR_SHARES:
         z = x - give * sent + keep * received
-        over, under = z > hi + slack, z < lo - slack
+        over, under = z > hi + slack, z < least
         broken = (over | under).flatten(1).any(1)
         if not bool(broken.any()):
             break
         if share == 0.0:  # every column of a broken image, because these moves push others over
             over = _per_image(broken).expand_as(x)
             under = over if lo > 0 else under
-        tiny = torch.finfo(x.dtype).tiny
         room = ((hi - x + share * give * sent) / received.clamp(min=tiny)).clamp(min=0.0)
         spare = ((x - lo + share * keep * received) / sent.clamp(min=tiny)).clamp(min=0.0)
         kept, had_sent = keep, sent

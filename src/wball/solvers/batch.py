@@ -5,10 +5,20 @@ Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from wball.ground import DenseCost, GroundCost
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
+
+ROUNDING_SHARE = 9e-5
+"""Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
 
 MAX_ARC_ENTRIES = 12_000_000
 """Moves held at once by the reference solvers (about 100 MB per arc tensor in float64)."""
@@ -31,6 +41,57 @@ def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tenso
     if box is not None:
         out = out.clamp(*box)
     return out.to(result_dtype(x))
+
+
+def dearest_move(cost: GroundCost, x: Tensor) -> float:
+    """What the dearest move costs that these images allow."""
+    if isinstance(cost, DenseCost):
+        return float(cost.matrix[cost.matrix.isfinite()].max())
+    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+    return cost.moves(height, width)[-1][2]
+
+
+def rounding_cost(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
+    r"""How much dearer a point can become when it is rounded to the dtype of the results, per image in mass x pixels.
+
+    Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit in
+    the last place (denormal pixels change by a fixed amount instead). Scaled back to the mass of ``x``, the
+    deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]`` deviate by at most ``r u`` on average, so
+    at most
+
+    .. math:: r\, \tfrac{u}{2}\, m
+
+    of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it belongs.
+    One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a window it may
+    take several moves. Errors are of either sign, so their sum over an area grows like the root of its pixels: from a
+    piece of a strip to the next about ``sqrt(length / width)`` pixels have to be crossed, by moves of the window's
+    reach. That part is an estimate, borne out by solving for the exact distance (``tests/torture``).
+    """
+    numbers = torch.finfo(result_dtype(x))
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
+    return 0.5 * roundings * off * dearest_move(ball.cost, x) * _moves_to_balance(ball.cost, x)
+
+
+def _moves_to_balance(cost: GroundCost, x: Tensor) -> float:
+    """About how many moves lie between pixels whose rounding errors make up for each other."""
+    if isinstance(cost, DenseCost):
+        return 1.0
+    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+    along = 0 if height > width else 1
+    reach = max(abs(move[along]) for move in cost.moves(height, width))
+    return max(1.0, math.sqrt(max(height, width) / min(height, width)) / max(1, reach))
+
+
+def spendable(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
+    """What a plan may cost so that its columns are in the ball even after rounding, per image.
+
+    A radius is kept to 1e-4. What rounding may cost beyond that is held back: nothing at the radii in use, some of
+    radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only point.
+    """
+    budget = ball.budget(x)
+    held = (rounding_cost(ball, x, roundings) - ROUNDING_SHARE * budget).clamp(min=0)
+    return (budget - held).clamp(min=0)
 
 
 def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:

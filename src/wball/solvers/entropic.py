@@ -21,8 +21,8 @@ from torch import Tensor
 
 from wball import kernels
 from wball.ground import DenseCost
-from wball.solvers.batch import result_dtype
-from wball.solvers.oracle import OraclePoint
+from wball.solvers.batch import result_dtype, spendable
+from wball.solvers.oracle import ROUNDINGS, OraclePoint
 from wball.solvers.projection import SWEEP_TOL
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class EntropicProjection:
 
     def within(self, ball: WassersteinBall) -> None:
         """Points from now on are from ``ball``, which differs in its radius only."""
-        self.ball, self.budget = ball, ball.budget(self.x)
+        self.ball = ball
+        self.budget = ball.budget(self.x) if self.mode == "paper" else spendable(ball, self.x, ROUNDINGS)
 
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)

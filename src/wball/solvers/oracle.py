@@ -7,8 +7,9 @@ Given potentials ``b`` (what the attacker has learnt so far about where mass sho
 
 where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
 the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
-bound, and ``delta`` covers what rounding does to it. The plan keeps the box and ``x`` is in it, so ``z`` is: every
-answer is a valid point, whatever ``b`` is.
+bound, and ``delta`` covers what rounding does to the flows (what it does to ``z`` is held back from the budget, see
+:func:`wball.solvers.batch.spendable`). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid
+point, whatever ``b`` is.
 
 Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
 ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
@@ -27,10 +28,13 @@ from wball import kernels
 from wball.ball import WassersteinBall
 from wball.ground import DenseCost
 from wball.result import EntropicProof
-from wball.solvers.batch import result_dtype
+from wball.solvers.batch import dearest_move, result_dtype, spendable
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
+
+ROUNDINGS = 2
+"""Of a point: when the plan's columns are summed up, and when it is pulled back to the budget."""
 
 
 class _Carried(TypedDict):
@@ -69,12 +73,10 @@ class TransportOracle:
         self.ball, self.sweeps, self.newton = ball, sweeps, newton
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
-        self.budget = ball.budget(self.x)
-        if isinstance(ball.cost, DenseCost):
-            self._dearest = float(ball.cost.matrix[ball.cost.matrix.isfinite()].max())
-        else:
+        self.budget = spendable(ball, self.x, ROUNDINGS)
+        self._dearest = dearest_move(ball.cost, self._grid)
+        if not isinstance(ball.cost, DenseCost):
             self._moves = ball.cost.moves(int(self._grid.shape[-2]), int(self._grid.shape[-1]))
-            self._dearest = self._moves[-1][2]
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
         self._kappa = torch.ones_like(self.budget)

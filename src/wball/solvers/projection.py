@@ -25,7 +25,7 @@ from wball.ground import Arcs
 from wball.plan import Plan, identity
 from wball.result import Duals, ProjectionResult, Status, statuses
 from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks
+from wball.solvers.batch import as_given, as_grid, chunks, spendable
 from wball.solvers.path import dot, per_image
 from wball.solvers.sinkhorn import paper_projection
 
@@ -83,14 +83,14 @@ def project(
             raise ValueError('mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)')
         return _paper(ball, x, w, budget, reg, tol, max_iter)
 
-    grid, target = as_grid(x), as_grid(w)
+    grid, target, spend = as_grid(x), as_grid(w), spendable(ball, x)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
         problem = _Projection(moves, grid[part], target[part], budget[part], ball.box, reg, tol, kernel)
-        parts.append(problem.run(max_iter, warm))
+        parts.append(problem.run(max_iter, warm, spend[part]))
     joined = _join(parts, moves, grid)
     shape = x.shape
     return ProjectionResult(
@@ -193,7 +193,7 @@ class _Projection:
         share = flow / x.unsqueeze(2).clamp(min=1e-300)
         return tau * (flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
 
-    def run(self, max_iter: int, init: Duals | None) -> _Solved:
+    def run(self, max_iter: int, init: Duals | None, spend: Tensor) -> _Solved:
         x, w = self.x, self.w
         scale = (w - x).flatten(1).abs().amax(1).clamp(min=1e-12)
         start = w - x if init is None else init.beta
@@ -215,6 +215,8 @@ class _Projection:
                 return self.accept(todo[index], plan, duals)
 
             n_iter[todo] += path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
+        if bool((spend < self.budget).any()):
+            self._hold_back(spend)
         gap = (self.primal - self.dual).clamp(min=0)
         point = Plan(self.moves, self.flow).columns()
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
@@ -226,6 +228,14 @@ class _Projection:
         status = statuses(solved)
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
+
+    def _hold_back(self, spend: Tensor) -> None:
+        """Shrink the plans to what may be spent on points that will be rounded."""
+        plan = Plan(self.moves, self.flow).within(spend)
+        shrunk = plan.cost() < Plan(self.moves, self.flow).cost()
+        primal = 0.5 * (self.w - plan.columns()).square().flatten(1).sum(1) + self.entropic(plan.flow)
+        self.primal = torch.where(shrunk, primal, self.primal)
+        self.flow = torch.where(per_image(shrunk, plan.flow), plan.flow, self.flow)
 
     def _bound_without_prices(self) -> Tensor:
         """:meth:`lower_bound` at ``u = 0`` and ``psi = 0``, where every row is spread evenly."""

@@ -30,7 +30,7 @@ from wball.ground import Arcs
 from wball.plan import Plan, identity
 from wball.result import SupportResult, statuses
 from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, result_dtype
+from wball.solvers.batch import as_given, as_grid, chunks, result_dtype, spendable
 from wball.solvers.path import dot, per_image
 
 if TYPE_CHECKING:
@@ -59,12 +59,14 @@ def support(
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
-    budget = ball.budget(x)
+    budget, spend = ball.budget(x), spendable(ball, x)
     grid, direction = as_grid(x), as_grid(g)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     solved = [
-        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol, kernel).run(max_iter)
+        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol, kernel)
+        .run(max_iter)
+        .hold_back(spend[part])
         for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
     ]
     if not solved:
@@ -123,6 +125,15 @@ class _Support:
         left = (~self.done).nonzero().squeeze(1)
         if left.numel() and self.box is not None:
             self._follow_path(left, max_iter)
+        return self
+
+    def hold_back(self, spend: Tensor) -> _Support:
+        """Shrink the plans to what may be spent on points that will be rounded."""
+        if bool((spend < self.budget).any()):
+            plan = Plan(self.moves, self.flow).within(spend)
+            shrunk = plan.cost() < Plan(self.moves, self.flow).cost()
+            self.primal = torch.where(shrunk, self._primal(plan, slice(None)), self.primal)
+            self.flow = torch.where(per_image(shrunk, plan.flow), plan.flow, self.flow)
         return self
 
     @property
@@ -243,11 +254,7 @@ class _Support:
         # Opposite flows are waste, but the entropy asks for them.
         plan = plan if bool(self.tau.any()) else plan.cancelled()
         plan = plan.repair(self.budget[index], self.box)
-        g, x, tau = self.g[index], self.x[index], self.tau[index]
-        primal = dot(g, plan.columns())
-        if bool(tau.any()):
-            share = plan.flow / x.unsqueeze(2).clamp(min=1e-300)
-            primal = primal - tau * (plan.flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
+        primal, tau = self._primal(plan, index), self.tau[index]
         better = primal > self.primal[index]
         self.primal[index] = torch.where(better, primal, self.primal[index])
         self.flow[index] = torch.where(per_image(better, plan.flow), plan.flow, self.flow[index])
@@ -256,6 +263,15 @@ class _Support:
             self.upper[index] = torch.minimum(self.upper[index], exact)
             self.dual[index] = torch.minimum(self.dual[index], entropic if bool(tau.any()) else exact)
         return self.dual[index] - self.primal[index] <= self._allowed(index)
+
+    def _primal(self, plan: Plan, pick: Tensor | slice) -> Tensor:
+        """``<g, z>``, less the plan's entropy at ``tau``."""
+        x, tau = self.x[pick], self.tau[pick]
+        primal = dot(self.g[pick], plan.columns())
+        if bool(tau.any()):
+            share = plan.flow / x.unsqueeze(2).clamp(min=1e-300)
+            primal = primal - tau * (plan.flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
+        return primal
 
     def _bounds(self, index: Tensor, u: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
         """Upper bounds of the exact and of the entropic maximum, sound for any ``u`` and ``psi >= 0``."""
@@ -295,7 +311,7 @@ def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None =
     device = generator.device if generator is not None else x.device
     potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
     share = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
-    budget = share * ball.budget(x)
+    budget = share * spendable(ball, x, roundings=2)  # who mixes samples with other points rounds again
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     points = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
