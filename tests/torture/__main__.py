@@ -1,6 +1,7 @@
 """The long run: ``python -m tests.torture --cases 100000 --seed 0 --jobs 2``.
 
-Progress is kept in a folder (``--out``), so that an interrupted run goes on where it was. The summary is written to
+Progress is kept in a folder (``--out``), so that an interrupted run goes on where it was; after a fix, delete the
+blocks that it may change. The summary counts the cases by the commit they ran on. It is written to
 ``results/torture.json`` at the end, and every minute before that.
 """
 
@@ -56,6 +57,7 @@ def main() -> None:
 
 def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     operations: Counter[str] = Counter()
+    commits: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     worst: dict[str, float] = {}
     failed, seconds = [], 0.0
@@ -63,6 +65,7 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         part = json.loads(path.read_text(encoding="utf-8"))
         operations.update(part["operations"])
         kinds.update(part["kinds"])
+        commits[str(part["commit"])] += sum(part["operations"].values())
         failed += part["failed"]
         seconds += part["seconds"]
         for name, value in part["worst"].items():
@@ -70,7 +73,7 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     failed.sort(key=lambda f: f["index"])
     return {
         "command": f"python -m tests.torture --cases {options.cases} --seed {options.seed}",
-        "commit": provenance.commit(),
+        "commits": dict(commits),
         "versions": provenance.versions(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cases": sum(operations.values()),

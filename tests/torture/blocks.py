@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from wball import provenance
+
 from .cases import make
 from .operations import run
 
@@ -32,7 +34,10 @@ def work_off(seed: int, start: int, end: int, folder: Path) -> None:
         if found.lines:
             failed.append({"case": case.label, "index": index, "findings": found.lines[:5]})
     seconds = time.process_time() - began
-    content = {"operations": counts, "kinds": kinds, "worst": worst, "failed": failed, "seconds": seconds}
+    content = {
+        "commit": provenance.commit(), "operations": counts, "kinds": kinds, "worst": worst, "failed": failed,
+        "seconds": seconds,
+    }  # fmt: skip
     write_json(folder / f"{start}.json", content)
 
 
