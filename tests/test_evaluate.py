@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ot
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from wball.evaluate.files import locked, read_json, read_tensors
 from wball.evaluate.run import audit_in_threads
 from wball.whole import write_whole
 
+running = importlib.import_module("wball.evaluate.run")
 SOURCES = Path(__file__).parent.parent / "src"
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
@@ -127,6 +130,78 @@ def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
     for entry in result.rejected:
         assert any(word in entry["reason"] for word in reason.split("|"))
     assert result.audit_summary()["rejected"] == 22 and "22 rejected" in result.verdict()
+
+
+def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SAMPLE_LEAST", 2)
+    solved = []
+    inner = ot.emd
+    monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
+    model, x, y = problem(40)
+    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", batch_size=16)
+    found = result.images["read_as"] >= 0
+    at = [int((result.images["found_at"] == eps).sum()) for eps in RADII]
+    sampled = sum(min(2, n) for n in at)
+    audit = result.audit_summary()
+    assert int(found.sum()) > sampled > 0
+    assert len(solved) == sampled == audit["both"] == audit["exact_transport"]
+    assert audit["proved_by_plan"] == int(found.sum()) - sampled and audit["disagreements"] == []
+    assert f"sampled exact check: {sampled}, disagreements: 0" in result.verdict()
+    words = json.loads((tmp_path / "a" / "results.json").read_text())["images"]["proof"]
+    assert [w is not None for w in words] == found.tolist()
+    assert words.count("plan, transport") == sampled and words.count("plan") == audit["proved_by_plan"]
+
+    every = evaluate(model, x, y, BALL, RADII, attack(), exact="all", batch_size=16)
+    assert every.audit_summary()["exact_transport"] == int(found.sum()) and every.audit_summary()["both"] == 0
+    assert f"exact transport: {int(found.sum())}" in every.verdict()
+    assert torch.equal(every.examples["adversarial"], result.examples["adversarial"])
+    assert torch.equal(every.images["found_at"], result.images["found_at"])
+    over = result.images["distance"][found] / every.images["distance"][found]
+    assert bool((over >= 1 - 1e-6).all()) and bool((over[result.images["proof"][found] == 3] <= 1 + 1e-9).all())
+    assert all(r.accuracy <= s.accuracy for r, s in zip(every.curve(), result.curve(), strict=True))
+
+
+def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the plan check: what it vouches for is twice as far as it says."""
+    monkeypatch.setattr(running, "SAMPLE_LEAST", 1)
+    inner = running.audit
+
+    def careless(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
+        report = inner(ball, x, z, plan=plan, **rest)
+        return report if plan is None else replace(report, distance=report.distance / 2)
+
+    monkeypatch.setattr(running, "audit", careless)
+    model, x, y = problem(40)
+    result = evaluate(model, x, y, BALL, RADII, attack())
+    found = (result.images["read_as"] >= 0).nonzero().squeeze(1).tolist()
+    assert list(result.disagreements) == found and len(found) > 3
+    assert result.audit_summary()["proved_by_plan"] == 0
+    assert f"disagreements: {len(found)}" in result.verdict()
+    again = wball.audit(BALL, result.examples["original"], result.examples["adversarial"])
+    torch.testing.assert_close(result.images["distance"][found], again.distance)
+
+    def blind(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
+        return inner(ball.at(10.0) if plan is not None else ball.at(torch.as_tensor(ball.eps) / 10), x, z, **rest)
+
+    def approves(*args: Any, plan: Any = None, **rest: Any) -> Any:
+        report = blind(*args, plan=plan, **rest)
+        return report if plan is None else replace(report, exact=torch.zeros_like(report.exact))
+
+    monkeypatch.setattr(running, "audit", approves)
+    result = evaluate(model, x, y, BALL, RADII, attack())
+    assert len(result.rejected) == len(result.disagreements) == len(found)
+    assert result.accuracy_at(0.4) == result.clean_accuracy and not len(result.examples["index"])
+
+
+def test_results_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    model, x, y = problem()
+    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, exact="all")
+    content = json.loads((tmp_path / "results.json").read_text())
+    del content["images"]["proof"], content["disagreements"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    again = load_evaluation(tmp_path)
+    assert torch.equal(again.images["proof"], result.images["proof"])
+    assert again.verdict() == result.verdict()
 
 
 def test_minimal_radius() -> None:
@@ -386,6 +461,8 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
         evaluate(model, x, y, BALL, attack="pgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="another threat model"):
         evaluate(model, x, y, BALL, attack=wball.DualAveraging(wball.WassersteinBall(0.1, mass="absolute")))
+    with pytest.raises(ValueError, match="exact must be"):
+        evaluate(model, x, y, BALL, exact="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of interval"):
         evaluate(model, x, y, BALL, certify="guess")
     with pytest.raises(TypeError, match="Module"):
