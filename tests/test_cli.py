@@ -261,7 +261,7 @@ def test_claims_that_fail_the_audit_have_an_exit_code(
 ) -> None:
     from wball.evaluate import run
 
-    def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor) -> wball.AuditReport:
+    def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object) -> wball.AuditReport:
         return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
 
     monkeypatch.setattr(run, "audit", strict)

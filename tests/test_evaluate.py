@@ -149,7 +149,7 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeyp
     assert f"sampled exact check: {sampled}, disagreements: 0" in result.verdict()
     words = json.loads((tmp_path / "a" / "results.json").read_text())["images"]["proof"]
     assert [w is not None for w in words] == found.tolist()
-    assert words.count("plan, transport") == sampled and words.count("plan") == audit["proved_by_plan"]
+    assert words.count("plan, exact") == sampled and words.count("plan") == audit["proved_by_plan"]
 
     every = evaluate(model, x, y, BALL, RADII, attack(), exact="all", batch_size=16)
     assert every.audit_summary()["exact_transport"] == int(found.sum()) and every.audit_summary()["both"] == 0

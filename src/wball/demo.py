@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
     report = write_report(results, options.out / "report.html")
     console.print(f"Open {report} in a browser.    ({time.perf_counter() - start:.1f} s)", markup=False)
-    return 0 if not any(r.rejected or r.contradictions for r in results) else 1
+    return 0 if not any(r.rejected or r.contradictions or r.disagreements for r in results) else 1
 
 
 if __name__ == "__main__":

@@ -204,4 +204,4 @@ def main_process() -> bool:
 
 def claims_code(results: Sequence[Evaluation]) -> int:
     """0, or 3 if some claim did not hold."""
-    return 3 if any(r.rejected or r.contradictions for r in results) else 0
+    return 3 if any(r.rejected or r.contradictions or r.disagreements for r in results) else 0

@@ -139,6 +139,10 @@ def evaluate(
     method: Annotated[
         str, typer.Option(help="of the certificate: interval, dual, crown, anchored, alpha-crown")
     ] = "anchored",
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="audit every example by exact transport, not only a sample of those with a plan"),
+    ] = False,
     device: Device = "auto",
     seed: Seed = 0,
     batch_size: Batch = None,
@@ -191,6 +195,7 @@ def evaluate(
             "minimal" if minimal else points,
             searched,
             certify=method if certify else False,
+            exact="all" if exact else "sample",
             out=folder,
             seed=seed,
             batch_size=batch_size,

@@ -38,9 +38,9 @@ COLUMNS: dict[str, torch.dtype] = {
 }
 """One value per image. ``inf`` (in files: null) stands for "no example was found"."""
 
-PROOFS = (None, "plan", "transport", "plan, transport")
-"""How an example was proved to be in its ball: by the attack's plan, by exact transport, or by both."""
-PLAN, TRANSPORT = 1, 2
+PROOFS = (None, "plan", "exact", "plan, exact")
+"""How the distance of an example was proved: by the attack's plan, by exact transport, by both."""
+PLAN, EXACT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Evaluation:
             ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the radius it was searched
             in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble that found it (-1: none);
             ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a proof (0: none); ``proof``
-            of the distance: 2 if it was computed exactly (exact transport), 1 if the attack's plan proves that it is
-            at most that, 3 if it is exact and was compared with the plan's, 0 without example (in files: words).
+            of the distance: 1 if the attack's plan proves that it is at most that, 2 if it is exact, 3 if it is exact
+            and was compared with what the plan proves, 0 without example (in files: words).
         rejected: claimed examples that failed the audit, with the reason. They are not counted.
         warnings: signs that the numbers may be an artefact of the model (:mod:`wball.attacks.checks`).
         examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
@@ -167,8 +167,8 @@ class Evaluation:
             "valid": int(found.sum()),
             "rejected": len(self.rejected),
             "proved_by_plan": int((proof == PLAN).sum()),
-            "exact_transport": int((proof >= TRANSPORT).sum()),
-            "both": int((proof == PLAN + TRANSPORT).sum()),
+            "exact_transport": int((proof >= EXACT).sum()),
+            "both": int((proof == PLAN + EXACT).sum()),
             "disagreements": list(self.disagreements),
             "largest_mass_error": _largest(self.images["mass_error"][found]),
             "largest_box_violation": _largest(self.images["box_violation"][found]),
@@ -276,7 +276,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
     columns = content["images"]
     # Evaluations of earlier versions do not say: they solved every transport problem.
-    proofs = columns.get("proof", [None if k < 0 else PROOFS[TRANSPORT] for k in columns["read_as"]])
+    proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}

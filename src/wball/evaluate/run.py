@@ -45,11 +45,11 @@ from wball.evaluate.exhibit import make_exhibit
 from wball.evaluate.files import Log, locked, read_json, read_tensors, write_json, write_tensors
 from wball.evaluate.result import (
     COLUMNS,
+    EXACT,
     EXAMPLES,
     EXHIBIT,
     PLAN,
     RESULTS,
-    TRANSPORT,
     Evaluation,
     load_evaluation,
     same_json,
@@ -335,7 +335,7 @@ class _Shard:
         state["mass_error"][where] = report.mass_error.cpu()[good]
         state["box_violation"][where] = report.box_violation.cpu()[good]
         state["member"][where] = member[good]
-        state["proof"][where] = torch.where(report.exact.cpu()[good], TRANSPORT, PLAN)
+        state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
 
     def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
@@ -411,7 +411,7 @@ class _Shard:
         index = torch.from_numpy(chosen)
         radius, promised = whole["found_at"][index], whole["distance"][index]
         report = audit_in_threads(self.ball.at(radius), self.x[index.to(self.x.device)].cpu(), adversarial[index])
-        whole["distance"][index], whole["proof"][index] = report.distance, PLAN + TRANSPORT
+        whole["distance"][index], whole["proof"][index] = report.distance, PLAN + EXACT
         for k in (~report.valid).nonzero().squeeze(1).tolist():
             where = int(index[k])
             rejected.append({"index": where, "eps": float(radius[k]), "reason": report.reasons[k]})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.evaluate.result import Evaluation
+from wball.evaluate.result import PLAN, Evaluation
 from wball.report.pictures import change_uri, common_scale, image_uri
 from wball.report.transport import plan_moves
 
@@ -85,6 +85,8 @@ def _run(e: Evaluation, name: str) -> dict[str, Any]:
         "headline": curve[min(len(curve) - 1, (len(curve) + 1) // 2)],
         "half": half,
         "median": float(distances.median()) if len(distances) else None,
+        "transport": ball["kind"] == "WassersteinBall",
+        "bounds": bool((e.images["proof"] == PLAN).any()),
         "audit": e.audit_summary(),
         "rejected": list(e.rejected[:20]),
         "warnings": list(e.warnings),
@@ -187,6 +189,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
             "original": image_uri(x),
             "radius": None,
             "distance": None,
+            "bound": False,
             "read_as": _class(e, predicted) if outcome == "wrong" else None,
             "change": None,
             "adversarial": None,
@@ -197,6 +200,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
             card |= {
                 "radius": float(e.images["radius"][i]),
                 "distance": float(e.images["distance"][i]),
+                "bound": int(e.images["proof"][i]) == PLAN,
                 "read_as": _class(e, int(e.images["read_as"][i])),
                 "change": change_uri(z - x, scale),
                 "adversarial": image_uri(z),
