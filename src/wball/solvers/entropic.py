@@ -22,7 +22,7 @@ from torch import Tensor
 from wball import kernels
 from wball.ground import DenseCost
 from wball.solvers.batch import result_dtype, spendable
-from wball.solvers.oracle import ROUNDINGS, OraclePoint
+from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
 from wball.solvers.projection import SWEEP_TOL
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EntropicProjection:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
             size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves[-1][2]) / tau
             share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + share.float().view(-1, 1, 1, 1) * (answer.z - self._grid)
+            z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z, answer.kernel)
             cost = share * answer.cost
         if self.ball.box is not None:
             z = z.clamp(*self.ball.box)

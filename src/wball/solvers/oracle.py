@@ -63,6 +63,23 @@ class OraclePoint:
     proof: EntropicProof | None = None
 
 
+def balanced(x: Tensor, z: Tensor, kernel: str) -> Tensor:
+    """``z - x`` with as much lost as gained in each channel: the larger of the two is scaled down to the other.
+
+    What pixels send and what they receive are sums of different roundings of the same flows, and in float32 they differ
+    by the share ``delta`` above. Each pixel ends between its ``x`` and its ``z``, so the box still holds. The ``cpu``
+    kernel adds in float64, and nothing is left to do.
+    """
+    change = z - x
+    if kernel == "cpu":
+        return change
+    gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
+    lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    up, down = ((a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost)))
+    return change * torch.where(change > 0, up, down)
+
+
 class TransportOracle:
     """Points of ``ball`` around ``x`` from potentials, with the state that makes the next call fast.
 
@@ -100,7 +117,7 @@ class TransportOracle:
         self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
         share = slack.clamp(max=1.0)
         step = share.to(self.x.dtype).view(-1, 1, 1, 1)
-        z = self._grid + step * (plan.z - self._grid)
+        z = self._grid + step * balanced(self._grid, plan.z, plan.kernel)
         if box is not None:
             z = z.clamp(*box)  # rounding only
         like = self.x.shape
