@@ -73,6 +73,16 @@ def test_an_empty_batch_under_a_matrix_cost() -> None:
     assert Plan(moves, moves.gather(x)).cancelled().columns().shape == x.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_standard_attack_takes_half_precision(dtype: torch.dtype) -> None:
+    x = torch.rand(2, 1, 4, 4).to(dtype)
+    ball = wball.WassersteinBall(0.2)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    result = wball.StandardAttack(ball)(model, x, model(x.float()).argmax(1))
+    assert result.images.dtype is torch.float32
+    checked(ball, x, result.images)
+
+
 def test_an_image_that_is_all_rounding_contains_itself() -> None:
     x = torch.full((1, 1, 1, 2), -3e-8)
     ball = wball.WassersteinBall(0.1)

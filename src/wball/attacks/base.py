@@ -341,10 +341,10 @@ class Attack(ABC):
         y = check_labels("y", y, x)
         target = None if target is None else check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
+        x = x.to(result_dtype(x))
         self.before(model, x, y)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
-        x = x.to(result_dtype(x))
         with as_found(model, x.device), torch.inference_mode(False):
             x, y = x.clone(), y.clone()  # an inference tensor cannot carry gradients
             with self._bar(x.shape[0]) as progress:
