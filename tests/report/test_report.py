@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,21 @@ def test_strings_of_the_user_are_escaped(page: Path) -> None:
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
     assert json.loads(data)["runs"][1]["name"] == NASTY
     assert "left & <i>" not in text and "left &amp; &lt;i&gt;" in text
+
+
+def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("wball.evaluate.run"), "SAMPLE_LEAST", 1)
+    result = run("sampled")
+    audit = result.audit_summary()
+    assert audit["proved_by_plan"] > 0 and audit["both"] > 0
+    text = " ".join(result.report(tmp_path / "r.html").read_text(encoding="utf-8").split())
+    assert f"by plan: {audit['valid']}, by exact transport alone: 0" in text
+    assert f"Sampled exact check: {audit['both']} of the plans, disagreements: 0" in text
+    assert text.count("distance ≤") == audit["proved_by_plan"]
+    every = run("every", exact="all").report(tmp_path / "e.html").read_text(encoding="utf-8")
+    assert "distance ≤" not in every and "Sampled exact check" not in every
+    doubtful = replace(result, disagreements=(3, 5)).report(tmp_path / "d.html").read_text(encoding="utf-8")
+    assert "<strong>Disagreement:</strong> the plans of images 3, 5" in doubtful
 
 
 def test_gallery_has_what_happened_to_each_image(page: Path, evaluations: list[Evaluation]) -> None:

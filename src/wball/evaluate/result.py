@@ -239,15 +239,15 @@ class Evaluation:
         return table
 
     def verdict(self) -> str:
-        """The audit in one sentence."""
+        """The audit in a sentence or two."""
         audit = self.audit_summary()
         said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
-        if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
-            said += f"; {self.proved_how()}"
         if audit["rejected"]:
             said += f"; {audit['rejected']} rejected and not counted"
         if audit["contradictions"]:
             said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
+        if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
+            said += f"\ndistances {self.proved_how()}"
         return said
 
     def proved_how(self) -> str:
@@ -255,10 +255,10 @@ class Evaluation:
         audit = self.audit_summary()
         plan, exact, both = audit["proved_by_plan"], audit["exact_transport"], audit["both"]
         if plan == both == 0:
-            return f"distance by exact transport: {exact}"
+            return f"proved by exact transport: {exact}"
         wrong = len(audit["disagreements"])
         return (
-            f"distance proved by plan: {plan + both}, by exact transport alone: {exact - both}; "
+            f"proved by plan: {plan + both}, by exact transport alone: {exact - both}; "
             f"sampled exact check: {both}, disagreements: {wrong}"
         )
 

@@ -40,7 +40,7 @@ def write_report(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["percent"] = lambda share: "–" if share is None else f"{100 * share:.1f} %"
-    environment.filters["number"] = lambda value: "–" if value is None else f"{value:.4g}"
+    environment.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}g}"
     page = environment.from_string(_asset("template.html")).render(
         **{**content, "data": _for_script(content["data"])},
         style=_asset("style.css"),
