@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Robustness of image classifiers to moved mass: attacks, certificates, training, reports.",
     epilog="Radii (eps) are in mass fraction x pixels: 0.1 moves 10 % of an image's mass by one pixel, or 5 % by two.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -474,6 +474,8 @@ def reproduce(
     page: Annotated[Path, typer.Option(help="the page that `page` writes")] = Path("docs/reproduction.md"),
 ) -> int:
     """The tables and figures of the paper: data, figure and command for each.
+
+    See what there is, try one of them small, run them all, make the page:
 
         wball reproduce list
         wball reproduce mnist-curves --quick
