@@ -238,11 +238,15 @@ class DenseCost:
 
     def arcs(self, height: int, width: int, like: Tensor) -> DenseArcs:
         """The moves on a grid of ``height * width = n`` pixels, in ``like``'s dtype and on its device."""
+        self.check_size(height, width)
+        return DenseArcs(self.matrix, (height, width), like)
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise unless the matrix is for images of this size."""
         if height * width != self.size:
             raise ValueError(
                 f"the cost matrix is for {self.size} pixels, but the images have {height} x {width} = {height * width}"
             )
-        return DenseArcs(self.matrix, (height, width), like)
 
     def full(self, height: int, width: int) -> DenseCost:
         """A matrix cost already knows every pair."""

@@ -37,8 +37,8 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
         if bool((~(eps >= 0) | eps.isinf()).any()):
             raise ValueError(f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}")
         return eps
-    if isinstance(eps, (list, tuple)):
-        return check_eps(torch.tensor(eps, dtype=torch.float64))
+    if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # an array of numpy, say
+        return check_eps(torch.as_tensor(eps, dtype=torch.float64))
     try:
         value = float(eps)
     except (TypeError, ValueError) as error:
@@ -79,7 +79,7 @@ def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> T
     if value.numel() == 0:
         return value
     lo, hi = box if box is not None else (0.0, math.inf)
-    low, high = float(value.min()), float(value.max())
+    low, high = float(value.detach().min()), float(value.detach().max())
     # Half precision rounds by far more than BOX_SLACK, but never past the box: 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
         where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"

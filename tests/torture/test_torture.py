@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,48 @@ def test_the_standard_attack_takes_half_precision(dtype: torch.dtype) -> None:
     result = wball.StandardAttack(ball)(model, x, model(x.float()).argmax(1))
     assert result.images.dtype is torch.float32
     checked(ball, x, result.images)
+
+
+def test_tensors_that_carry_gradients_are_taken_as_they_are() -> None:
+    x, w = torch.rand(1, 1, 4, 4, requires_grad=True), torch.rand(1, 1, 4, 4, requires_grad=True)
+    ball = wball.WassersteinBall(0.2)
+    for z in (ball.project(x, w).point, ball.project(x, w, 100.0).point, ball.support(x, w).point, ball.sample(x)):
+        assert not z.requires_grad
+        checked(ball, x, z)
+    assert bool(ball.contains(x, x)) and not ball.distance(x, x).requires_grad
+
+
+def test_radii_as_an_array_of_numpy() -> None:
+    ball, same = (
+        wball.WassersteinBall(np.array([0.1, 0.2])),
+        wball.WassersteinBall(torch.tensor([0.1, 0.2], dtype=torch.float64)),
+    )
+    assert torch.equal(torch.as_tensor(ball.eps), torch.as_tensor(same.eps))
+
+
+def test_labels_that_the_model_does_not_have() -> None:
+    """On a GPU such an index ends the process; here it says what is wrong."""
+    x, y = torch.rand(2, 1, 4, 4), torch.tensor([0, 2])
+    ball = wball.WassersteinBall(0.2)
+    for attack in (wball.DualAveraging(ball, steps=1), wball.PGD(ball, steps=1), wball.StandardAttack(ball)):
+        with pytest.raises(ValueError, match="labels from 0 to 2, but the model has 2 classes"):
+            attack(Spots(), x, y)
+        with pytest.raises(ValueError, match="target has labels from -1 to 0"):
+            attack(Spots(), x, torch.zeros_like(y), target=torch.tensor([-1, 0]))
+
+
+def test_a_matrix_of_costs_for_another_size() -> None:
+    x, y = torch.rand(1, 1, 2, 3), torch.zeros(1, dtype=torch.long)
+    ball = wball.WassersteinBall(0.2, wball.DenseCost(torch.ones(4, 4) - torch.eye(4)))
+    for call in (
+        lambda: ball.project(x, x),
+        lambda: ball.support(x, x),
+        lambda: ball.distance(x, x),
+        lambda: wball.DualAveraging(ball, steps=1)(Spots(), x, y),
+        lambda: wball.FrankWolfe(ball, steps=1)(Spots(), x, y),
+    ):
+        with pytest.raises(ValueError, match="for 4 pixels, but the images have 2 x 3 = 6"):
+            call()
 
 
 def test_an_image_that_is_all_rounding_contains_itself() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, check_logits
+from wball.attacks.model import Model, as_found, check_classes, check_logits
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.result import Proof
@@ -152,6 +152,9 @@ class Climb:
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
             logits = check_logits(model(x), x.shape[0])
+            check_classes("y", y, logits)
+            if target is not None:
+                check_classes("target", target, logits)
             self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
             success, loss = self.reached(logits), self._loss(logits)
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, check_logits
+from wball.attacks.model import Model, as_found, check_classes, check_logits
 
 
 class ModelWarning(UserWarning):
@@ -96,6 +96,7 @@ def _evaluate(model: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         z = x.requires_grad_(True)
         logits = check_logits(model(z), z.shape[0])
+        check_classes("y", y, logits)
         score = objectives.cross_entropy(logits, y)
         gradient = None
         if score.requires_grad:

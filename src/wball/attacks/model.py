@@ -23,6 +23,15 @@ def check_logits(logits: Tensor, batch: int) -> Tensor:
     return logits
 
 
+def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
+    """Labels that the model has a logit for. On a GPU a wrong one would end the process, not the call."""
+    if labels.numel() == 0 or (labels.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= logits.shape[1]:
+        raise ValueError(f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes")
+
+
 @contextmanager
 def as_found(model: Model, device: torch.device) -> Iterator[None]:
     """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""

@@ -142,8 +142,8 @@ def _planes(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _check_size(cost: GroundCost, shape: torch.Size) -> None:
-    if isinstance(cost, DenseCost) and cost.size != shape[0] * shape[1]:
-        cost.arcs(int(shape[0]), int(shape[1]), torch.empty(0))  # raises, and says why
+    if isinstance(cost, DenseCost):
+        cost.check_size(int(shape[0]), int(shape[1]))
 
 
 # Exact ----------------------------------------------------------------------------------------------------------

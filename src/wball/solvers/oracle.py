@@ -92,8 +92,11 @@ class TransportOracle:
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
         self.budget = spendable(ball, self.x, ROUNDINGS)
         self._dearest = dearest_move(ball.cost, self._grid)
-        if not isinstance(ball.cost, DenseCost):
-            self._moves = ball.cost.moves(int(self._grid.shape[-2]), int(self._grid.shape[-1]))
+        height, width = int(self._grid.shape[-2]), int(self._grid.shape[-1])
+        if isinstance(ball.cost, DenseCost):
+            ball.cost.check_size(height, width)
+        else:
+            self._moves = ball.cost.moves(height, width)
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
         self._kappa = torch.ones_like(self.budget)

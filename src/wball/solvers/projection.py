@@ -68,8 +68,8 @@ def project(
         ``tol * |objective| + tol^2 * 1/2 |w - x|^2``. The second term is for points inside the ball, where the
         objective vanishes; an entropic objective may cross zero, and then 1e-3 of the size of its parts counts.
     """
-    x = inputs.check_images("x", x, ball.box)
-    inputs.check_like("w", w, x)
+    x = inputs.check_images("x", x, ball.box).detach()
+    w = inputs.check_like("w", w, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)

@@ -54,8 +54,8 @@ def support(
         A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
         maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
     """
-    x = inputs.check_images("x", x, ball.box)
-    inputs.check_like("g", g, x)
+    x = inputs.check_images("x", x, ball.box).detach()
+    g = inputs.check_like("g", g, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
@@ -306,7 +306,7 @@ def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None =
     Mass follows a random potential at a random share of the budget: pixels drift towards random neighbours, as far as
     the radius allows. The draw does not depend on the batch an image is in only if the generator's state does not.
     """
-    x = inputs.check_images("x", x, ball.box)
+    x = inputs.check_images("x", x, ball.box).detach()
     grid = as_grid(x)
     device = generator.device if generator is not None else x.device
     potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
