@@ -113,7 +113,8 @@ def test_labels_that_the_model_does_not_have() -> None:
 
 
 def test_a_matrix_of_costs_for_another_size() -> None:
-    x, y = torch.rand(1, 1, 2, 3), torch.zeros(1, dtype=torch.long)
+    x = torch.rand(1, 1, 2, 3)
+    y = Spots()(x).argmax(1)
     ball = wball.WassersteinBall(0.2, wball.DenseCost(torch.ones(4, 4) - torch.eye(4)))
     for call in (
         lambda: ball.project(x, x),
