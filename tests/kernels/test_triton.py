@@ -96,7 +96,14 @@ def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12) -> None:
     exact = solve(case, reference, torch.float64, sweeps=sweeps, newton=newton)
     single = solve(case, reference, torch.float32, sweeps=sweeps, newton=newton)
     ours = solve(case, triton_plan, torch.float32, sweeps=sweeps, newton=newton)
-    for name, atol in {"z": 2e-6, "cost": 2e-5, "net_cost": 2e-5, "keep": 1e-5, "give": 1e-5}.items():
+    # a GPU's exponential rounds its argument, which grows with the potentials
+    for name, atol in {
+        "z": 2e-6 + 1e-7 * case.scale,
+        "cost": 2e-5,
+        "net_cost": 2e-5,
+        "keep": 1e-5,
+        "give": 1e-5,
+    }.items():
         assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
     for name in ("psi", "q") if case.cost != GridCost(1) else ():  # psi is arbitrary where nothing can move
         # the larger the potentials, the coarser float32
