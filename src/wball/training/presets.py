@@ -184,8 +184,8 @@ def _cifar10_adversarial_paper() -> TrainConfig:
 
 
 def _cifar10_adversarial() -> TrainConfig:
-    # Longer steps are no stronger on colour images, and a network learns to resist them alone: trained against 7 steps of
-    # 15 nats, ours withstood those at 0.01 on 88 % of test images and 100 steps of 3 nats on 11 %.
+    # Longer steps are no stronger on colour images, and a network learns to resist them alone: trained against 7 steps
+    # of 15 nats, ours withstood those at 0.01 on 88 % of test images and 100 steps of 3 nats on 11 %.
     attack = DualAveraging(
         WassersteinBall(0.12),
         steps=10,
