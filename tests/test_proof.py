@@ -80,6 +80,49 @@ def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(report.distance, found.distance, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "attack",
+    [
+        wball.FrankWolfe(BALLS["grid"], steps=6),
+        wball.FrankWolfe(BALLS["one way"], steps=4, rule="line-search"),
+        wball.FrankWolfe(BALLS["narrow box"], steps=4, reg=100.0),
+        wball.PGD(BALLS["grid"], steps=3),
+        wball.PGD(BALLS["matrix"], steps=3, step="l2"),
+    ],
+    ids=lambda attack: f"{type(attack).__name__} {attack.ball.cost}",
+)
+@pytest.mark.parametrize("until_success", [True, False])
+def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, until_success: bool) -> None:
+    assert isinstance(attack.ball, WassersteinBall)
+    x = images(attack.ball)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    y = model(x).argmax(1)
+    y[1] = (y[1] + 1) % 3
+    found = replace(attack, proofs=True, until_success=until_success)(model, x, y)
+    assert isinstance(found.proof, ListedProof)
+    report = audit(attack.ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert bool((report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all())
+    torch.testing.assert_close(replace(attack, until_success=until_success)(model, x, y).images, found.images)
+
+
+def test_attacks_that_have_no_plan_say_nothing() -> None:
+    ball = BALLS["grid"]
+    x = images(ball)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    y = model(x).argmax(1)
+    for attack in (
+        wball.PGD(ball, steps=2, random_start=True, proofs=True),
+        wball.PGD(ball, steps=2, reg=1000.0, mode="paper", proofs=True),
+        wball.FrankWolfe(ball, steps=2, random_start=True, proofs=True),
+        wball.PGD(wball.LinfBall(0.1), steps=2, proofs=True),
+        wball.FrankWolfe(wball.LinfBall(0.1), steps=2, proofs=True),
+        wball.StandardAttack(wball.LinfBall(0.01), version="fast", check=False, proofs=True),
+    ):
+        assert attack(model, x, y).proof is None
+
+
 @pytest.mark.parametrize("kernel", ["torch", "cpu"])
 @pytest.mark.parametrize("settings", [{"random_start": 3.0}, {"steps": 60, "step_size": 10.0}, {"steps": 1}])
 def test_from_every_kernel_and_at_any_sharpness(

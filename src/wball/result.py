@@ -135,6 +135,11 @@ class ListedProof(Proof):
     def arcs(self) -> Tensor:
         return self.flow
 
+    def mixed(self, gamma: Tensor, other: ListedProof) -> ListedProof:
+        """``(1 - gamma)`` of this plan and ``gamma`` of the other, per image: plans of the mixed points."""
+        share = gamma.to(self.flow.dtype).view(-1, 1, 1, 1, 1)
+        return ListedProof(self.flow + share * (other.flow.to(self.flow.dtype) - self.flow))
+
 
 @dataclass(frozen=True)
 class Duals:

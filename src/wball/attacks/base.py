@@ -30,7 +30,7 @@ from wball.attacks import objectives
 from wball.attacks.model import Model, as_found, check_classes, check_logits
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
-from wball.result import Proof
+from wball.result import AnyProof, ListedProof, Proof
 from wball.solvers.batch import result_dtype
 
 if TYPE_CHECKING:
@@ -185,11 +185,12 @@ class Climb:
         """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
         return self._drop()
 
-    def keep_proofs(self, of_nothing: Callable[[Tensor], Proof]) -> Proof:
+    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyProof]) -> AnyProof:
         """From now on every candidate comes with its proof. Returns that of the images as they are."""
-        self._all_proof = of_nothing(self._all.z)
-        self._proof = self._all_proof.take(self._active)
-        return self._proof
+        whole = of_nothing(self._all.z)
+        part = whole.take(self._active)
+        self._all_proof, self._proof = whole, part
+        return part
 
     def gradient(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
         """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
@@ -449,6 +450,14 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -
     if plan is None or not isinstance(ball, WassersteinBall):
         return ball.distance(x, z).to(torch.float64)
     return plan.cancelled().cost().to(torch.float64) / unit_of(ball, x)
+
+
+def plan_of_nothing(ball: WassersteinBall, x: Tensor) -> ListedProof:
+    """The listed plan of images that stay as they are."""
+    from wball.plan import identity
+
+    grid = x if x.ndim == 4 else x[:, None, None, :]
+    return ListedProof(identity(ball.cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid).flow)
 
 
 def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:

@@ -4,22 +4,27 @@ r"""Frank-Wolfe: walk towards the farthest point of the ball in the direction of
     s = \arg\max_{s \in B(x, \epsilon)} \langle \nabla \ell(z), s \rangle, \qquad z \leftarrow z + \gamma\,(s - z)
 
 The ball is convex, so no projection is needed and every iterate is in it. The state is the image alone: no plan is
-kept, and the distance bound is carried along, ``(1 - gamma) d(z) + gamma d(s)``.
+kept, unless proofs are asked for, and the distance bound is carried along, ``(1 - gamma) d(z) + gamma d(s)``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, distance_bound, spread
+from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread
 from wball.attacks.dual_averaging import normalised
 from wball.ball import WassersteinBall
+from wball.result import ListedProof
+
+if TYPE_CHECKING:
+    from wball.plan import Plan
 
 LINE_SEARCH = tuple(0.5**k for k in range(7))
 """Step lengths tried by the line search, all at once."""
@@ -65,23 +70,29 @@ class FrankWolfe(GradientAttack):
         if self.random_start:
             start = climb.ball.sample(climb.x, generator)
             z, distance = start.to(torch.float64), distance_bound(climb.ball, climb.x, start)
+        proof: ListedProof | None = None
+        if self.proofs and isinstance(climb.ball, WassersteinBall) and not self.random_start:
+            proof = climb.keep_proofs(partial(plan_of_nothing, climb.ball))
         for step in range(self.steps):
-            gradient = climb.gradient(z.to(climb.x.dtype), distance)
+            gradient = climb.gradient(z.to(climb.x.dtype), distance, proof)
             kept = climb.survivors()
             if kept is not None:
                 if climb.empty:
                     return
                 z, gradient, distance = z[kept], gradient[kept], distance[kept]
-            corner, reach = self._farthest(climb, gradient)
+                proof = None if proof is None else proof.take(kept)
+            corner, reach, plan = self._farthest(climb, gradient)
             if self.rule == "harmonic":
                 gamma = torch.full_like(distance, 2 / (step + 2))
             else:
                 gamma = self._line_search(climb, z, corner)
             z = z + spread(gamma, z) * (corner - z)
             distance = distance + gamma * (reach - distance)
-        climb.offer(z.to(climb.x.dtype), distance)
+            if proof is not None and plan is not None:
+                proof = proof.mixed(gamma, ListedProof(plan.cancelled().flow))
+        climb.offer(z.to(climb.x.dtype), distance, proof)
 
-    def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor, Plan | None]:
         options: dict[str, Any] = {}
         if isinstance(climb.ball, WassersteinBall):
             options = {"tol": self.tol, "max_iter": self.max_iter}
@@ -91,7 +102,7 @@ class FrankWolfe(GradientAttack):
         if result.plan is not None:
             corner = result.plan.columns().reshape(climb.x.shape)
             corner = corner if climb.ball.box is None else corner.clamp(*climb.ball.box)
-        return corner, distance_bound(climb.ball, climb.x, result.point, result.plan)
+        return corner, distance_bound(climb.ball, climb.x, result.point, result.plan), result.plan
 
     @staticmethod
     def _line_search(climb: Climb, z: Tensor, corner: Tensor) -> Tensor:

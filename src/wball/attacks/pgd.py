@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, distance_bound, spread, unit_of
+from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread, unit_of
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
 from wball.ball import LinfBall, WassersteinBall
 from wball.ground import GridCost
+from wball.result import ListedProof
 from wball.solvers.entropic import EntropicProjection
+
+if TYPE_CHECKING:
+    from wball.plan import Plan
 
 Step = Literal["linf", "l2", "wasserstein"]
 
@@ -108,8 +113,11 @@ class PGD(GradientAttack):
             z = climb.ball.sample(climb.x, generator)
             distance = distance_bound(climb.ball, climb.x, z)
         eps, projection = climb.ball.eps, self._fused(climb)
+        proof: ListedProof | None = None
+        if self.proofs and isinstance(climb.ball, WassersteinBall) and self._proves(projection):
+            proof = climb.keep_proofs(partial(plan_of_nothing, climb.ball))
         for step in range(self.steps):
-            gradient = climb.gradient(z, distance)
+            gradient = climb.gradient(z, distance, proof)
             kept = climb.survivors()
             if kept is not None:
                 if climb.empty:
@@ -119,8 +127,13 @@ class PGD(GradientAttack):
                 eps = eps[kept.to(eps.device)] if isinstance(eps, Tensor) else eps
             if self.growth is not None:
                 climb.within(climb.ball.at(self.growth.at(eps, step)))
-            z, distance = self._project(climb, self._ahead(climb, z, gradient), projection)
-        climb.offer(z, distance)
+            z, distance, plan = self._project(climb, self._ahead(climb, z, gradient), projection)
+            proof = None if proof is None or plan is None else ListedProof(plan.cancelled().flow)
+        climb.offer(z, distance, proof)
+
+    def _proves(self, fused: EntropicProjection | None) -> bool:
+        """Whether every candidate comes with its plan: the fused projection has none, nor has a random point."""
+        return fused is None and not self.random_start and self.mode == "exact"
 
     def _ahead(self, climb: Climb, z: Tensor, gradient: Tensor) -> Tensor:
         if self.step == "wasserstein":
@@ -146,18 +159,18 @@ class PGD(GradientAttack):
         options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         return EntropicProjection(climb.ball, climb.x, self.reg, **options)
 
-    def _project(self, climb: Climb, w: Tensor, fused: EntropicProjection | None) -> tuple[Tensor, Tensor]:
+    def _project(self, climb: Climb, w: Tensor, fused: EntropicProjection | None) -> tuple[Tensor, Tensor, Plan | None]:
         if fused is not None:
             assert isinstance(climb.ball, WassersteinBall)
             fused.within(climb.ball)
             point = fused(w)
             climb.kernel = point.kernel
-            return point.z, point.cost / unit_of(climb.ball, climb.x)
+            return point.z, point.cost / unit_of(climb.ball, climb.x), None
         options: dict[str, Any] = {}
         if isinstance(climb.ball, WassersteinBall):
             options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         result = climb.ball.project(climb.x, w, self.reg, **options)
         z, climb.kernel = result.point, result.kernel
         if self.mode == "paper":
-            return z, torch.full((z.shape[0],), math.nan, dtype=torch.float64, device=z.device)
-        return z, distance_bound(climb.ball, climb.x, z, result.plan)
+            return z, torch.full((z.shape[0],), math.nan, dtype=torch.float64, device=z.device), None
+        return z, distance_bound(climb.ball, climb.x, z, result.plan), result.plan
