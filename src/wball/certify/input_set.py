@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball import kernels
 from wball.ball import Ball, LinfBall, Plans, WassersteinBall
 from wball.certify.anchor import Anchor, Charges, spread
 from wball.certify.boxed import BoxProgram
@@ -44,6 +45,9 @@ LIST_ALL = 8192
 
 ROUNDS = 10
 """Steps of the search for ``psi``."""
+
+DOWN = 0.55
+"""Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
 
 Charged = Sequence[tuple[Anchor, Rows]]
 """Anchors with the weights that rows put on their units."""
@@ -171,6 +175,7 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
+        self._compiled = self.matrix is None and kernels.choose(self.x, self.moves) == "cpu"
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""
@@ -338,9 +343,12 @@ class TransportSet(InputSet):
         rounds: int = ROUNDS,
     ) -> Tensor:
         rows, charged = self._align(rows, charged)
+        budget = self.budget[rows.image]
+        if self._compiled and not charged and box is None and reg == math.inf and not rows.coeff.requires_grad:
+            value = self._largest(rows, budget, rounds)
+            return value if self.box is None else torch.minimum(value, self._box_alone(rows))
         charges = self._charges(rows, charged)
         field = self._field(rows, box, charges)
-        budget = self.budget[rows.image]
         with torch.no_grad():
             if reg < math.inf:
                 psi = _entropic(self._field(rows, box, charges, reg).single(), budget.float(), reg)
@@ -355,8 +363,21 @@ class TransportSet(InputSet):
             value = value + (hi * box.clamp(min=0) + lo * box.clamp(max=0)).flatten(1).sum(1)
         if charges is not None:
             return value
-        # psi = 0 and r = a: the box alone.
-        return torch.minimum(value, torch.maximum(hi * rows.coeff, lo * rows.coeff).flatten(1).sum(1))
+        return torch.minimum(value, self._box_alone(rows))
+
+    def _box_alone(self, rows: Rows) -> Tensor:
+        """The bound with ``psi = 0`` and ``r = a``."""
+        assert self.box is not None
+        lo, hi = self.box
+        return torch.maximum(hi * rows.coeff, lo * rows.coeff).flatten(1).sum(1)
+
+    def _largest(self, rows: Rows, budget: Tensor, rounds: int) -> Tensor:
+        """The bound of rows that nothing charges, compiled."""
+        from wball.certify.maximum_cpu import largest  # compiles
+
+        beyond = self._elsewhere(rows)[0] if rows.corner is not None and self.far is not None else None
+        value = largest(rows, self.x, budget, self.moves, self.tiers, beyond, self.step, 2 * rounds)
+        return value.to(rows.coeff.dtype)
 
     def _align(self, rows: Rows, charged: Charged) -> tuple[Rows, Charged]:
         """Rows and weights that are all patches, or all dense."""
@@ -643,7 +664,9 @@ def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
         meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
-        trial = 0.5 * (low + high) if k % 2 else torch.where(drop > 0, meet, high)
+        trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
+        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the bracket.
+        trial = torch.where(low > 0, trial, DOWN * high)
         trial = torch.maximum(torch.minimum(trial, high), low)
         worth, cost = _evaluate(field, trial)
         value = worth + budget * trial
