@@ -26,7 +26,7 @@ from wball.checkpoint import load_weights, save_weights
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.models import build_model
 from wball.training import distributed
-from wball.training.config import Optimisation, TrainConfig, describe
+from wball.training.config import Adversary, Optimisation, TrainConfig, describe
 from wball.training.evaluate import measure
 from wball.training.losses import Objective
 from wball.training.opponent import Opponent
@@ -127,7 +127,7 @@ def train(
     run.restore(len(x))
     if init is not None:
         run.origin = Path(init).name
-    with _fast(device), run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
+    with _fast(device, config.adversary), run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
         while not run.finished:
             epoch, first = divmod(run.step, per_epoch)
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
@@ -408,9 +408,13 @@ def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generato
 
 
 @contextmanager
-def _fast(device: torch.device) -> Iterator[None]:
-    """On a GPU: convolution algorithms chosen by trial, and float32 products in TF32."""
-    with _products(device, "high", benchmark=True):
+def _fast(device: torch.device, adversary: Adversary | None) -> Iterator[None]:
+    """On a GPU: convolution algorithms chosen by trial, and float32 products in TF32.
+
+    An attack that drops images brings a new batch size every few steps, and a trial for each takes seconds.
+    """
+    drops = adversary is not None and getattr(adversary.attack, "until_success", True)
+    with _products(device, "high", benchmark=not drops):
         yield
 
 
