@@ -86,3 +86,14 @@ def test_settings_are_checked_and_the_mode_is_restored() -> None:
     model = Threshold(0.1).train()
     FlowSmoothing(model, 0.1).votes(torch.rand(1, 1, 1, 2), 10)
     assert model.training
+
+
+def test_no_images_half_precision_and_what_are_no_images() -> None:
+    smooth = FlowSmoothing(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), 0.01)
+    x = torch.rand(2, 1, 4, 4)
+    for part in (x[:0], x.half(), x.bfloat16()):
+        for result in (smooth.predict(part, samples=8), smooth.certify(part, samples=8, select=4)):
+            assert result.prediction.shape == result.radius.shape == (part.shape[0],)
+    for wrong in (x[0], x.flatten(1)):
+        with pytest.raises(ValueError, match="x must"):
+            smooth.certify(wrong, samples=8, select=4)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball import inputs
+from wball.solvers.batch import result_dtype
 
 Metric = Literal["euclidean", "manhattan"]
 
@@ -72,14 +73,19 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
     noise is ``sqrt(2) * scale``.
     """
     scale = inputs.check_positive("scale", scale)
-    inputs.check_tensor("x", x)
-    if x.ndim != 4:
-        raise ValueError(f"x must be images (B, C, H, W) to have flows between neighbours, got {tuple(x.shape)}")
+    x = _images(x)
     batch, channels, height, width = x.shape
     right = _laplace((batch, channels, height, width - 1), x, generator)
     down = _laplace((batch, channels, height - 1, width), x, generator)
     mass = x.flatten(1).sum(1).view(-1, 1, 1, 1)
     return x + mass * scale * divergence(right, down)
+
+
+def _images(x: Tensor) -> Tensor:
+    inputs.check_tensor("x", x)
+    if x.ndim != 4:
+        raise ValueError(f"x must be images (B, C, H, W) to have flows between neighbours, got {tuple(x.shape)}")
+    return x
 
 
 def _laplace(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -135,9 +141,13 @@ class FlowSmoothing:
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """How often each class wins among noisy copies of each image, ``(B, classes)``."""
         inputs.check_count("samples", samples)
+        x = _images(x)
+        x = x.to(result_dtype(x))
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
+            if x.shape[0] == 0:
+                return torch.zeros((0, self.model(x).shape[1]), dtype=torch.long, device=x.device)
             return torch.stack([self._votes(image[None], samples, generator) for image in x])
         finally:
             for module, mode in training.items():
@@ -168,7 +178,12 @@ class FlowSmoothing:
         ]
         low = [lower_confidence(int(a), samples, alpha) for a, _ in top.values.tolist()]
         return self._result(
-            top.indices[:, 0], ~torch.tensor(sure, device=x.device), [0.0] * len(low), low, alpha, samples
+            top.indices[:, 0],
+            ~torch.tensor(sure, dtype=torch.bool, device=x.device),
+            [0.0] * len(low),
+            low,
+            alpha,
+            samples,
         )
 
     def certify(
