@@ -127,7 +127,12 @@ def train(
     run.restore(len(x))
     if init is not None:
         run.origin = Path(init).name
-    with _fast(device, config.adversary), run.closing(), run.stopping(), _bar(progress, world.main, config, per_epoch) as tick:
+    with (
+        _fast(device, config.adversary),
+        run.closing(),
+        run.stopping(),
+        _bar(progress, world.main, config, per_epoch) as tick,
+    ):
         while not run.finished:
             epoch, first = divmod(run.step, per_epoch)
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
