@@ -321,7 +321,9 @@ class _Shard:
             return
         read_as = _predict(self.model, images).cpu()
         plan = None if proof is None else proof.take(success.to(x.device))
+        begun = time.perf_counter()
         report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
+        self._log_audit("audit", report, begun, batch=notes["batch"])
         fooled = read_as != y.cpu()[index]
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
@@ -337,6 +339,10 @@ class _Shard:
         state["member"][where] = member[good]
         state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
+
+    def _log_audit(self, event: str, report: AuditReport, begun: float, **fields: Any) -> None:
+        seconds = round(time.perf_counter() - begun, 3)
+        self.log(event, **fields, examples=len(report), exact=int(report.exact.sum()), seconds=seconds)
 
     def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
         """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
@@ -410,7 +416,9 @@ class _Shard:
             return []
         index = torch.from_numpy(chosen)
         radius, promised = whole["found_at"][index], whole["distance"][index]
+        begun = time.perf_counter()
         report = audit_in_threads(self.ball.at(radius), self.x[index.to(self.x.device)].cpu(), adversarial[index])
+        self._log_audit("exact check", report, begun)
         whole["distance"][index], whole["proof"][index] = report.distance, PLAN + EXACT
         for k in (~report.valid).nonzero().squeeze(1).tolist():
             where = int(index[k])
