@@ -1,4 +1,7 @@
-"""Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``; ``validity`` audits test sets."""
+"""Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
+
+``validity`` audits test sets, ``soundness`` attacks certificates: each has a ``--help`` of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, targets, validity, warm
+from benchmarks import oracle, projection, report, soundness, targets, validity, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
@@ -57,6 +60,9 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
 def main() -> None:
     if sys.argv[1:2] == ["validity"]:
         validity.main(sys.argv[2:])
+        return
+    if sys.argv[1:2] == ["soundness"]:
+        soundness.main(sys.argv[2:])
         return
     given = arguments()
     if given.render is not None:
