@@ -259,12 +259,12 @@ def test_full_disk_and_folder_in_use(
 def test_claims_that_fail_the_audit_have_an_exit_code(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wball.evaluate import run
+    from wball.evaluate import check
 
     def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object) -> wball.AuditReport:
         return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
 
-    monkeypatch.setattr(run, "audit", strict)
+    monkeypatch.setattr(check, "audit", strict)
     line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "--out", "o"]
     code, out, _ = said(capsys, *line)
     assert code == 3 and "rejected and not counted" in out

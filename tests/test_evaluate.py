@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
+from wball.evaluate.check import audit_in_threads
 from wball.evaluate.files import locked, read_json, read_tensors
-from wball.evaluate.run import audit_in_threads
 from wball.whole import write_whole
 
-running = importlib.import_module("wball.evaluate.run")
+checking = importlib.import_module("wball.evaluate.check")
 SOURCES = Path(__file__).parent.parent / "src"
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
@@ -133,7 +133,7 @@ def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
 
 
 def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "SAMPLE_LEAST", 2)
+    monkeypatch.setattr(checking, "SAMPLE_LEAST", 2)
     solved = []
     inner = ot.emd
     monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
@@ -163,14 +163,14 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeyp
 
 def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the plan check: what it vouches for is twice as far as it says."""
-    monkeypatch.setattr(running, "SAMPLE_LEAST", 1)
-    inner = running.audit
+    monkeypatch.setattr(checking, "SAMPLE_LEAST", 1)
+    inner = checking.audit
 
     def careless(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
         report = inner(ball, x, z, plan=plan, **rest)
         return report if plan is None else replace(report, distance=report.distance / 2)
 
-    monkeypatch.setattr(running, "audit", careless)
+    monkeypatch.setattr(checking, "audit", careless)
     model, x, y = problem(40)
     result = evaluate(model, x, y, BALL, RADII, attack())
     found = (result.images["read_as"] >= 0).nonzero().squeeze(1).tolist()
@@ -187,7 +187,7 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
         report = blind(*args, plan=plan, **rest)
         return report if plan is None else replace(report, exact=torch.zeros_like(report.exact))
 
-    monkeypatch.setattr(running, "audit", approves)
+    monkeypatch.setattr(checking, "audit", approves)
     result = evaluate(model, x, y, BALL, RADII, attack())
     assert len(result.rejected) == len(result.disagreements) == len(found)
     assert result.accuracy_at(0.4) == result.clean_accuracy and not len(result.examples["index"])

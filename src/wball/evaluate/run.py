@@ -28,7 +28,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wball import inputs, provenance
@@ -36,11 +35,11 @@ from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.model import Model, as_found, check_logits
-from wball.audit import DISTANCE_TOL, AuditReport, audit
 from wball.ball import LinfBall, WassersteinBall
 from wball.certify import certified_radius, certify
 from wball.certify.certificate import METHODS
 from wball.certify.graph import trace
+from wball.evaluate.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluate.exhibit import make_exhibit
 from wball.evaluate.files import Log, locked, read_json, read_tensors, write_json, write_tensors
 from wball.evaluate.result import (
@@ -54,7 +53,6 @@ from wball.evaluate.result import (
     load_evaluation,
     same_json,
 )
-from wball.proof import AnyPlan
 from wball.result import Proof
 from wball.solvers.batch import result_dtype
 
@@ -62,8 +60,6 @@ BATCHES = "batches"
 CPU_BATCH = 50
 GPU_PIXELS = 4_000_000
 """Pixels in a batch on a GPU, where small batches waste most of it."""
-SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
-"""Of the examples at a radius that a plan proves, so many are checked by exact transport, too."""
 
 
 class OtherSettings(ValueError):
@@ -176,7 +172,7 @@ def evaluate(
             shard.run(rank, world, progress)
             meet()
             if rank == 0:
-                result = shard.merged(begun["provenance"])
+                result = shard.merged(begun["provenance"], progress)
                 replace(result, exhibit=make_exhibit(result, model, x, y, ball)).save(folder)
                 log("finish")
         if rank == 0:
@@ -323,7 +319,8 @@ class _Shard:
         plan = None if proof is None else proof.take(success.to(x.device))
         begun = time.perf_counter()
         report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
-        self._log_audit("audit", report, begun, batch=notes["batch"])
+        seconds, solved = round(time.perf_counter() - begun, 3), int(report.exact.sum())
+        self.log("audit", batch=notes["batch"], examples=len(report), exact=solved, seconds=seconds)
         fooled = read_as != y.cpu()[index]
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
@@ -339,10 +336,6 @@ class _Shard:
         state["member"][where] = member[good]
         state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
-
-    def _log_audit(self, event: str, report: AuditReport, begun: float, **fields: Any) -> None:
-        seconds = round(time.perf_counter() - begun, 3)
-        self.log(event, **fields, examples=len(report), exact=int(report.exact.sum()), seconds=seconds)
 
     def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
         """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
@@ -366,14 +359,14 @@ class _Shard:
         proof = certify(self.model, x[here], y[here], self.ball.at(eps), method)
         state["certified"][index[proof.certified.cpu()]] = eps
 
-    def merged(self, origin: dict[str, Any]) -> Evaluation:
+    def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
         """The whole result, once every batch is done."""
         parts = [read_tensors(self.path(batch)) for batch in range(self.count)]
         size = int(self.settings["batch_size"])  # no more at a time than there was memory for
         whole = {name: torch.cat([state[name] for state, _ in parts]) for name in parts[0][0]}
         adversarial = whole.pop("adversarial")
         rejected = [entry for _, notes in parts for entry in notes["rejected"]]
-        disagreements = self._check_sample(whole, adversarial, rejected)
+        disagreements = self._check_sample(whole, adversarial, rejected, progress)
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
         index = (whole["read_as"] >= 0).nonzero().squeeze(1)
         original = self.x[index.to(self.x.device)].cpu()
@@ -387,48 +380,21 @@ class _Shard:
             disagreements=tuple(disagreements),
         )
 
-    def _check_sample(self, whole: dict[str, Tensor], adversarial: Tensor, rejected: list[dict[str, Any]]) -> list[int]:
-        """Check plans against exact transport, on a sample at each radius; returns the images where they disagree.
-
-        Then something is wrong, and all the others are checked exactly, too. It depends on nothing but what was found,
-        so it need not be stored before it is finished.
-        """
-        drawn = []
-        for stage, eps in enumerate(self.settings["radii"]):
-            proved = ((whole["proof"] == PLAN) & (whole["found_at"] == eps)).nonzero().squeeze(1).numpy()
-            entropy = [int(self.settings["seed"]), stage, len(self.x)]
-            count = max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(proved)))
-            drawn.append(np.random.default_rng(entropy).permutation(proved)[:count])
-        disagreements = self._check_exactly(whole, adversarial, np.sort(np.concatenate(drawn)), rejected)
-        if disagreements:
-            rest = (whole["proof"] == PLAN).nonzero().squeeze(1).numpy()
-            disagreements += self._check_exactly(whole, adversarial, rest, rejected)
-        return sorted(disagreements)
-
-    def _check_exactly(
-        self,
-        whole: dict[str, Tensor],
-        adversarial: Tensor,
-        chosen: NDArray[np.int64],
-        rejected: list[dict[str, Any]],
+    def _check_sample(
+        self, whole: dict[str, Tensor], adversarial: Tensor, rejected: list[dict[str, Any]], progress: bool
     ) -> list[int]:
-        if len(chosen) == 0:
-            return []
-        index = torch.from_numpy(chosen)
-        radius, promised = whole["found_at"][index], whole["distance"][index]
-        begun = time.perf_counter()
-        report = audit_in_threads(self.ball.at(radius), self.x[index.to(self.x.device)].cpu(), adversarial[index])
-        self._log_audit("exact check", report, begun)
-        whole["distance"][index], whole["proof"][index] = report.distance, PLAN + EXACT
-        for k in (~report.valid).nonzero().squeeze(1).tolist():
-            where = int(index[k])
-            rejected.append({"index": where, "eps": float(radius[k]), "reason": report.reasons[k]})
-            for name in ("distance", "found_at", "mass_error", "box_violation"):
-                whole[name][where] = math.inf
-            whole["read_as"][where] = whole["member"][where] = -1
-            whole["proof"][where] = 0
-        wrong = ~report.valid | ~(report.distance <= promised * (1 + DISTANCE_TOL))
-        return index[wrong].tolist()
+        """Check plans against exact transport; see :mod:`wball.evaluate.check`. Nothing is stored before its end."""
+        disagreements: list[int] = []
+        for chosen in (lambda: draw_sample(whole, self.settings), lambda: proved_by_plan(whole)):
+            index, begun = chosen(), time.perf_counter()
+            with _bar(progress and len(index) > 0, "exact check", "examples") as (total, advance):
+                total(len(index))
+                wrong = check_exactly(self.ball, self.x, adversarial, whole, index, rejected, advance)
+            self.log("exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3))
+            disagreements += wrong
+            if not wrong:
+                break
+        return sorted(disagreements)
 
 
 def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> Tensor:
@@ -530,13 +496,6 @@ def _check_provable(model: Model, x: Tensor, method: str) -> None:
     trace(model, x[:1])
 
 
-def audit_in_threads(
-    ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor, plan: AnyPlan | None = None
-) -> AuditReport:
-    """:func:`wball.audit` with a thread per core; with ``plan``, exact transport only where that is no proof."""
-    return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
-
-
 def _warnings(model: Model, x: Tensor, y: Tensor) -> tuple[str, ...]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -616,7 +575,9 @@ def _clear(folder: Path, results: bool = True) -> None:
 
 
 @contextmanager
-def _bar(show: bool, title: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def _bar(
+    show: bool, title: str, unit: str = "images x radii"
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """A bar on stderr with the time left."""
     if not show:
         yield lambda _: None, lambda _: None
@@ -635,7 +596,7 @@ def _bar(show: bool, title: str) -> Iterator[tuple[Callable[[int], None], Callab
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("images x radii"),
+        TextColumn(unit),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),

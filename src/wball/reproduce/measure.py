@@ -22,8 +22,8 @@ from wball.attacks.base import AttackResult
 from wball.attacks.standard import Version
 from wball.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall
+from wball.evaluate.check import audit_in_threads
 from wball.evaluate.files import read_tensors, write_tensors
-from wball.evaluate.run import audit_in_threads
 from wball.reproduce.workshop import Clock, Subject, Workshop
 from wball.training.config import describe
 
