@@ -269,6 +269,29 @@ def test_proofs_are_taken_put_and_chosen_per_image() -> None:
     assert still.tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("cost", [GridCost(1), GridCost(3), ONE_WAY, BALLS["matrix"].cost], ids=str)
+def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
+    x = torch.rand(2, 1, 5, 6, dtype=torch.float64)
+    proof = replace(EntropicProof.of_nothing(x), potentials=torch.randn_like(x), share=torch.ones(2).double())
+    given = [x, *(getattr(proof, name) for name in ("potentials", "price", "keep", "give", "share"))]
+    before = [values.clone() for values in given]
+    proved = proved_distance(cost, x, x, proof)
+    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
+    assert proved.tolist() == [0.0, 0.0] if cost == GridCost(1) else proved.isinf().all()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    ball = BALLS["grid"]
+    x = images(ball).cuda()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3)).cuda()
+    found = wball.DualAveraging(ball, steps=60, until_success=False, proofs=True)(model, x, model(x).argmax(1))
+    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    exact = audit(ball, x.cpu(), found.images.cpu()).distance
+    assert bool((report.distance.cpu() >= exact * (1 - 1e-6)).all())
+
+
 def test_imports_nothing_it_checks() -> None:
     source = Path(wball.__file__).with_name("proof.py").read_text()
     imported = {f"{node.module}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
