@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ot
 import pytest
 import torch
@@ -191,6 +192,25 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
     result = evaluate(model, x, y, BALL, RADII, attack())
     assert len(result.rejected) == len(result.disagreements) == len(found)
     assert result.accuracy_at(0.4) == result.clean_accuracy and not len(result.examples["index"])
+
+
+@pytest.mark.parametrize("mass", ["relative", "absolute"])
+def test_rounding_is_no_disagreement(mass: Any) -> None:
+    """At tiny radii float32 images say less about their distance than a ten-thousandth of it."""
+    model, x, y = problem(40)
+    ball = wball.WassersteinBall(1e-5 if mass == "relative" else 1e-4, mass=mass)
+    found = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)(model, x, y)
+    promised = wball.audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert promised.all_valid and int(promised.exact.sum()) < 20
+    everything = np.arange(40)
+    for share, wrong in ((1.0, []), (0.5, everything.tolist())):
+        images = {
+            "found_at": torch.full((40,), float(ball.eps), dtype=torch.float64),
+            "distance": share * promised.distance,
+            "proof": torch.ones(40).long(),
+        }
+        assert checking.check_exactly(ball, x, found.images, images, everything, [], lambda _: None) == wrong
+        assert images["proof"].tolist() == [3] * 40
 
 
 def test_results_of_an_earlier_version_are_read(tmp_path: Path) -> None:
