@@ -24,25 +24,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
+from wball.kernels.cpu_layout import GROUP, LINEAR_SPREAD, PART, Stencil, mass_box
 from wball.kernels.cpu_path import Best, Tolerance, follow_path
+from wball.kernels.cpu_projection import projected_sinkhorn
 from wball.kernels.reference import COST_TOL, REPAIR_SHARES, EntropicPlan, Move
 
-__all__ = ["Best", "Tolerance", "entropic_plan", "follow_path", "why_not"]
-
-LINEAR_SPREAD = 600.0
-"""Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.
-
-``exp(-psi C)`` is 0 in float64 beyond 745 nats; it must not vanish where a potential could still make up for it.
-"""
-
-PART = 32
-"""Images per piece of work: their float64 copies are all the memory that grows with the images' size."""
-
-_GROUP = 4  # moves a pass, and moves a ring is filled up to with moves of weight 0
+__all__ = ["Best", "Tolerance", "entropic_plan", "follow_path", "projected_sinkhorn", "why_not"]
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP = range(13)
@@ -77,7 +67,7 @@ def entropic_plan(
     newton: int = 12,
 ) -> EntropicPlan:
     """See :func:`wball.kernels.reference.entropic_plan`."""
-    stencil, shape = _Stencil(moves), tuple(x.shape)
+    stencil, shape = Stencil(moves), tuple(x.shape)
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
@@ -106,40 +96,6 @@ def entropic_plan(
     return EntropicPlan(z, *tensors, q_new, keep, give)
 
 
-class _Stencil:
-    """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
-
-    def __init__(self, moves: Sequence[Move]) -> None:
-        index = {(r, c): cost for r, c, cost in moves}
-        # The move that stays has a ring of its own, even if others are free as well.
-        keys = sorted({(cost, (r, c) != (0, 0)) for r, c, cost in moves})
-        rows: list[tuple[int, int, float, float]] = []
-        edges = [0]
-        for key in keys:
-            ring = [
-                (r, c, cost, index.get((-r, -c), math.inf)) for r, c, cost in moves if (cost, (r, c) != (0, 0)) == key
-            ]
-            rows += ring + [(0, 0, math.inf, math.inf)] * (-len(ring) % _GROUP)
-            edges.append(len(rows))
-        down, across, price, back = zip(*rows, strict=True)
-        self.radius = (max(map(abs, down)), max(map(abs, across)))
-        self.rings = len(keys)
-        self.arrays: tuple[NDArray[np.generic], ...] = (
-            np.asarray(down),
-            np.asarray(across),
-            np.asarray(price, dtype=np.float64),
-            np.asarray(back, dtype=np.float64),
-            np.asarray([cost for cost, _ in keys], dtype=np.float64),
-            np.asarray(edges),
-        )
-
-    def length(self, shape: tuple[int, ...]) -> int:
-        """Room for a flat image with its margins, whatever box around its mass it is cropped to."""
-        _, channels, height, width = shape
-        stride = width + 2 * self.radius[1]
-        return channels * (height + 2 * self.radius[0]) * stride + 2 * (self.radius[0] * stride + self.radius[1])
-
-
 # The functions below work on the flat image between ``pad`` and ``pad + n``. With ``logs``, ``_E``, ``_A``, ``_Q`` and
 # the rings hold logarithms.
 
@@ -157,7 +113,7 @@ def _correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore
     o = out[pad : pad + n]
     for i in range(n):
         o[i] = 0.0
-    for k in range(first, last, _GROUP):
+    for k in range(first, last, GROUP):
         s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
         a0, a1, a2, a3 = values[s0 : s0 + n], values[s1 : s1 + n], values[s2 : s2 + n], values[s3 : s3 + n]
         w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
@@ -391,19 +347,6 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
     return cost, net
 
 
-@compiled(inner=True)
-def _mass_box(x):  # type: ignore[no-untyped-def]
-    """The rows and columns between which an image has mass, over all channels."""
-    channels, height, width = x.shape
-    top, bottom, left, right = height, 0, width, 0
-    for c in range(channels):
-        for r in range(height):
-            for j in range(width):
-                if x[c, r, j] > 0.0:
-                    top, bottom, left, right = min(top, r), max(bottom, r + 1), min(left, j), max(right, j + 1)
-    return top, bottom, left, right
-
-
 @compiled()
 def _plan_images(  # type: ignore[no-untyped-def]
     x, b, q, budget, rows, columns, price, price_back, ring_cost, ring, lo, hi, slack, sweeps, newton, cost_tol, shares,
@@ -415,7 +358,7 @@ def _plan_images(  # type: ignore[no-untyped-def]
     _, channels, full_height, full_width = x.shape
     weight = np.empty(price.size)
     for m in range(x.shape[0]):
-        top, bottom, left, right = _mass_box(x[m])
+        top, bottom, left, right = mass_box(x[m])
         moving = bottom > 0 and budget[m] > 0.0
         for c in range(channels):
             for r in range(full_height):

@@ -53,7 +53,10 @@ class Best:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """An image is done when ``primal - dual <= tol * max(|primal + offset|, parts * (primal - 2 entropy)) + floor``."""
+    """When an image is done.
+
+    That is, when ``primal - dual <= tol * max(|primal - entropy + offset|, parts * (primal - 2 entropy)) + floor``.
+    """
 
     tol: float
     parts: float
@@ -719,7 +722,7 @@ def _follow(p, start, tau_start, tau_end, levels, tol, parts, offset, floor, bes
                 if bound > known[1]:
                     known[1], known[3] = bound, price
                     _copy(new_u, best_u)
-            scale = max(abs(known[0] + offset), parts * (known[0] - 2 * best_entropy))
+            scale = max(abs(known[0] - best_entropy + offset), parts * (known[0] - 2 * best_entropy))
             if known[0] - known[1] <= tol * scale + floor:
                 break
 

@@ -53,8 +53,12 @@ FIRST, LEAST = 0.7, 0.02
 REPAIR_SWEEPS = 40
 SLACK = 5e-7
 """What may be left above ``hi`` (and is cut off: far less mass than float32 images are given in)."""
+PARTS = 0.03
+"""Share of the objective's parts that counts where ``1/2 |w - z|^2`` is small next to the entropy."""
 PSI_TOL = 0.2
-"""The price is exact enough when the cost misses the budget by this share of what an offer asks for."""
+"""The price is exact enough when what it leaves of the budget costs this share of what an offer may miss."""
+RESOLUTION = 16
+"""Roundings by which the cost may miss the budget at any price."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ def projected_sinkhorn(
         tau: temperature per image, ``(B,)``, positive where the image has mass.
         u: starting potential, like ``x``; ``w - x`` is a good one.
         psi: starting price, ``(B,)``.
-        tol: an image is done when ``gap <= tol * (1/2 |w - z|^2 + tau |entropy|) + tol^2 * 1/2 |w - x|^2``.
+        tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
+            ``d = 1/2 |w - z|^2``.
         max_iter: at most so many sweeps per image.
     """
     search = _Search(x, w, budget.to(torch.float64), _StencilMoves(moves, x), box, tau.to(x.dtype), tol)
@@ -143,6 +148,7 @@ class _Search:
         self.lo, self.hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, math.inf)
         self.single = (budget <= 0) | (_total(x) <= 0)
         self.tau = torch.where(self.single, torch.ones_like(tau), tau)
+        self.resolution = RESOLUTION * torch.finfo(x.dtype).eps
 
     def run(self, u: Tensor, psi: Tensor, max_iter: int) -> ProjectedSinkhorn:
         x, scale = self.x, _per_image(self.tau)
@@ -150,18 +156,20 @@ class _Search:
         last, streak = beta, torch.zeros_like(price)
         done = self.single.clone()
         target = torch.full_like(self.budget, FIRST * self.tol)
+        size = 0.5 * _total((self.w - x).square())
         offers = torch.zeros_like(done, dtype=torch.long)
         n_iter = torch.zeros_like(done, dtype=torch.long)
         answer = self._finish(beta, price, self._rows(beta, price))
         for step in range(max_iter):
             if bool(done.all()):
                 break
-            price = torch.where(done, price, self._price(beta, price, target, 12 if step == 0 else 3))
+            price = torch.where(done, price, self._price(beta, price, target * size, 12 if step == 0 else 3))
             rows = self._rows(beta, price)
             columns = rows.columns()
             new = self._columns(beta, columns)
             n_iter += ~done
-            ready = ~done & ((self._estimate(beta, price, rows, columns) <= target) | (n_iter >= max_iter))
+            about, size = self._estimate(beta, price, rows, columns)
+            ready = ~done & ((about <= target * size) | (n_iter >= max_iter))
             if bool(ready.any()):
                 offered = self._finish(beta, price, rows)
                 answer = _choose(ready, offered, answer)
@@ -188,12 +196,13 @@ class _Search:
             n_iter=n_iter,
         )
 
-    def _price(self, beta: Tensor, price: Tensor, target: Tensor, newton: int) -> Tensor:
-        """The rows' block: bracketed Newton steps on the price, in units of ``tau``."""
+    def _price(self, beta: Tensor, price: Tensor, offer: Tensor, newton: int) -> Tensor:
+        """The rows' block: bracketed Newton steps on the price, in units of ``tau``, for a gap of about ``offer``."""
         rings, cost_of = _rings(beta, self.moves), self.moves.ring_cost
         low, high = torch.full_like(price, -1.0), torch.full_like(price, math.inf)
-        tolerance = (PSI_TOL * target).clamp(min=16 * torch.finfo(price.dtype).eps)
         for _ in range(newton):
+            worth = (self.tau * price * self.budget).clamp(min=1e-300)
+            tolerance = (PSI_TOL * offer / worth).clamp(self.resolution, PSI_TOL)
             share = torch.softmax(rings - _per_image(price) * cost_of, 0)
             mean = (share * cost_of).sum(0)
             cost, slope = _total(self.x * mean), _total(self.x * (share * (cost_of - mean).square()).sum(0))
@@ -227,15 +236,21 @@ class _Search:
         c = v.clamp(self.lo, self.hi)
         return 0.5 * (z - c).square() - (z - c) * (v - c)
 
-    def _estimate(self, beta: Tensor, price: Tensor, rows: _Priced, columns: Tensor) -> Tensor:
-        """About the gap after a repair, relative to its scale. Columns above ``hi`` will send mass back, unspent."""
+    def _estimate(self, beta: Tensor, price: Tensor, rows: _Priced, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """About the gap after a repair, and its scale. Columns above ``hi`` will send mass back, unspent."""
         cost, psi = rows.cost, (self.tau * price).to(torch.float64)
         kept = columns.clamp(self.lo, self.hi)
         gap = _total(self._misfit(beta, kept))
-        gap = gap + psi * ((self.budget - cost).abs() + 1.5 * _total((columns - kept).abs()))
+        unspent = ((self.budget - cost).abs() - self.resolution * self.budget).clamp(min=0.0)
+        gap = gap + psi * (unspent + 1.5 * _total((columns - kept).abs()))
         entropy = self.tau * (_total(beta * columns) - price * cost - _total(self.x * rows.log_sum))
-        scale = 0.5 * _total((self.w - columns).square()) - entropy
-        return gap / (scale + self.tol * 0.5 * _total((self.w - self.x).square())).clamp(min=1e-300)
+        distance = 0.5 * _total((self.w - columns).square())
+        return gap, self._scale(distance, entropy)
+
+    def _scale(self, distance: Tensor, entropy: Tensor) -> Tensor:
+        """What a gap is measured against. The point is off by at most the root of twice the gap: not by the entropy."""
+        size = torch.maximum(distance, PARTS * (distance - entropy))
+        return size + self.tol * 0.5 * _total((self.w - self.x).square())
 
     def _finish(self, beta: Tensor, price: Tensor, rows: _Priced) -> ProjectedSinkhorn:
         """The repaired plan of these duals, and its gap."""
@@ -265,7 +280,7 @@ class _Search:
             psi=self.tau * price,
             objective=distance + entropy,
             gap=gap,
-            allowed=self.tol * (distance - entropy) + self.tol**2 * 0.5 * _total((w - x).square()),
+            allowed=self.tol * self._scale(distance, entropy),
             residual=(z - (w - u).clamp(self.lo, self.hi)).flatten(1).abs().amax(1),
             n_iter=torch.zeros_like(psi, dtype=torch.long),
         )

@@ -44,6 +44,8 @@ MAX_VALUES = 16384
 _FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
+_PARTS = tl.constexpr(reference.PARTS)
+_RESOLUTION = tl.constexpr(reference.RESOLUTION * 2.0**-23)
 
 
 def projected_sinkhorn(
@@ -166,6 +168,7 @@ def _projection_kernel(
     n_iter = 0
     offers = 0
     target = tol * _FIRST
+    scale = at_centre.to(tl.float32)
     done = single
     wide = False
     while (n_iter < max_iter) & (done == False):  # noqa: E712
@@ -179,8 +182,10 @@ def _projection_kernel(
         tl.debug_barrier()
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
+        worth = tl.maximum(tau * price * budget, 1.2e-38)
+        miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, _RESOLUTION), _PSI_TOL)
         price, mean, norm, moved = solve_price(
-            x, s, price, budget, tl.maximum(target * _PSI_TOL, 1.9e-6), tl.where(n_iter == 0, 12, 3), wide,
+            x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), wide,
             s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR,
         )  # fmt: skip
         if LINEAR:
@@ -213,8 +218,10 @@ def _projection_kernel(
             x * mean,
             (new - beta) * (new - last),
         )
-        scale = distance - tau * (entropy - price * cost) + tol * at_centre.to(tl.float32)
-        estimate = misfit + tau * price * (tl.abs(budget - cost) + 1.5 * outside)
+        scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
+        scale += tol * at_centre.to(tl.float32)
+        unspent = tl.maximum(tl.abs(budget - cost) - _RESOLUTION * budget, 0.0)
+        estimate = misfit + tau * price * (unspent + 1.5 * outside)
         if wide:
             done = True
         elif (estimate <= target * scale) | (n_iter == max_iter):
@@ -282,7 +289,8 @@ def _projection_kernel(
             gap += heat * (value * (budget_exact - spent) + divergence)
             entropy_exact = heat * (divergence - value * spent + _total(beta * z - x * log_sum, real))
             distance_exact = _total(0.5 * (w - z) * (w - z), real)
-            allowed = tol * (distance_exact - entropy_exact) + tol * tol * at_centre
+            allowed = tol * tl.maximum(distance_exact, _PARTS * (distance_exact - entropy_exact))
+            allowed += tol * tol * at_centre
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
             tl.store(z_out + here, z, mask=real)
             tl.store(u_out + here, tau * beta, mask=real)

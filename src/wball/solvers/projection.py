@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from wball import inputs, kernels
 from wball.ground import Arcs
+from wball.kernels.reference_projection import PARTS
 from wball.plan import Plan, identity
 from wball.result import Duals, ProjectionResult, Status, statuses
 from wball.solvers import path
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 _EVERYWHERE = (-math.inf, math.inf)
 SWEEPS, SWEEP_TOL = 200, 3e-5
-"""Projected Sinkhorn before the path: at most so many sweeps, and no gap that float32 could not resolve."""
+"""Projected Sinkhorn before the path: at most so many sweeps, and in float32 no gap that could not be resolved."""
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap, and the path is fast."""
 
@@ -65,8 +67,9 @@ def project(
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at most
-        ``tol * |objective| + tol^2 * 1/2 |w - x|^2``. The second term is for points inside the ball, where the
-        objective vanishes; an entropic objective may cross zero, and then 1e-3 of the size of its parts counts.
+        ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within ``sqrt(tol) |w - z|`` of
+        the optimum. The second term is for points inside the ball, where ``d`` vanishes; where ``d`` is below 3 % of
+        ``d`` and the entropy together, that share of them counts instead.
     """
     x = inputs.check_images("x", x, ball.box).detach()
     w = inputs.check_like("w", w, x).detach()
@@ -89,8 +92,16 @@ def project(
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        problem = _Projection(moves, grid[part], target[part], budget[part], ball.box, reg, tol, kernel)
-        parts.append(problem.run(max_iter, warm, spend[part]))
+        problem = partial(_Projection, moves, box=ball.box, reg=reg, tol=tol, kernel=kernel)
+        images, points, limit, most = grid[part], target[part], budget[part], spend[part]
+        if warm is not None or kernel != "cpu" or math.isinf(reg):
+            parts.append(problem(images, points, limit).run(max_iter, warm, most))
+            continue
+        solved = _swept(moves, images, points, limit, most, ball.box, reg, tol)
+        left = torch.tensor([status is not Status.CONVERGED for status in solved.status]).nonzero().squeeze(1)
+        if left.numel():
+            solved.replace(left, problem(images[left], points[left], limit[left]).run(max_iter, None, most[left]))
+        parts.append(solved)
     joined = _join(parts, moves, grid)
     shape = x.shape
     return ProjectionResult(
@@ -114,7 +125,7 @@ def _paper(
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     stencil, mass = kernels.stencil(moves), grid.flatten(1).sum(1)
     still = per_image((budget <= 0) | (mass <= 0), grid)
-    if stencil is not None and kernels.choose_projection(grid.float(), stencil) != "torch":
+    if stencil is not None and kernels.choose_projection(grid.float(), stencil) == "triton":
         answer = kernels.projected_sinkhorn(
             grid.float(), target.float(), budget, stencil, None, (mass / reg).float(),
             u=(target - grid).float(), psi=torch.full_like(mass, 0.1).float(),
@@ -154,6 +165,55 @@ class _Solved:
     n_iter: Tensor
     status: tuple[Status, ...]
 
+    def replace(self, index: Tensor, others: _Solved) -> None:
+        """Put the answers of ``others`` at ``index``; their steps are counted on top."""
+        steps = self.n_iter[index]
+        status = list(self.status)
+        for place, new in zip(index.tolist(), others.status, strict=True):
+            status[place] = new
+        self.status = tuple(status)
+        for field in fields(self):
+            if field.name != "status":
+                getattr(self, field.name)[index] = getattr(others, field.name)
+        self.n_iter[index] += steps
+
+
+def _swept(
+    moves: Arcs,
+    x: Tensor,
+    w: Tensor,
+    budget: Tensor,
+    spend: Tensor,
+    box: tuple[float, float] | None,
+    reg: float,
+    tol: float,
+) -> _Solved:
+    """Entropic problems by projected Sinkhorn on a CPU, plans included; who is not done has another status."""
+    stencil, mass = kernels.stencil(moves), x.flatten(1).sum(1)
+    tau = mass / reg
+    flow = torch.empty((*x.shape[:2], moves.cost.shape[0], *x.shape[2:]), dtype=torch.float64)
+    answer = kernels.load("cpu").projected_sinkhorn(
+        x, w, spend, stencil, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
+    )
+    gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
+    return _Solved(
+        point=answer.z,
+        flow=flow,
+        objective=answer.objective + _offset(x, tau),
+        gap=gap,
+        residual=answer.residual,
+        beta=answer.u,
+        psi=answer.psi,
+        n_iter=answer.n_iter,
+        status=statuses(gap <= answer.allowed),
+    )
+
+
+def _offset(x: Tensor, tau: Tensor) -> Tensor:
+    """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
+    mass = x.flatten(1).sum(1)
+    return tau * (torch.special.xlogy(x, x).flatten(1).sum(1) - torch.special.xlogy(mass, mass))
+
 
 class _Projection:
     """One chunk: keeps each image's best feasible plan and best dual bound while the path is followed."""
@@ -177,8 +237,7 @@ class _Projection:
         # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
         self.columns = path.Quadratic(w, lo if lo > 0 else -math.inf, hi)
         still = identity(moves, x)
-        self.offset = -self.tau * dot(x, torch.log(mass.clamp(min=1e-300).view(-1, 1, 1, 1)).expand_as(x))
-        self.offset = self.offset + self.tau * torch.special.xlogy(x, x).flatten(1).sum(1)
+        self.offset = _offset(x, self.tau)
         self.flow = still.flow
         self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)
         self.primal = self.at_centre.clone()  # what stays has no entropy
@@ -222,10 +281,7 @@ class _Projection:
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
         residual = (point - (w - self.beta).clamp(lo, hi)).flatten(1).abs().amax(1)
         residual = torch.where(single, torch.zeros_like(residual), residual)
-        solved = gap <= self._allowed_at_least(self.primal, slice(None))
-        if not bool(solved.all()):
-            solved = gap <= self.allowed(self.primal, self.flow)
-        status = statuses(solved)
+        status = statuses(gap <= self.allowed(self.primal, self.flow))
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
 
@@ -247,7 +303,7 @@ class _Projection:
     def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
         """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
         moves, x = kernels.stencil(self.moves), self.x[todo].float()
-        if moves is None or kernels.choose_projection(x, moves) == "torch":
+        if moves is None or kernels.choose_projection(x, moves) != "triton":
             return todo
         answer = kernels.projected_sinkhorn(
             x, self.w[todo].float(), self.budget[todo], moves, self.box, self.tau[todo],
@@ -267,7 +323,7 @@ class _Projection:
         kernel = kernels.load(self.kernel)
         fields = (self.flow, self.primal, self.dual, self.dual, self.beta, self.psi)
         best = kernel.Best(*(field[todo].contiguous() for field in fields))
-        tolerance = kernel.Tolerance(self.tol, 1e-3, self.offset[todo], self._floor(todo))
+        tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(self.tau[todo]), self._floor(todo))
         n_iter: Tensor = kernel.follow_path(
             self.x[todo], kernels.stencil(self.moves), self.budget[todo], self.w[todo], self.box or _EVERYWHERE,
             start, tau_start, self.tau[todo], max_iter, tolerance, best, linear=False,
@@ -278,14 +334,9 @@ class _Projection:
 
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""
-        pick = slice(None) if index is None else index
-        parts = primal - 2 * self.entropic(flow, index)
-        # The entropic objective may cross zero, where nothing is small in proportion to it: its parts set a floor.
-        return torch.maximum(self._allowed_at_least(primal, pick), self.tol * 1e-3 * parts + self._floor(pick))
-
-    def _allowed_at_least(self, primal: Tensor, pick: Tensor | slice) -> Tensor:
-        """:meth:`allowed` without looking at the plan."""
-        return self.tol * (primal + self.offset[pick]).abs() + self._floor(pick)
+        entropy = self.entropic(flow, index)
+        size = torch.maximum(primal - entropy, PARTS * (primal - 2 * entropy))
+        return self.tol * size + self._floor(slice(None) if index is None else index)
 
     def _floor(self, pick: Tensor | slice) -> Tensor:
         rounding = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
