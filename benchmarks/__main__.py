@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, soundness, targets, validity, warm
+from benchmarks import oracle, projection, report, soundness, targets, threads, validity, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
-PARTS = ("projection", "oracle", "windows", "large", "quality")
+PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
 def arguments() -> argparse.Namespace:
@@ -48,6 +48,8 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
             yield from oracle.oracles(images, sorted({*sizes, batch}), [5], batch, **common)
         if "projection" in given.only:
             yield from projection.projections(images, sizes, **common)
+    if "threads" in given.only and not cuda:
+        yield from threads.rows(given.data)
     for images in sources:
         if "windows" in given.only:
             yield from oracle.oracles(images, [batch], [3, 7, 9, 11], None, **common)
@@ -86,7 +88,14 @@ def main() -> None:
         report.save(out, rows, about, [])  # a run that is stopped leaves what it measured
         time = row.get("time")
         spent = f"{time.median:.4g} ms" if isinstance(time, Time) else row.get("absent", "")
-        named = (row["work"], row.get("images", ""), row.get("batch", ""), row.get("window", ""), row["method"])
+        named = (
+            row["work"],
+            row.get("images", ""),
+            row.get("batch", ""),
+            row.get("window", ""),
+            row["method"],
+            row.get("setting", ""),
+        )
         print(*named, spent, flush=True)
     remarks = targets.targets(rows) + projection.ratios(rows) + ([given.note] if given.note else [])
     report.write(out, rows, about, remarks)

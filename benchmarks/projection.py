@@ -16,6 +16,8 @@ from wball import WassersteinBall
 from wball.kernels import KernelError, load, reference_projection, why_not
 
 TOL = 1e-4
+FINE = 1e-8
+"""A gap at which our points are about as near to their optimum as the released code's are to theirs."""
 STEP = 0.1
 FEW = 4
 """Images that are compared with the optimum and measured exactly."""
@@ -73,8 +75,12 @@ def projections(
         for name, kernel in _sweeps(x):
             if name != "torch" or size == (100 if cuda else 1):  # the reference, which is slow, at one size
                 yield common | _sweep_row(name, kernel, images, x, w, judge, device, budget_s) | {"floor_ms": floor}
+            if name == "cpu":
+                yield (
+                    common | _sweep_row(name, kernel, images, x, w, judge, device, budget_s, FINE) | {"floor_ms": floor}
+                )
         if not cuda or size == 1:
-            yield common | _path_row(images, x, w, judge, device, budget_s) | {"floor_ms": floor}
+            yield common | _project_row(images, x, w, judge, device, budget_s) | {"floor_ms": floor}
         for name, make, most in (
             ("released", released_projection, 1000 if cuda else 100),
             ("ART", art_projection, 100),
@@ -99,7 +105,15 @@ def _sweeps(x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _sweep_row(
-    name: str, kernel: Any, images: Images, x: Tensor, w: Tensor, judge: Judge, device: torch.device, budget_s: float
+    name: str,
+    kernel: Any,
+    images: Images,
+    x: Tensor,
+    w: Tensor,
+    judge: Judge,
+    device: torch.device,
+    budget_s: float,
+    tol: float = TOL,
 ) -> dict[str, Any]:
     ball = judge.ball
     mass = x.sum((1, 2, 3))
@@ -107,11 +121,11 @@ def _sweep_row(
     u, psi, tau = w - x, torch.full_like(mass, 0.1), mass / images.reg
 
     def run() -> Any:
-        return kernel.projected_sinkhorn(x, w, budget, moves, (0.0, 1.0), tau, u=u, psi=psi, tol=TOL)
+        return kernel.projected_sinkhorn(x, w, budget, moves, (0.0, 1.0), tau, u=u, psi=psi, tol=tol)
 
     answer = run()
     return {
-        "method": f"wball sweeps, {name}",
+        "method": f"wball sweeps, {name}" + ("" if tol == TOL else f", gap {tol:g}"),
         "time": measure(run, device, budget_s=budget_s, graph=name == "triton"),
         "extra_memory": _share(peak_memory(run, device), x),
         "iterations": int(answer.n_iter.max()),
@@ -120,7 +134,7 @@ def _sweep_row(
     }
 
 
-def _path_row(
+def _project_row(
     images: Images, x: Tensor, w: Tensor, judge: Judge, device: torch.device, budget_s: float
 ) -> dict[str, Any]:
     def run() -> Any:
@@ -128,7 +142,7 @@ def _path_row(
 
     answer = run()
     return {
-        "method": f"wball path, {answer.kernel}",
+        "method": f"wball project, {answer.kernel}",
         "time": measure(run, device, budget_s=budget_s, graph=False),
         "extra_memory": _share(peak_memory(run, device), x),
         "iterations": int(answer.n_iter.max()),

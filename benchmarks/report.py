@@ -17,6 +17,7 @@ from wball.provenance import command, commit, device_name, versions
 
 COLUMNS = (
     ("work", "work"), ("images", "images"), ("batch", "batch"), ("window", "window"), ("method", "method"),
+    ("setting", "threads"),
     ("time", "ms (middle 80 %)"), ("processor", "processor ms"), ("ns_per_pixel", "ns/pixel"), ("floor_ms", "floor ms"),
     ("extra_memory", "extra memory / batch"),
     ("iterations", "sweeps"), ("gap_over_allowed", "gap / allowed"), ("error", "error"), ("mass_error", "mass error"),
@@ -25,7 +26,8 @@ COLUMNS = (
 
 EXPLANATION = """\
 Times are medians of repeated calls; *processor* time is what all threads together spent, to be compared if the
-machine was busy. *error* is the distance to the optimum of the method's own problem (with the box
+machine was busy. In the part *threads* each setting is a process of its own, rounds alternate, and the range is
+that of all calls. *error* is the distance to the optimum of the method's own problem (with the box
 for this library, without it for the others), relative to the distance from that optimum to the point that is
 projected. *distance / eps* is the exact transport distance, infinite if mass was lost. *floor* is what moving the
 bytes or doing the arithmetic once would take on this machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import threads
 from benchmarks.timing import Time
 
 Row = dict[str, Any]
@@ -51,15 +52,7 @@ def targets(rows: list[Row]) -> list[str]:
         ratio = big["ns_per_pixel"] / small["ns_per_pixel"]
         name = f"oracle, 224 x 224 x 3, batch 64, {ratio:.2f} times CIFAR-10's time a pixel"
         lines.append(_verdict(name, "2 times", 2 / ratio, "what bounds it: every sum over an image is a launch"))
-    ours = _one(rows, "projection", "mnist", 100, "wball path, cpu")
-    released = _one(rows, "projection", "mnist", 100, "released")
-    if ours and released:
-        ratio = released["time"].median / ours["time"].median
-        name = f"projection on a CPU, mnist x 100, {ratio:,.0f} times faster than released"
-        if ours["time"].processor and released["time"].processor:
-            name += f" ({released['time'].processor / ours['time'].processor:,.0f} times in processor time)"
-        lines.append(_verdict(name, "60 times", ratio / 60, "what bounds it: arithmetic of the Newton steps"))
-    return lines + growth(rows)
+    return lines + threads.verdict(rows) + growth(rows)
 
 
 def growth(rows: list[Row]) -> list[str]:

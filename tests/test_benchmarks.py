@@ -80,8 +80,9 @@ def test_targets_are_judged_from_the_rows() -> None:
         ),
         row("oracle", "cifar10", 128, "wball, triton", 0.4, window=5, floor_ms=0.01, ns_per_pixel=1.0),
         row("oracle", "224 x 224 x 3", 64, "wball, triton", 9.0, window=5, floor_ms=0.1, ns_per_pixel=3.0),
-        row("projection", "mnist", 100, "wball path, cpu", 10.0),
-        row("projection", "mnist", 100, "released", 900.0),
+        row("threads", "mnist", 100, "wball sweeps, cpu", 10.0, setting="2 threads, sleeping"),
+        row("threads", "mnist", 100, "released", 3000.0, setting="1 thread, sleeping"),
+        row("threads", "mnist", 100, "released", 900.0, setting="2 threads, spinning"),
     ]
     lines = targets.targets(rows)
     reached = [line for line in lines if line.startswith("reached")]
