@@ -57,6 +57,7 @@ class InputSet(ABC):
     """A set of images around each of ``B`` centres."""
 
     shape: tuple[int, ...]  # of one image
+    compiled = False  # whether a full search costs hardly more than a short one
 
     @abstractmethod
     def maximum(
@@ -175,7 +176,7 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
-        self._compiled = self.matrix is None and kernels.choose(self.x, self.moves) == "cpu"
+        self.compiled = self.matrix is None and kernels.choose(self.x, self.moves) == "cpu"
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""
@@ -344,7 +345,7 @@ class TransportSet(InputSet):
     ) -> Tensor:
         rows, charged = self._align(rows, charged)
         budget = self.budget[rows.image]
-        if self._compiled and not charged and box is None and reg == math.inf and not rows.coeff.requires_grad:
+        if self.compiled and not charged and box is None and reg == math.inf and not rows.coeff.requires_grad:
             value = self._largest(rows, budget, rounds)
             return value if self.box is None else torch.minimum(value, self._box_alone(rows))
         charges = self._charges(rows, charged)

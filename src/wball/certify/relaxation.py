@@ -38,6 +38,13 @@ ROUNDING = 1e-12
 QUICK = 3
 """Rounds of search that settle most units which are stable anyway."""
 
+LARGE, SAMPLE, HOPE = 512, 64, 0.05
+"""Layers of so many units or more are sampled first, so many units an image, and left alone if fewer than this share of
+the sample, and of the whole layer before it, turns out stable."""
+
+NEGLIGIBLE = 1e-7
+"""Share of its range by which a unit may cross 0 without being bounded again."""
+
 Lower = Literal["adaptive", "parallel"]
 
 
@@ -105,6 +112,11 @@ class Bounds:
 
     def unstable(self, position: int) -> Tensor:
         return (self.lower[position] < 0) & (self.upper[position] > 0)
+
+    def worth_a_row(self, position: int) -> Tensor:
+        """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
+        low, up = self.lower[position], self.upper[position]
+        return (low < 0) & (up > 0) & ~(torch.minimum(-low, up) <= NEGLIGIBLE * (up - low))
 
 
 class Relaxation:
@@ -317,20 +329,45 @@ class Relaxation:
         if ready and known:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
+        done: Tensor | None = None
         if isinstance(op, Activation):
+            every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
             if not known and self.centre is not None:
                 # The side that could prove a unit stable comes first: then the other one is not needed.
-                every = bounds.unstable(position).flatten().nonzero()[:, 0]
-                sign = torch.where(self.centre[position].flatten()[every] > 0, 1.0, -1.0)
-                self._bound_units(position, bounds, every, sign, like, rounds=QUICK)
-            every = bounds.unstable(position).flatten().nonzero()[:, 0]
+                likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
+                every = self._without_hope(position, bounds, every, likely, like)
+                # A compiled search need not be repeated; in torch, a short one settles what is stable anyway.
+                once = self.source.compiled and gains is None and ascent is None
+                rounds, done = (ROUNDS, likely) if once else (QUICK, None)
+                self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
+                every = every[bounds.worth_a_row(position).flatten()[every]]
         if gains is not None:
             gains.choose(bounds)
         for side in (-1.0, 1.0):
-            sign = torch.full(every.shape, side, device=like.device)
-            self._bound_units(position, bounds, every, sign, like, anchored, ascent, gains if side < 0 else None)
+            some = every if done is None else every[done[every] != side]
+            sign = torch.full(some.shape, side, device=like.device)
+            self._bound_units(position, bounds, some, sign, like, anchored, ascent, gains if side < 0 else None)
         if gains is not None and not ready:
             gains.finish()
+
+    def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor) -> Tensor:
+        """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
+
+        Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A sample decides, image
+        by image; the units keep their intervals. ``sign`` is the side that could prove each unit of the batch stable.
+        """
+        size = math.prod(self.graph.ops[position].shape)
+        if size < LARGE:
+            return every
+        image = every // size
+        images = sign.shape[0] // size
+        many = torch.bincount(image, minlength=images) >= (1 - HOPE) * size
+        sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
+        self._bound_units(position, bounds, sample, sign[sample], like)
+        settled = (~bounds.unstable(position).flatten()[sample]).to(torch.float64)
+        drawn = torch.bincount(sample // size, minlength=images).clamp(min=1)
+        share = torch.bincount(sample // size, settled, minlength=images) / drawn
+        return every[~(many & (share < HOPE))[image]]
 
     def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
         """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
