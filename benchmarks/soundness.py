@@ -87,12 +87,15 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Tensor, T
         x, y = load_sample("mnist")
     else:
         x, y = load_dataset("mnist", given.data, "test")
+    x, y = x.to(given.device), y.to(given.device)
     small = F.avg_pool2d(x, 2)
-    named = [(n, load_model(n)) for n in list_models() if n not in UNSUPPORTED]
-    named += [(Path(w).stem, load_weights(build_model("mnist-cnn"), w).eval()) for w in given.weights]
+    named = [(n, load_model(n, device=given.device)) for n in list_models() if n not in UNSUPPORTED]
+    for path in given.weights:
+        named.append((Path(path).stem, load_weights(build_model("mnist-cnn"), path).eval().to(given.device)))
     for turn in range(max(-(-given.random // KINDS), -(-given.images // given.block))):  # some of everything first
         for seed in range(turn * KINDS, min(given.random, (turn + 1) * KINDS)):
-            net, some = random_network(seed), small[seed * given.small : (seed + 1) * given.small]
+            net = random_network(seed).to(given.device)
+            some = small[seed * given.small : (seed + 1) * given.small]
             for method in METHODS:
                 yield f"random {seed}", net, some, said(net, some), method, 6
         start = turn * given.block
@@ -151,6 +154,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soundness", description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled sample)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", nargs="*", default=[], help="more weights of the paper's MNIST network")
     parser.add_argument("--images", type=int, default=100, help="images per trained model")
     parser.add_argument("--anchored", type=int, default=2, help="one image in so many is certified anchored, too")
@@ -161,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results") / "soundness.json")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28))
+    about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=given.device))
     for path, name in ((given.data, "DATA"), *((w, Path(w).name) for w in given.weights)):
         about["command"] = about["command"].replace(str(path), name) if path else about["command"]
     about |= {"commit": provenance.commit(), "attack": "StandardAttack, standard, at the largest certified radius"}
@@ -182,3 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(total)
     if total["contradictions"] or total["below_the_bound"]:
         raise SystemExit("a certificate is wrong")
+
+
+if __name__ == "__main__":
+    main()

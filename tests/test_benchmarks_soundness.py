@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import soundness
 
-QUICK = ["--images", "0", "--random", "1", "--small", "3"]
+QUICK = ["--images", "0", "--random", "1", "--small", "3", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
