@@ -85,7 +85,7 @@ def projected_sinkhorn(
     stencil, shape = Stencil(moves), tuple(x.shape)
     rows, columns, price, _, ring_cost, ring = stencil.arrays
     lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
-    slack = reference.SLACK if x.dtype == torch.float32 else 8 * torch.finfo(x.dtype).eps
+    slack = reference.SLACK if x.dtype == torch.float32 else 1e-12  # well above the rounding of sums
     settings = (
         lo, hi, slack * max(1.0, hi if math.isfinite(hi) else 1.0), float(tol), reference.PARTS, max(max_iter, 1),
         np.array([reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, DOUBT, TRUST]),
@@ -527,8 +527,11 @@ def _broken(work, pad, n, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=_EXACT)
-def _tighten(work, pad, n, lo, hi, slack, share):  # type: ignore[no-untyped-def]
-    """Factors that would keep the box if only ``share`` of what a pixel exchanges the other way were counted on."""
+def _tighten(work, pad, n, lo, hi, slack, share, more):  # type: ignore[no-untyped-def]
+    """Factors that would keep the box if only ``share`` of what a pixel exchanges the other way were counted on.
+
+    Pixels outside the box go ``more`` times as far inside it.
+    """
     x, keep, give = work[_X, pad : pad + n], work[_KEEP, pad : pad + n], work[_GIVE, pad : pad + n]
     sent, received, tmp = work[_SENT, pad : pad + n], work[_RECEIVED, pad : pad + n], work[_TMP, pad : pad + n]
     every = share == 0.0
@@ -536,12 +539,12 @@ def _tighten(work, pad, n, lo, hi, slack, share):  # type: ignore[no-untyped-def
         tmp[i] = keep[i]
     for i in range(n):
         z = x[i] - give[i] * sent[i] + keep[i] * received[i]
-        room = max((hi - x[i] + share * give[i] * sent[i]) / max(received[i], _TINY), 0.0)
+        room = max((hi - x[i] + share * give[i] * sent[i] - more * (z - hi)) / max(received[i], _TINY), 0.0)
         keep[i] = min(keep[i], room) if every or z > hi + slack else keep[i]
     if lo > 0.0:
         for i in range(n):
             z = x[i] - give[i] * sent[i] + tmp[i] * received[i]
-            spare = max((x[i] - lo + share * tmp[i] * received[i]) / max(sent[i], _TINY), 0.0)
+            spare = max((x[i] - lo + share * tmp[i] * received[i] - more * (lo - z)) / max(sent[i], _TINY), 0.0)
             give[i] = min(give[i], spare) if every or z < lo - slack else give[i]
 
 
@@ -563,7 +566,9 @@ def _repair(work, pad, n, shift, back, weight, first, lo, hi, slack, sweeps):  #
             for i in range(n):
                 kept[i] = keep[i]
                 had_sent[i] = give[i] * sent[i]
-        _tighten(work, pad, n, lo, hi, slack, 0.0 if final else 1.0)
+        # What circulates among full pixels would take forever to die out if no one gave back more than the excess.
+        more = 0.0 if final or sweep < 6 else 2.0 ** min(sweep - 6, 10)
+        _tighten(work, pad, n, lo, hi, slack, 0.0 if final else 1.0, more)
         if final:
             # ``received`` does not depend on ``keep``, nor ``give`` on anything where lo is 0.
             _exchange(work, pad, n, shift, back, weight, first)
