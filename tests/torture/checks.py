@@ -233,7 +233,7 @@ def check_projection(
         spread = tau * (np.abs(_xlogx(a[k])).sum() + abs(mass[k] * math.log(mass[k])))
         objective = primal + offset
         at_centre = 0.5 * np.square(target[k] - a[k]).sum()
-        allowed = tol * max(abs(objective), 1e-3 * (distance + tau * abs(entropy))) + tol**2 * at_centre
+        allowed = tol * max(distance, 0.03 * (distance + tau * abs(entropy))) + tol**2 * at_centre
         allowed += 1e-18 * (1 + np.square(target[k]).sum())
         rounding = 1e-11 * size + 1e-300
         found.expect(gap >= -rounding, "unsound", f"image {k}: the dual exceeds the primal by {-gap:.3g}")

@@ -208,6 +208,18 @@ def test_a_radius_below_rounding_leaves_the_image() -> None:
     assert not torch.equal(ball.support(x.double(), torch.randn_like(x).double()).point, x.double())
 
 
+@pytest.mark.parametrize("reg", [1.0, 1e4, math.inf])
+def test_what_is_held_back_shows_in_the_gap(reg: float) -> None:
+    """float64 holds nothing back at this radius, and what it finds to be better is within the gap stated in float32."""
+    torch.manual_seed(6)
+    x = torch.rand(2, 1, 5, 5)
+    w = 30 * torch.randn_like(x)
+    ball = wball.WassersteinBall(1e-9)
+    coarse, fine = ball.project(x, w, reg), ball.project(x.double(), w.double(), reg)
+    better = coarse.objective - fine.objective
+    assert bool((better > 0).all() and (coarse.gap >= better * (1 - 1e-3)).all())
+
+
 def test_rounding_holds_back_next_to_nothing_at_radii_in_use() -> None:
     for x in (torch.rand(3, 3, 32, 32), digits(10)):
         for eps in (1e-3, 1e-2, 0.1):

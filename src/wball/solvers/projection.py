@@ -196,6 +196,8 @@ def _swept(
         x, w, spend, stencil, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
     )
     gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
+    # Where all of the budget is held back, the sweeps saw a ball of one point, and their prices say nothing about this.
+    held = (spend <= 0) & (budget > 0)
     return _Solved(
         point=answer.z,
         flow=flow,
@@ -205,7 +207,7 @@ def _swept(
         beta=answer.u,
         psi=answer.psi,
         n_iter=answer.n_iter,
-        status=statuses(gap <= answer.allowed),
+        status=statuses((gap <= answer.allowed) & ~held),
     )
 
 
