@@ -21,6 +21,7 @@ from typing import Any
 from wball import provenance
 
 from .blocks import work_off, write_json
+from .operations import OPERATIONS
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCK = 100  # cases between two notes of progress
@@ -34,13 +35,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture", help="where progress is kept")
     parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture.json")
+    parser.add_argument("--only", default="", help="operations to run, with commas: what a fix may change")
     options = parser.parse_args()
-    folder = options.out / f"seed-{options.seed}"
+    only = tuple(filter(None, options.only.split(",")))
+    if unknown := set(only) - set(OPERATIONS):
+        parser.error(f"--only {', '.join(unknown)}: expected {', '.join(OPERATIONS)}")
+    folder = options.out / "-".join([f"seed-{options.seed}", *only]).replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     todo = [b for b in range(0, options.cases, BLOCK) if not (folder / f"{b}.json").is_file()]
     began, noted = time.time(), 0.0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = [pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), folder) for b in todo]
+        work = [pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), only, folder) for b in todo]
         for done, block in enumerate(as_completed(work), 1):
             block.result()
             if time.time() - noted > 60 or done == len(work):
@@ -72,7 +77,8 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             worst[name] = max(value, worst.get(name, 0.0))
     failed.sort(key=lambda f: f["index"])
     return {
-        "command": f"python -m tests.torture --cases {options.cases} --seed {options.seed}",
+        "command": f"python -m tests.torture --cases {options.cases} --seed {options.seed}"
+        + (f" --only '{options.only}'" if options.only else ""),
         "commits": dict(commits),
         "versions": provenance.versions(),
         "platform": f"{platform.system()} {platform.machine()}",

@@ -17,8 +17,8 @@ from .cases import make
 from .operations import run
 
 
-def work_off(seed: int, start: int, end: int, folder: Path) -> None:
-    """Cases ``start`` to ``end``; what they found appears as one file, whole or not at all."""
+def work_off(seed: int, start: int, end: int, only: tuple[str, ...], folder: Path) -> None:
+    """Cases ``start`` to ``end`` (of some operations, or all); what they found is one file, whole or not at all."""
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
@@ -26,6 +26,8 @@ def work_off(seed: int, start: int, end: int, folder: Path) -> None:
     failed, began = [], time.process_time()
     for index in range(start, end):
         case = make(seed, index)
+        if only and case.operation not in only:
+            continue
         found = run(case)
         counts[case.operation] += 1
         for name, value in found.worst.items():
