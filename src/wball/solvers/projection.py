@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _EVERYWHERE = (-math.inf, math.inf)
 SWEEPS, SWEEP_TOL = 200, 3e-5
 """Projected Sinkhorn before the path: at most so many sweeps, and in float32 no gap that could not be resolved."""
+SAFETY = 0.7
+"""Share of the tolerance for sweeps in float32: their plan is made anew in float64, and its gap differs a little."""
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap, and the path is fast."""
 
@@ -310,7 +312,7 @@ class _Projection:
         answer = kernels.projected_sinkhorn(
             x, self.w[todo].float(), self.budget[todo], moves, self.box, self.tau[todo],
             u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
-            tol=max(self.tol, SWEEP_TOL), max_iter=SWEEPS,
+            tol=max(SAFETY * self.tol, SWEEP_TOL), max_iter=SWEEPS,
         )  # fmt: skip
         u, psi, tau = answer.u.double(), answer.psi.double(), self.tau[todo]
         score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
