@@ -45,7 +45,9 @@ def test_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Capture
 def test_wrong_certificates_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soundness, "certified_radius", lambda model, x, *_, **__: torch.full((len(x),), 1.0))
     certify = soundness.certify
-    monkeypatch.setattr(soundness, "certify", lambda *a: replace(r := certify(*a), margin=torch.ones_like(r.margin)))
+    monkeypatch.setattr(
+        soundness, "certify", lambda *a, **k: replace(r := certify(*a, **k), margin=torch.ones_like(r.margin))
+    )
     with pytest.raises(SystemExit, match="a certificate is wrong"):
         soundness.main([*QUICK, "--out", str(tmp_path / "s.json")])
     found = json.loads((tmp_path / "s.json").read_text())["summary"]

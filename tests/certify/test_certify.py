@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,14 @@ from torch import Tensor, nn
 import wball
 from certify.exact import euclidean, exact_margin
 from wball.certify import CertificateStatus, UnsupportedModule, certified_radius, certify
-from wball.certify.certificate import Method
 
-WASSERSTEIN: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown")
+WASSERSTEIN: dict[str, dict[str, Any]] = {
+    "interval": {"method": "interval"},
+    "dual": {"method": "dual"},
+    "plain": {"method": "crown", "refine": False},
+    "crown": {"method": "crown"},
+    "optimised": {"method": "crown", "optimise": True, "steps": 2},
+}
 
 
 def dense_net(channels: int, side: int, hidden: tuple[int, ...], classes: int, seed: int) -> nn.Sequential:
@@ -55,9 +61,9 @@ def test_below_the_exact_minimum(seed: int) -> None:
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(torch.tensor([0.05, 0.2, 0.6]))
     exact = torch.tensor(referee(net, x, y, ball, euclidean(side, side)), dtype=torch.float64)
-    for method in WASSERSTEIN:
-        margin = certify(net, x, y, ball, method, steps=10).margin
-        assert bool((margin <= exact + 1e-7).all()), (method, margin, exact)
+    for name, settings in WASSERSTEIN.items():
+        margin = certify(net, x, y, ball, **settings).margin
+        assert bool((margin <= exact + 1e-7).all()), (name, margin, exact)
 
 
 @pytest.mark.parametrize("box", [(0.0, 1.0), None])
@@ -69,8 +75,8 @@ def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(box: tuple[float, f
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.3, box=box)
     exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
-    for method in ("crown", "anchored"):
-        margin = certify(net, x, y, ball, method).margin  # type: ignore[arg-type]
+    for refine in (False, True):
+        margin = certify(net, x, y, ball, refine=refine).margin
         assert bool((margin <= exact + 1e-7).all())
         torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
 
@@ -141,9 +147,9 @@ def conv_net(seed: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["crown", "anchored", "alpha-crown", "dual"])
+@pytest.mark.parametrize("name", ["dual", "plain", "crown", "optimised"])
 @pytest.mark.parametrize("kind", ["conv", "residual"])
-def test_no_point_of_the_ball_beats_the_bound(kind: str, method: str) -> None:
+def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
     if kind == "conv":
         net, x = conv_net(0), images(2, 1, 16, 0)
     else:
@@ -151,7 +157,7 @@ def test_no_point_of_the_ball_beats_the_bound(kind: str, method: str) -> None:
     net.eval()
     y = net(x).argmax(1)
     for eps in (0.02, 0.2) if kind == "conv" else (0.05,):
-        margin = certify(net, x, y, wball.WassersteinBall(eps), method, steps=2).margin  # type: ignore[arg-type]
+        margin = certify(net, x, y, wball.WassersteinBall(eps), **WASSERSTEIN[name]).margin
         lowest = torch.full_like(margin, math.inf)
         z = x.clone()
         for step in range(8):
@@ -220,11 +226,20 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
     net, x = conv_net(3), images(2, 1, 16, 3)
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.05)
-    margin = {m: certify(net, x, y, ball, m, steps=2).margin for m in WASSERSTEIN}
-    assert bool((margin["interval"] < margin["crown"]).all())
-    assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
-    assert bool((margin["anchored"] >= margin["crown"]).all())
-    assert bool((margin["alpha-crown"] >= margin["anchored"]).all())
+    margin = {name: certify(net, x, y, ball, **settings).margin for name, settings in WASSERSTEIN.items()}
+    assert bool((margin["interval"] < margin["plain"]).all())
+    assert bool((margin["dual"] <= margin["plain"] + 1e-3).all())
+    assert bool((margin["crown"] >= margin["plain"]).all())
+    assert bool((margin["optimised"] >= margin["crown"]).all())
+    same: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("crown", {"method": "anchored", "refine": False}),
+        ("optimised", {"method": "alpha-crown", "steps": 2}),
+        ("optimised", {"method": "crown", "steps": 2}),
+    )
+    for name, settings in same:
+        torch.testing.assert_close(certify(net, x, y, ball, **settings).margin, margin[name], atol=0, rtol=0)
+    with pytest.raises(ValueError, match="nothing to optimise"):
+        certify(net, x, y, ball, "dual", optimise=True)
 
 
 def test_linf_ball_matches_its_closed_form_on_a_linear_model() -> None:
@@ -281,8 +296,8 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     net, x = conv_net(5), images(4, 1, 16, 5)
     y = net(x).argmax(1)
     y[3] = (y[3] + 1) % 4
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), "crown", rounds=5)
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, refine=False)
     assert float(radius[3]) == 0.0
     assert bool((radius[:3] > 0).all())
-    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), "crown").certified.all())
-    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), "crown").certified.any())
+    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), refine=False).certified.all())
+    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), refine=False).certified.any())

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import wball
 from certify.test_certify import chain, dense_net
 from wball.certify import certified_radius, certify, relaxation
-from wball.certify.certificate import Method
 
 LONG = bool(os.environ.get("WBALL_LONG"))
 IMAGES = 100 if LONG else 16
@@ -92,25 +91,24 @@ def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
     net = wball.load_model(name)
     x, y = wball.load_sample("mnist")
     x, y = x[: IMAGES // 4], y[: IMAGES // 4]
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.005), "crown", rounds=4)
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.005), rounds=4, refine=False)
     assert float(radius.median()) > 0
     held = radius > 0
     assert not bool(attacked(net, x[held], y[held], wball.WassersteinBall(radius[held])).any())
 
 
-@pytest.mark.parametrize("method", ["crown", "anchored"])
-def test_anchors_that_do_not_fit_only_loosen_the_bound(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("refine", [False, True])
+def test_anchors_that_do_not_fit_only_loosen_the_bound(refine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     net = trained(small_net(0), 0.02)
     x, y = digits(6)
     ball = wball.WassersteinBall(0.05)
-    whole = certify(net, x, y, ball, method).margin
+    whole = certify(net, x, y, ball, refine=refine).margin
     monkeypatch.setattr(relaxation._Collector, "LIMIT", 200)  # room for a few units an image
-    some = certify(net, x, y, ball, method).margin
-    if method == "crown":
-        assert torch.equal(some, whole)
-    assert bool((some <= whole + 1e-9).all()) and bool(torch.isfinite(some).all())
-    proved = certify(net, x, y, ball, method).certified
-    assert not bool((proved & attacked(net, x, y, ball)).any())
+    some = certify(net, x, y, ball, refine=refine)
+    if not refine:
+        assert torch.equal(some.margin, whole)
+    assert bool((some.margin <= whole + 1e-9).all()) and bool(torch.isfinite(some.margin).all())
+    assert not bool((some.certified & attacked(net, x, y, ball)).any())
 
 
 def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
@@ -129,3 +127,22 @@ def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
         exact = min(logits[int(y)] - v for k, v in enumerate(logits) if k != int(y))
         assert Fraction(float(bound)) <= exact
         assert float(exact - Fraction(float(bound))) < 1e-9
+
+
+def test_large_layers_without_hope_keep_sound_bounds() -> None:
+    torch.manual_seed(0)
+    net = wball.build_model("cifar10-resnet-small").eval()
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.reset_parameters()
+    x = torch.rand(2, 3, 32, 32)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(torch.tensor([0.01, 0.03]))
+    both = certify(net, x, y, ball)
+    assert bool(torch.isfinite(both.margin).all()) and not bool(both.certified.any())
+    alone = certify(net, x[:1], y[:1], wball.WassersteinBall(0.01))
+    torch.testing.assert_close(alone.margin, both.margin[:1], rtol=1e-6, atol=1e-6)
+    lowest = wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images
+    logits = net(lowest).detach().double()
+    others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    assert bool((both.margin <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())

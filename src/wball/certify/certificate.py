@@ -26,9 +26,7 @@ class CertificateStatus(Enum):
 
     CERTIFIED = "every image of the ball gets the label"
     MISCLASSIFIED = "the model gives the image itself another label: there is nothing to certify"
-    UNKNOWN = (
-        'the bound is not above 0: the ball may be safe or not; try method="alpha-crown", more steps, a smaller eps'
-    )
+    UNKNOWN = "the bound is not above 0: the ball may be safe or not; try optimise=True, more steps, a smaller eps"
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
@@ -61,7 +59,9 @@ def certify(
     method: Method = "crown",
     plans: Plans = "full",
     *,
-    steps: int = 30,
+    refine: bool = True,
+    optimise: bool | None = None,
+    steps: int | None = None,
     reg: float = 1000.0,
     batch_size: int | None = None,
 ) -> CertificateResult:
@@ -73,10 +73,11 @@ def certify(
 
     - ``interval``: the ball is first turned into one interval per pixel, which is what makes certificates vacuous here;
     - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate Sinkhorn with ``reg``;
-    - ``crown``: linear relaxation with adaptive slopes over the ball itself;
-    - ``anchored``: images that ``crown`` leaves open get bounds that are exact at the image and grow only with the mass
-      that moves (:mod:`wball.certify.anchor`), layer after layer;
-    - ``alpha-crown``: images still open get optimised slopes and box prices on top.
+    - ``crown``: linear relaxation with adaptive slopes over the ball itself. Images that it leaves open are tried again
+      with bounds that are exact at the image and grow only with the mass that moves (:mod:`wball.certify.anchor`),
+      layer after layer; ``refine=False`` stops before that, at plain CROWN. With ``optimise=True``, or a number of
+      ``steps``, images that are still open get optimised slopes and box prices on top;
+    - ``anchored`` and ``alpha-crown``: other names of ``crown`` and of ``crown`` with ``optimise=True``.
 
     The result is sound in float32 too: everything that counts is evaluated in float64 with a margin for rounding (see
     :mod:`wball.certify.relaxation`). The model is bounded in evaluation mode; its mode is left as it was.
@@ -87,13 +88,16 @@ def certify(
         y: labels ``(B,)``.
         ball: the threat model.
         plans: ``full`` plans, or only those inside the ball's window.
-        steps: optimisation steps of ``alpha-crown``.
+        refine: ``False`` gives plain CROWN.
+        optimise: whether to optimise slopes and box prices (``None``: if ``steps`` are given).
+        steps: of the optimisation, 30 unless given.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
     """
     x, y = _check(x, y, ball, method, plans)
-    inputs.check_count("steps", steps)
+    inputs.check_count("steps", 30 if steps is None else steps)
     inputs.check_positive("reg", reg)
+    effort = _effort(method, refine, optimise, steps)
     graph = trace(model, x)
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
@@ -104,7 +108,7 @@ def certify(
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
-        parts.append(part.margin(method, steps, reg))
+        parts.append(part.margin(effort, 30 if steps is None else steps, reg))
         at_centre.append(clean)
     margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
     certified = (margin > 0) & correct
@@ -120,11 +124,13 @@ def certified_radius(
     x: Tensor,
     y: Tensor,
     ball: Ball,
-    method: Method = "anchored",
+    method: Method = "crown",
     plans: Plans = "full",
     *,
     rounds: int = 9,
-    steps: int = 30,
+    refine: bool = True,
+    optimise: bool | None = None,
+    steps: int | None = None,
     reg: float = 1000.0,
     batch_size: int | None = None,
 ) -> Tensor:
@@ -135,7 +141,7 @@ def certified_radius(
 
     Args:
         rounds: certificates tried per image; after the radius is bracketed each halves the bracket.
-        method, plans, steps, reg, batch_size: as in :func:`certify`.
+        method, plans, refine, optimise, steps, reg, batch_size: as in :func:`certify`.
     """
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("rounds", rounds)
@@ -149,11 +155,32 @@ def certified_radius(
             break
         at = ball.at(trial[index])
         found = certify(
-            model, x[index], y[index], at, method, plans, steps=steps, reg=reg, batch_size=batch_size
+            model,
+            x[index],
+            y[index],
+            at,
+            method,
+            plans,
+            refine=refine,
+            optimise=optimise,
+            steps=steps,
+            reg=reg,
+            batch_size=batch_size,
         ).certified
         low[index[found]], high[index[~found]] = trial[index[found]], trial[index[~found]]
         trial = torch.where(high.isinf(), 2 * low, 0.5 * (low + high))
     return low
+
+
+def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | None) -> Method:
+    """The method whose bounds are asked for, under the name that says all: ``crown`` is plain from here on."""
+    if method in ("interval", "dual"):
+        if optimise:
+            raise ValueError(f'optimise needs method="crown", got {method!r}, which has nothing to optimise')
+        return method
+    if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
+        return "alpha-crown"
+    return "anchored" if refine or method != "crown" else "crown"
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[Tensor, Tensor]:
@@ -238,7 +265,7 @@ class _Problem:
         if isinstance(source, TransportSet) and source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown"):
-            self._tighten(margins, bounds)
+            self._tighten(margins, bounds, near=20.0)
         wide = 5.0 if self.x[0].numel() <= 1024 else 4.0
         if method in ("anchored", "alpha-crown") and isinstance(source, TransportSet) and source.far is not None:
             # Listing more moves takes some 15 percent off what the ball costs, at three times the price.
@@ -247,17 +274,15 @@ class _Problem:
             self._tighten(margins, bounds, steps, reach=wide, near=1.0)
         return margins.amin(1)
 
-    def _tighten(
-        self, margins: Tensor, bounds: Bounds, steps: int = 0, reach: float = 3.0, near: float | None = None
-    ) -> None:
+    def _tighten(self, margins: Tensor, bounds: Bounds, steps: int = 0, reach: float = 3.0, *, near: float) -> None:
         """Improve what is not certified yet: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead. Images
-        whose bound, already anchored, is below 0 by more than ``near`` times their clean margin are beyond help.
+        whose bound is below 0 by more than ``near`` times their clean margin are beyond help.
         """
         lowest = margins.amin(1)
         hopeful = (lowest <= 0) & (self.clean > 0)
-        if near is not None and isinstance(self.ball, WassersteinBall):
+        if isinstance(self.ball, WassersteinBall):
             hopeful &= lowest > -near * self.clean
         left = hopeful.nonzero()[:, 0]
         if left.numel() == 0:
