@@ -384,6 +384,8 @@ def _join(parts: list[_Solved], moves: Arcs, grid: Tensor) -> _Solved:
         none = grid.new_zeros(0)
         flow = grid.new_zeros((0, grid.shape[1], moves.cost.shape[0], *grid.shape[-2:]))
         return _Solved(grid, flow, none, none, none, grid, none, none.long(), ())
+    if len(parts) == 1:
+        return parts[0]
     tensors = {
         f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(_Solved) if f.name != "status"
     }
