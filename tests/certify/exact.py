@@ -38,7 +38,7 @@ class _Program:
         self.row_low.append(low)
         self.row_high.append(high)
 
-    def minimise(self, terms: dict[int, float]) -> float:
+    def minimise(self, terms: dict[int, float]) -> tuple[float, np.ndarray]:
         cost = np.zeros(len(self.low))
         for k, v in terms.items():
             cost[k] += v
@@ -53,7 +53,7 @@ class _Program:
             options={"mip_rel_gap": 0.0},
         )
         assert result.status == 0, result.message
-        return float(result.fun)
+        return float(result.fun), np.asarray(result.x)
 
 
 def exact_margin(
@@ -68,7 +68,20 @@ def exact_margin(
 
     ``x`` is ``(C, n)``: mass moves inside a channel at ``cost`` (n, n), ``inf`` forbids a move.
     """
+    return worst_plan(layers, x, y, cost, budget, box)[0]
+
+
+def worst_plan(
+    layers: list[tuple[np.ndarray, np.ndarray]],
+    x: np.ndarray,
+    y: int,
+    cost: np.ndarray,
+    budget: float,
+    box: tuple[float, float] | None = (0.0, 1.0),
+) -> tuple[float, np.ndarray]:
+    """The same and the plan ``(C, n, n)`` behind it, both up to the solver's tolerances."""
     channels, n = x.shape
+    places: list[tuple[int, int, int, int]] = []
     program = _Program()
     spend: dict[int, float] = {}
     z: list[int] = []
@@ -79,6 +92,7 @@ def exact_margin(
             for j in range(n):
                 if np.isfinite(cost[i, j]):
                     arcs[i, j] = program.add(0.0, x[c, i])
+                    places.append((c, i, j, arcs[i, j]))
                     spend[arcs[i, j]] = float(cost[i, j])
             program.constrain({v: 1.0 for (a, _), v in arcs.items() if a == i}, x[c, i], x[c, i])
         for j in range(n):
@@ -99,7 +113,12 @@ def exact_margin(
             program.constrain({**terms, v: -1.0}, -bias[k], -bias[k])
             out.append(v)
         if depth == len(layers) - 1:
-            return min(program.minimise({out[y]: 1.0, out[k]: -1.0}) for k in range(len(out)) if k != y)
+            found = (program.minimise({out[y]: 1.0, out[k]: -1.0}) for k in range(len(out)) if k != y)
+            value, best = min(found, key=lambda pair: pair[0])
+            plan = np.zeros((channels, n, n))
+            for c, i, j, v in places:
+                plan[c, i, j] = best[v]
+            return value, plan
         active = []
         for k, v in enumerate(out):
             h, on = program.add(0.0, max(0.0, high[k])), program.add(0, 1, binary=True)
