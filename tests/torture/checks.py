@@ -182,7 +182,8 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
             off <= 1e-8 * m, "infeasible", f"image {k}: rows are off by {off / m if m else off:.3g} of the mass"
         )
         denormal = torch.finfo(z.dtype).smallest_normal * torch.finfo(z.dtype).eps
-        slack = (half_ulp(z.dtype) + 1e-14) * np.abs(columns[k]) + denormal + 1e-12 * hi
+        # What a pixel keeps is a difference, which float64 rounds in proportion to what it had.
+        slack = half_ulp(z.dtype) * np.abs(columns[k]) + 1e-14 * (np.abs(columns[k]) + a[k]) + denormal + 1e-12 * hi
         over = (np.abs(columns[k] - b[k]) - slack).max()
         found.expect(over <= 0, "infeasible", f"image {k}: the point differs from the plan's columns by {over:.3g}")
         found.expect(

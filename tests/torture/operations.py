@@ -88,7 +88,7 @@ def _audited(case: Case, found: Findings, z: Tensor, plan: object) -> None:
     found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
     eps = radii(case.ball, len(case.x))
     for k, (d, e) in enumerate(zip(report.distance.tolist(), eps.tolist(), strict=True)):
-        if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d):
+        if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d) and bool(report.exact[k]):
             found.measure("audited distance / eps", d / e)
         found.expect(not math.isnan(d), "nan", f"audit: distance of image {k}")
 
