@@ -326,7 +326,8 @@ class Relaxation:
             self._start(position, bounds, images, like)
             known = self._first_layer(position, bounds)
             ready = ready or known
-        if ready and known:
+        pooled = isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
+        if (ready and known) or pooled:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
         done: Tensor | None = None
