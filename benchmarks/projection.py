@@ -184,7 +184,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[str]:
     """Each of ours against the released code on the same batch."""
     lines = []
     for row in rows:
-        if row.get("method") != "released" or "time" not in row:
+        if row["work"] != "projection" or row["method"] != "released" or "time" not in row:
             continue
         for ours in rows:
             same = all(ours.get(key) == row[key] for key in ("work", "images", "batch"))
