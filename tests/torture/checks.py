@@ -164,7 +164,7 @@ def check_point(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor) ->
 def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, plan: Plan) -> tuple[Geometry, Array]:
     """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the flows."""
     geometry = Geometry(ball.cost, tuple(x.shape))
-    hi = ball.box[1] if ball.box is not None else 0.0
+    box = 0.0 if ball.box is None else 1.1e-12 * max(1.0, ball.box[1])  # plans may miss it by 1e-12
     a, b = centres(ball, x), planes(z)
     flow = geometry.flows(plan)
     mass, budget = a.sum((1, 2)), budgets(ball, a, x.dtype)
@@ -183,7 +183,7 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
         )
         denormal = torch.finfo(z.dtype).smallest_normal * torch.finfo(z.dtype).eps
         # What a pixel keeps is a difference, which float64 rounds in proportion to what it had.
-        slack = half_ulp(z.dtype) * np.abs(columns[k]) + 1e-14 * (np.abs(columns[k]) + a[k]) + denormal + 1e-12 * hi
+        slack = half_ulp(z.dtype) * np.abs(columns[k]) + 1e-14 * (np.abs(columns[k]) + a[k]) + denormal + box
         over = (np.abs(columns[k] - b[k]) - slack).max()
         found.expect(over <= 0, "infeasible", f"image {k}: the point differs from the plan's columns by {over:.3g}")
         found.expect(
@@ -306,7 +306,8 @@ def check_support(
             continue
         if math.isinf(reg):
             best = linear_optimum(geometry, ball.box, a[k], direction[k], budget[k])
-            loose = 1e-7 * size  # of the program
+            # of the program, which sees masses and gradients up to 1 and takes 1e-10 for 0
+            loose = 1e-7 * size + 1e-9 * mass[k] * float(np.abs(direction[k]).max())
             found.expect(value <= best + loose + rounding, "infeasible", f"image {k}: value {value} > optimum {best}")
             found.expect(upper >= best - loose, "unsound", f"image {k}: upper {upper} < optimum {best}")
         elif claimed and ball.box is None:
