@@ -158,12 +158,29 @@ def tables(data: Data) -> list[Table]:
 
 
 def draw(data: Data) -> Figure:
+    from wball.figures import COLOURS
     from wball.reproduce.draw import curves
 
-    styles = {"attack": "-", "proof": ":", "probable": "--"}
-    panels = [(part["name"], [(r["method"], r["curve"]) for r in part["rows"]]) for part in data["sets"]]
-    lines = {r["method"]: styles[r["kind"]] for part in data["sets"] for r in part["rows"]}
-    return curves(panels, data["unit"], line_styles=lines, share_radius=False)
+    styles = {"attack": "--", "proof": "-", "probable": ":"}
+    panels = [(part["name"], [(_label(r), r["curve"]) for r in part["rows"]]) for part in data["sets"]]
+    lines = {_label(r): styles[r["kind"]] for part in data["sets"] for r in part["rows"]}
+    figure = curves(panels, data["unit"], line_styles=lines, share_radius=False)
+    for axis, part in zip(figure.axes, data["sets"], strict=False):
+        best = next(r["curve"] for r in part["rows"] if r["method"] == METHODS[-1])
+        attacked = {p["eps"]: p["accuracy"] for r in part["rows"] if r["kind"] == "attack" for p in r["curve"]}
+        both = [(p["eps"], 100 * p["accuracy"], 100 * attacked[p["eps"]]) for p in best if p["eps"] in attacked]
+        if both:
+            eps, low, high = zip(*both, strict=True)
+            axis.fill_between(eps, low, high, color=COLOURS[METHODS.index("anchored")], alpha=0.15, lw=0)
+    return figure
+
+
+def _label(row: dict[str, Any]) -> str:
+    """What the legend says; the area between the best proof and the attack is what nobody knows."""
+    named = {"interval": "proved by pixel intervals", "crown": "proved by CROWN over the ball"}
+    named["anchored"] = "proved by anchored bounds"
+    said = named.get(row["method"], row["method"])
+    return f"withstood {said}" if row["kind"] == "attack" else said
 
 
 def remarks(data: Data) -> list[str]:
