@@ -79,7 +79,9 @@ def main() -> None:
         warm.warm(device, given.warm, given.only)
     chip = machine(device)
     sources = [mnist(given.data, device), cifar10(given.data, device)]
-    about = report.environment(device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources], given.data)
+    about = report.environment(
+        device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources], given.data, given.out
+    )
     common: dict[str, Any] = {"device": device, "chip": chip, "budget_s": given.seconds, "seed": given.seed}
     out = given.out or Path("results") / f"bench_{device.type}"
     rows: list[dict[str, Any]] = []

@@ -28,19 +28,19 @@ EXPLANATION = """\
 Times are medians of repeated calls; *processor* time is what all threads together spent, to be compared if the
 machine was busy. In the part *threads* each setting is a process of its own, rounds alternate, and the range is
 that of all calls. *error* is the distance to the optimum of the method's own problem (with the box
-for this library, without it for the others), relative to the distance from that optimum to the point that is
-projected. *distance / eps* is the exact transport distance, infinite if mass was lost. *floor* is what moving the
-bytes or doing the arithmetic once would take on this machine."""
+for this library unless it says *no box*, without it for the others), relative to the distance from that optimum to
+the point that is projected. *distance / eps* is the exact transport distance, infinite if mass was lost. *floor* is
+what moving the bytes or doing the arithmetic once would take on this machine."""
 
 
 def environment(
-    device: torch.device, chip: Machine, seed: int, origins: Sequence[str], data: Path | None
+    device: torch.device, chip: Machine, seed: int, origins: Sequence[str], data: Path | None, out: Path | None = None
 ) -> dict[str, Any]:
     line = command()
+    for folder, name in ((data, "DATA"), (out, "OUT")):  # a folder of one machine means nothing on another
+        line = line if folder is None else line.replace(str(folder), name)
     found = {
-        "command": line
-        if data is None
-        else line.replace(str(data), "DATA"),  # a folder of one machine means nothing on another
+        "command": line,
         "commit": commit(),
         "seed": seed,
         "device": device_name(device),
