@@ -176,7 +176,8 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
-        self.compiled = self.matrix is None and kernels.choose(self.x, self.moves) == "cpu"
+        wanted = self.matrix is None and kernels.requested() in ("auto", "cpu")
+        self.compiled = wanted and kernels.why_not("cpu", self.x, self.moves) is None
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""

@@ -365,9 +365,9 @@ class Relaxation:
         many = torch.bincount(image, minlength=images) >= (1 - HOPE) * size
         sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
         self._bound_units(position, bounds, sample, sign[sample], like)
-        settled = (~bounds.unstable(position).flatten()[sample]).to(torch.float64)
-        drawn = torch.bincount(sample // size, minlength=images).clamp(min=1)
-        share = torch.bincount(sample // size, settled, minlength=images) / drawn
+        settled = sample[~bounds.unstable(position).flatten()[sample]]
+        drawn, stable = (torch.bincount(part // size, minlength=images) for part in (sample, settled))
+        share = stable / drawn.clamp(min=1)
         return every[~(many & (share < HOPE))[image]]
 
     def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
