@@ -166,7 +166,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=given.device))
-    for path, name in ((given.data, "DATA"), *((w, Path(w).name) for w in given.weights)):
+    # Folders of one machine stay out of the record.
+    for path, name in ((given.data, "DATA"), (given.out, given.out.name), *((w, Path(w).name) for w in given.weights)):
         about["command"] = about["command"].replace(str(path), name) if path else about["command"]
     about |= {"commit": provenance.commit(), "attack": "StandardAttack, standard, at the largest certified radius"}
     rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.is_file() else []

@@ -42,7 +42,7 @@ def by_definition(rows: Rows, x: Tensor, budget: Tensor, cost: Tensor) -> Tensor
         return psi * most + (mass * best).sum((1, 2))
 
     low, high = torch.zeros_like(most), torch.full_like(most, 20.0)
-    for _ in range(90):
+    for _ in range(70):
         third = (high - low) / 3
         left = value(low + third) < value(high - third)
         low, high = torch.where(left, low, low + third), torch.where(left, high - third, high)
@@ -50,7 +50,7 @@ def by_definition(rows: Rows, x: Tensor, budget: Tensor, cost: Tensor) -> Tensor
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "torch"])
-@pytest.mark.parametrize(("side", "channels", "patch"), [(4, 2, None), (6, 1, None), (16, 1, None), (16, 2, 4)])
+@pytest.mark.parametrize(("side", "channels", "patch"), [(4, 2, None), (6, 1, None), (12, 1, None), (12, 2, 4)])
 @pytest.mark.parametrize("eps", [0.003, 0.1, 3.0])
 def test_maximum(kernel: str, side: int, channels: int, patch: int | None, eps: float) -> None:
     x = picture(3, channels, side, side)
@@ -59,7 +59,7 @@ def test_maximum(kernel: str, side: int, channels: int, patch: int | None, eps: 
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("WBALL_KERNEL", kernel)
         source = TransportSet(ball, x, "full")
-    rows = some_rows(40, (channels, side, side), 3, patch, side)
+    rows = some_rows(16, (channels, side, side), 3, patch, side)
     exact = by_definition(rows, x, ball.budget(x), torch.tensor(euclidean(side, side)))
     found, few = source.maximum(rows, rounds=20), source.maximum(rows, rounds=2)
     assert bool((found >= exact - 1e-9).all()) and bool((few >= exact - 1e-9).all())
