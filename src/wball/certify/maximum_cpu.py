@@ -153,10 +153,14 @@ def _beyond(far, elsewhere, price, psi):  # type: ignore[no-untyped-def]
 def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds, best_of, paid):  # type: ignore[no-untyped-def]
     """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found."""
     high, base = 0.0, 0.0
+    for k in range(price.shape[0]):  # a free move is as good as staying, at any price
+        if price[k] == 0.0:
+            for s in range(count):
+                stay[s] = max(stay[s], worth[k, s])
     for k in range(price.shape[0]):
-        apart = price[k] if price[k] > 0.0 else step
-        for s in range(count):
-            high = max(high, (worth[k, s] - stay[s]) / apart)
+        if price[k] > 0.0:
+            for s in range(count):
+                high = max(high, (worth[k, s] - stay[s]) / price[k])
     if elsewhere.shape[1]:
         for c in range(far.shape[0]):
             high = max(high, far[c] / step)
