@@ -25,7 +25,7 @@ RADII = (0.05, 0.1, 0.2, 0.3, 0.5)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration; 0 if every example passed the audit."""
     parser = argparse.ArgumentParser(prog="python -m wball.demo", description="Evaluate the bundled models.")
-    parser.add_argument("--images", type=int, default=40, help="how many digits (default 40)")
+    parser.add_argument("--images", type=int, default=30, help="how many digits (default 30)")
     parser.add_argument("--models", nargs="+", default=None, help="which models (default: all that read MNIST)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)")
     options = parser.parse_args(arguments)
