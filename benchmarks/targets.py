@@ -33,6 +33,11 @@ def targets(rows: list[Row]) -> list[str]:
             time = ours["time"].median
             name = f"projection{of}, {images} x 100, {time:.3g} ms, floor {ours['floor_ms']:.2g} ms"
             lines.append(_verdict(name, f"{most_ms:g} ms", most_ms / time, BOUND_BY_PASSES))
+    ours, released = (_one(rows, "projection", "mnist", 100, name) for name in ("wball sweeps, cpu", "released"))
+    if ours and released:
+        ratio = released["time"].median / ours["time"].median
+        name = f"projection on a CPU, mnist x 100, both in one process with torch's threads, {ratio:,.0f} times faster"
+        lines.append(_verdict(name, "60 times", ratio / 60, "what bounds it: sweeps in float64, one image at a time"))
     for images, most_us in (("mnist", 60), ("cifar10", 200)):
         row = _one(rows, "oracle", images, 128, "wball, triton", 5)
         if row:
