@@ -56,6 +56,15 @@ def test_notebook_runs(tmp_path: Path) -> None:
         assert "audit" in printed
 
 
+def test_what_the_site_is_built_with_is_in_the_repository() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r": ([\w/-]+\.md)$", settings, re.MULTILINE)
+    named = re.findall(r"[\w/.-]+\.py\b", settings) + [f"docs/{page}" for page in pages]
+    assert "tools/docs/hooks.py" in named and "docs/gpu.md" in named
+    for path in named:
+        assert (ROOT / path).is_file(), f"mkdocs.yml names {path}"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs mkdocs (pip install wball[docs])")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
