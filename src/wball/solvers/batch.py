@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ROUNDING_SHARE = 9e-5
 """Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
 
+SUMS = 8
+"""Roundings that a sum over the moves of a pixel amounts to."""
+
 MAX_ARC_ENTRIES = 12_000_000
 """Moves held at once by the reference solvers (about 100 MB per arc tensor in float64)."""
 
@@ -63,9 +66,11 @@ def rounding_cost(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tenso
 
     of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it belongs.
     One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a window it may
-    take several, see :func:`_moves_to_balance`.
+    take several, see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
+    counts as :data:`SUMS` roundings.
     """
     numbers = torch.finfo(result_dtype(x))
+    roundings *= SUMS if numbers.bits == 64 else 1
     mass = x.to(torch.float64).flatten(1).sum(1)
     off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
     return 0.5 * roundings * off * dearest_move(ball.cost, x) * _moves_to_balance(ball.cost, x)
