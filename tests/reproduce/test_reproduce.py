@@ -277,8 +277,10 @@ def test_windows_and_certificates_from_their_data() -> None:
     assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
     assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
     methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]
+    seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
     lines = [
-        {"method": m, "kind": k, "images": 10, "curve": curve(1.0, a)["curve"], "seconds": 1.0} for m, k, a in methods
+        {"method": m, "kind": k, "images": 10, "curve": curve(1.0, a)["curve"], "seconds": 1.0} | seen
+        for m, k, a in methods
     ]
     proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
     said = " ".join(proofs.remarks(proved))

@@ -12,7 +12,7 @@ from wball.ball import WassersteinBall
 from wball.certify import FlowSmoothing, certify
 from wball.certify.certificate import Method
 from wball.evaluate.files import read_tensors, write_tensors
-from wball.reproduce.measure import predicted, under_standard_attack
+from wball.reproduce.measure import Fall, predicted, under_standard_attack
 from wball.reproduce.recipe import Data, Recipe
 from wball.reproduce.tables import Table, percent
 from wball.reproduce.workshop import Clock, Subject, Workshop
@@ -79,14 +79,21 @@ def _measured(shop: Workshop, case: Case) -> Data:
         clean = {"eps": 0.0, "accuracy": float((predicted(subject.model, x) == y)[: len(radius)].double().mean())}
         row = {"method": method, "kind": "proof", "images": len(radius), "curve": [clean, *curve], "seconds": seconds}
         rows.append(row)
+    best_proof = radius
     rows.append(_smoothed(shop, subject, few, labels, radii))
     if case.dataset == "mnist" and subject.name != SMOOTHED and shop.has(SMOOTHED):
         rows.append(_smoothed(shop, shop.subject(SMOOTHED), few, labels, radii, f" of {SMOOTHED}"))
     fall = under_standard_attack(shop, subject, x, y, radii)
     about = fall.about()
     row = {"method": fall.attack, "kind": "attack", "images": about["images"], "curve": about["curve"]}
-    rows.append({**row, "seconds": fall.seconds})
+    rows.append({**row, **_compared(best_proof, fall, radii), "seconds": fall.seconds})
     return {"dataset": case.dataset, "images": shop.title(case.dataset, len(x)), "rows": rows, **subject.about()}
+
+
+def _compared(proved: Tensor, fall: Fall, radii: tuple[float, ...]) -> dict[str, int]:
+    """How many balls with a proof were attacked, and in how many an example was found: none, or a proof is wrong."""
+    balls = sum(int(((proved >= r) & (fall.radius >= r)).sum()) for r in radii)
+    return {"proved_and_attacked": balls, "proved_and_broken": int((fall.radius <= proved)[proved > 0].sum())}
 
 
 def _shares(radius: Tensor, radii: tuple[float, ...]) -> str:
@@ -200,6 +207,11 @@ def remarks(data: Data) -> list[str]:
                 f"; bounds over the ball itself prove {percent(useful[-1]['accuracy'])} of the images at eps "
                 f"{useful[-1]['eps']:g}, for every transport plan and without exception (`anchored`)"
             )
+        attack = next(r for r in part["rows"] if r["kind"] == "attack")
+        here += (
+            f". {attack['method']}, attacked {attack['proved_and_attacked']:,} balls with such a proof and found "
+            f"{attack['proved_and_broken'] or 'no'} examples in them"
+        )
         said.append(f"{here}.")
     said.append("*Flow smoothing* certifies a smoothed classifier, each image with probability 99.9 %.")
     return said

@@ -58,9 +58,10 @@ def _section(name: str, content: dict[str, Any]) -> str:
     if made.draw is not None:
         lines += ["", f"![{made.title}]({ASSETS}/{name}.png)"]
     where = f"{origin['device']}, kernel {origin['kernel']}, torch {origin['versions']['torch']}, seed {origin['seed']}"
+    took = f"{origin['seconds']:g} s" + (f" ({origin['note']})" if "note" in origin else "")
     lines += [
         "",
-        f"<small>`{origin['command']}` on {where}; commit {origin['commit'][:12]}, {origin['seconds']:g} s.</small>",
+        f"<small>`{origin['command']}` on {where}; commit {origin['commit'][:12]}, {took}.</small>",
         "",
     ]
     return "\n".join(lines)
