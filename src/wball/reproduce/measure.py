@@ -124,7 +124,8 @@ def under_standard_attack(
     radius = torch.cat([state["radius"] for state, _ in parts])
     checks = {
         "found": int(((radius > 0) & radius.isfinite()).sum()),
-        "rejected": sum(notes["rejected"] for _, notes in parts),
+        "rejected": sum(len(notes["rejected"]) for _, notes in parts),
+        "rejections": [rejection for _, notes in parts for rejection in notes["rejected"]],
         "checked_exactly": sum(notes["exact"] for _, notes in parts),
         "largest_mass_error": max(notes["mass"] for _, notes in parts),
         "largest_box_violation": max(notes["box"] for _, notes in parts),
@@ -151,7 +152,7 @@ def _climb(
     else:
         right = predicted(subject.model, x) == y
         state = {"radius": torch.where(right.cpu(), math.inf, 0.0).double()}
-        notes = {"done": 0, "seconds": 0.0, "rejected": 0, "exact": 0, "mass": 0.0, "box": 0.0, "ratio": 0.0}
+        notes = {"done": 0, "seconds": 0.0, "rejected": [], "exact": 0, "mass": 0.0, "box": 0.0, "ratio": 0.0}
     while notes["done"] < len(radii):
         clock, eps = Clock(x.device), float(radii[notes["done"]])
         left = state["radius"].isinf().nonzero().squeeze(1)
@@ -174,14 +175,17 @@ def _counted(ball: WassersteinBall, x: Tensor, found: AttackResult, notes: dict[
     box = torch.maximum(lo - found.images, found.images - hi).flatten(1).amax(1).clamp(min=0.0)
     sound = (mass <= MASS_TOL) & (box <= BOX_TOL) & (found.distance <= eps * (1 + DISTANCE_TOL))
     good = found.success & sound
+    exact = torch.full_like(found.distance, math.nan)
     claimed = found.success.nonzero().squeeze(1)[:sample]
     if claimed.numel():
         report = audit_in_threads(ball, x[claimed], found.images[claimed])
         good[claimed] &= report.valid.to(good.device)
-        valid = report.distance[report.valid]
+        exact[claimed] = report.distance.to(exact)
         notes["exact"] += len(claimed)
-        notes["ratio"] = max([notes["ratio"], *(valid / eps).tolist()])
-    notes["rejected"] += int((found.success & ~good).sum())
+        notes["ratio"] = max([notes["ratio"], *(report.distance[report.valid] / eps).tolist()])
+    for i in (found.success & ~good).nonzero().squeeze(1).tolist():
+        seen = {"mass_error": mass[i], "box_violation": box[i], "claimed": found.distance[i], "exact": exact[i]}
+        notes["rejected"].append({"eps": eps, **{name: f"{float(value):.6g}" for name, value in seen.items()}})
     if bool(good.any()):
         notes["mass"] = max(notes["mass"], float(mass[good].max()))
         notes["box"] = max(notes["box"], float(box[good].max()))
