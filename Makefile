@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m wball.demo
 
-docs: $(STAMP) ## build the documentation into out/site
+docs: $(STAMP) ## refresh the tables from results/ and build the documentation into out/site
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python tools/docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
 
 test: lint ## every check: style, types, tests

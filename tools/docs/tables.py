@@ -1,0 +1,318 @@
+"""Fill the tables of README.md and docs/*.md from results/, so that no figure in them is typed by hand.
+
+A page marks the place; what is between the two lines is replaced:
+
+    <!-- table: cuda-oracle-batch -->
+    <!-- /table -->
+
+``python tools/docs/tables.py`` rewrites the pages, ``--check`` names those that are stale and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # `benchmarks` is not installed; a checkout need not be, either
+
+from benchmarks import report  # noqa: E402
+from benchmarks.timing import Time  # noqa: E402
+
+from wball.reproduce import certificates  # noqa: E402
+from wball.reproduce.tables import Table, percent  # noqa: E402
+from wball.whole import write_whole  # noqa: E402
+
+Row = dict[str, Any]
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+BLOCK = re.compile(r"^(<!-- table: (\S+) -->)\n.*?^(<!-- /table -->)$", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"^<!-- (?:table: .*|/table) -->$", re.MULTILINE)
+
+
+class BlockError(ValueError):
+    """A block that cannot be filled: unknown, not closed, or without its result."""
+
+
+# Benchmarks: tables that serve both devices
+
+
+def oracle_by_batch(path: Path) -> list[Table]:
+    """Window 5; the time of a call, whatever the batch."""
+    rows = [row for row in _timed(path, "oracle") if row["window"] == 5 and row["images"] in TITLES]
+    return [_grid("oracle, window 5, batch of", rows, "batch", lambda row: duration(row["time"].median))]
+
+
+def oracle_by_window(path: Path) -> list[Table]:
+    """At the one batch size that was measured with every window: of the call on a GPU, of an image on a CPU.
+
+    Small batches are split over threads or not: on a CPU the processor's time is the one to compare.
+    """
+    rows = [row for row in _timed(path, "oracle") if row["images"] in TITLES and "torch" not in row["method"]]
+    (batch,) = {row["batch"] for row in rows if row["window"] != 5}
+    rows = [row for row in rows if row["batch"] == batch]
+    if rows[0]["time"].processor is None:
+        return [_grid(f"oracle, batch of {batch}, window", rows, "window", lambda row: duration(row["time"].median))]
+    head = f"processor time an image (batch of {batch}), window"
+    return [_grid(head, rows, "window", lambda row: duration(row["time"].processor / batch))]
+
+
+def large_images(path: Path) -> list[Table]:
+    """Growth with the side of an image, after the largest batch of CIFAR-10 that has no more pixels than the first."""
+
+    def pixels(row: Row) -> float:
+        return float(1e6 * row["time"].median / row["ns_per_pixel"])
+
+    rows = [row for row in _timed(path, "oracle") if row["window"] == 5 and "torch" not in row["method"]]
+    large = [row for row in rows if row["images"] not in TITLES]
+    small = max((r for r in rows if r["images"] == "cifar10" and pixels(r) <= pixels(large[0])), key=pixels)
+    memory = any(row.get("extra_memory") for row in large)
+    head = ["oracle, window 5", "batch", "time", "a pixel", *["extra memory / batch"] * memory]
+    cells = [
+        [
+            TITLES.get(row["images"], row["images"]),
+            f"{row['batch']:,}",
+            duration(row["time"].median),
+            f"{number(row['ns_per_pixel'])} ns",
+            *[number(row["extra_memory"] or 0.0)] * memory,
+        ]
+        for row in [small, *large]
+    ]
+    return [Table(head, cells)]
+
+
+def projections(path: Path) -> list[Table]:
+    """Every method that was timed on the batches on which the released code was, single images left out."""
+    rows = _timed(path, "projection")
+    tables = []
+    for released in (row for row in rows if row["method"] == "released" and row["batch"] > 1):
+        same = [row for row in rows if all(row[key] == released[key] for key in ("images", "batch"))]
+        processor = released["time"].processor is not None
+        head = ["method", "time", *["processor"] * processor, "sweeps", "error", "mass error", "outside the box"]
+        cells = [
+            [
+                row["method"],
+                duration(row["time"].median),
+                *[duration(row["time"].processor or 0.0)] * processor,
+                str(row["iterations"]) if "iterations" in row else None,
+                f"{row['error']:.1e}",
+                f"{row['mass_error']:.1e}",
+                f"{abs(row['box_violation']):.2g}",
+                factor(released["time"].median / row["time"].median) if row is not released else None,
+            ]
+            for row in same
+        ]
+        title = f"{released['batch']:,} {TITLES[released['images']]} images"
+        title += f", `reg={released['reg']:g}`, `eps={released['eps']:g}`"
+        tables.append(Table([*head, "times faster than released"], cells, title))
+    return tables
+
+
+def threads(path: Path) -> list[Table]:
+    """Settings of torch's threads, each a process of its own: by the clock, and by the processor in brackets."""
+    rows = _timed(path, "threads")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        said = f"{duration(row['time'].median)} ({duration(row['time'].processor)})"
+        cells.setdefault(row["setting"], {})[row["method"]] = said
+    titles = {f"{row['batch']} {TITLES[row['images']]} images" for row in rows}
+    body = [[setting, *(found.get(method) for method in methods)] for setting, found in cells.items()]
+    return [Table([", ".join(titles), *methods], body)]
+
+
+def targets(path: Path) -> list[Table]:
+    """What was to be reached and whether it was, as the benchmark itself said."""
+    cells = []
+    for remark in report.read(path)[2]:
+        verdict, _, rest = remark.partition(": ")
+        what, _, target = rest.partition(" (target ")
+        if target and verdict.removeprefix("not ").startswith("reached"):
+            cells.append([what, target.partition(")")[0], verdict if verdict == "reached" else f"**{verdict}**"])
+    return [Table(["measured", "target", "verdict"], cells)]
+
+
+def _timed(path: Path, work: str) -> list[Row]:
+    return [row for row in report.read(path)[0] if row["work"] == work and isinstance(row.get("time"), Time)]
+
+
+def _grid(head: str, rows: Sequence[Row], key: str, cell: Callable[[Row], str]) -> Table:
+    """Images and methods downwards, ``key`` across."""
+    across = sorted({row[key] for row in rows})
+    kernels = list(dict.fromkeys(row["method"] for row in rows))
+    found: dict[str, dict[int, str]] = {}
+    for row in sorted(rows, key=lambda row: kernels.index(row["method"])):
+        method = row["method"].removeprefix("wball, ")
+        name = TITLES[row["images"]] + (f", {method}" if len(kernels) > 1 else "")
+        found.setdefault(name, {})[row[key]] = cell(row)
+    return Table([head, *(f"{k:,}" for k in across)], [[n, *(c.get(k) for k in across)] for n, c in found.items()])
+
+
+# Other results
+
+
+def certified(path: Path) -> list[Table]:
+    """The recipe's own table."""
+    return certificates.tables(_content(path)["data"])
+
+
+def evaluation(path: Path) -> list[Table]:
+    """What one evaluation found, how it was audited, how long it took."""
+    found = _content(path)
+    summary, audit = found["summary"], found["summary"]["audit"]
+    curve = [point for point in summary["curve"] if point["eps"] > 0]
+    head = [found["settings"]["model"]["name"], "clean", *(f"eps {point['eps']:g}" for point in curve)]
+    accuracy = ["accuracy", percent(summary["clean_accuracy"]), *(percent(point["accuracy"]) for point in curve)]
+    counts = {
+        "images": summary["images"], "examples audited": audit["checked"], "solved exactly, too": audit["both"],
+        "rejected": audit["rejected"],
+    }  # fmt: skip
+    seconds = sum(found["provenance"]["seconds"].values())
+    row = [found["settings"]["attack"]["name"], *(f"{count:,}" for count in counts.values()), f"{seconds:.0f} s"]
+    return [Table(head, [accuracy]), Table(["attack", *counts, "attack, audit, report"], [row])]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a table comes from (in results/), and what makes it."""
+
+    file: str
+    make: Callable[[Path], list[Table]]
+
+    def markdown(self, results: Path) -> str:
+        path = results / self.file
+        if not path.is_file():
+            raise BlockError(f"there is no results/{self.file}; take the block out, or make the result")
+        parts = [table.markdown() for table in self.make(path)]
+        return "\n\n".join([*parts, f"<small>{origin(_content(path), self.file)}</small>"])
+
+
+TABLES = {
+    "cuda-oracle-batch": Source("bench_cuda.json", oracle_by_batch),
+    "cuda-oracle-window": Source("bench_cuda.json", oracle_by_window),
+    "cuda-large-images": Source("bench_cuda.json", large_images),
+    "cuda-projection": Source("bench_cuda.json", projections),
+    "cuda-targets": Source("bench_cuda.json", targets),
+    "cpu-oracle-batch": Source("bench_cpu.json", oracle_by_batch),
+    "cpu-oracle-window": Source("bench_cpu.json", oracle_by_window),
+    "cpu-large-images": Source("bench_cpu.json", large_images),
+    "cpu-projection": Source("bench_cpu.json", projections),
+    "cpu-threads": Source("bench_cpu.json", threads),
+    "cpu-targets": Source("bench_cpu.json", targets),
+    "certified": Source("paper/certificates.json", certified),
+    "evaluation": Source("evaluation_mnist-standard.json", evaluation),
+}
+
+
+# Words
+
+
+def origin(content: dict[str, Any], file: str) -> str:
+    """File, device and commit; that it was a quick run, and a note, where the result has them.
+
+    >>> origin({"provenance": {"device": "NVIDIA H200", "commit": 40 * "a"}}, "a.json")
+    'results/a.json, NVIDIA H200, commit aaaaaaa'
+    """
+    about = content.get("environment") or content["provenance"]
+    device = f"CPU ({about['platform']})" if about["device"] == "cpu" else about["device"]
+    commit, _, local = about["commit"].partition(" ")
+    said = f"results/{file}, {device}, commit {commit[:7]} {local}".rstrip()
+    if content.get("quick"):
+        said += "; a quick run, whose numbers mean little"
+    return said + (f"; {about['note']}" if "note" in about else "")
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent.
+
+    >>> number(0.36672), number(3.409), number(1705.2)
+    ('0.367', '3.41', '1,705')
+    """
+    rounded = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(rounded)) if rounded else 0
+    return f"{value:,.{max(0, digits)}f}"
+
+
+def duration(ms: float) -> str:
+    """
+    >>> duration(0.158), duration(3.409), duration(1705.2)
+    ('158 µs', '3.41 ms', '1,705 ms')
+    """
+    return f"{number(1e3 * ms)} µs" if ms < 0.9995 else f"{number(ms)} ms"
+
+
+def factor(ratio: float) -> str:
+    """
+    >>> factor(1258.2), factor(5.42), factor(0.18)
+    ('1,258', '5.4', '0.2')
+    """
+    return f"{ratio:,.0f}" if ratio >= 9.95 else f"{ratio:.1f}"
+
+
+# Pages
+
+
+def filled(text: str, results: Path) -> str:
+    """A page with its blocks as ``results`` has them."""
+
+    def block(found: re.Match[str]) -> str:
+        opening, name, closing = found.groups()
+        if MARK.search(found[0][len(opening) : -len(closing)]):
+            raise BlockError(f"the block {name!r} is not closed: it ends with a line <!-- /table -->")
+        if name not in TABLES:
+            raise BlockError(f"there is no table {name!r}; known are {', '.join(TABLES)}")
+        return f"{opening}\n\n{TABLES[name].markdown(results)}\n\n{closing}"
+
+    new, blocks = BLOCK.subn(block, text)
+    if len(MARK.findall(text)) != 2 * blocks:
+        raise BlockError("a line <!-- table: NAME --> without <!-- /table -->, or the other way round")
+    return new
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def stale(root: Path) -> Iterable[tuple[Path, str]]:
+    """Pages that differ from what results say, with what they should be."""
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = filled(text, root / "results")
+        except BlockError as error:
+            raise BlockError(f"{page.relative_to(root)}: {error}") from error
+        if new != text:
+            yield page, new
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is stale")
+    check: bool = parser.parse_args(arguments).check
+    try:
+        found = list(stale(root))
+    except BlockError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for page, new in found:
+        print(f"{'stale' if check else 'written'}: {page.relative_to(root)}")
+        if not check:
+            write_whole(page, new.encode())
+    if check and found:
+        print("run `python tools/docs/tables.py`", file=sys.stderr)
+    return int(check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
