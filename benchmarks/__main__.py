@@ -1,6 +1,7 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates: each has a ``--help`` of its own.
+``validity`` audits test sets, ``soundness`` attacks certificates, ``separation`` measures how far apart digits are:
+each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, soundness, targets, threads, validity, warm
+from benchmarks import oracle, projection, report, separation, soundness, targets, threads, validity, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
+OTHERS = {"validity": validity.main, "soundness": soundness.main, "separation": separation.main}
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
@@ -60,11 +62,8 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["validity"]:
-        validity.main(sys.argv[2:])
-        return
-    if sys.argv[1:2] == ["soundness"]:
-        soundness.main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:
+        OTHERS[sys.argv[1]](sys.argv[2:])
         return
     given = arguments()
     if given.render is not None:
