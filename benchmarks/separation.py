@@ -2,8 +2,8 @@ r"""``python -m benchmarks separation --data DIR``: how far apart are digits of 
 
 For a test image ``x``, let ``d`` be its Wasserstein distance to the nearest training image of another class, both
 scaled to mass 1. The point half way lies in the ball of radius ``d / 2`` around either of them. A classifier that does
-not mind brightness is wrong on one of the two there: where ``d <= 2 eps`` we call ``x`` *contested* at ``eps``. If a fair
-half of such disputes is lost, robust accuracy at ``eps`` is at most ``1 - contested / 2``, whatever the training.
+not mind brightness is wrong on one of the two there: where ``d <= 2 eps`` we call ``x`` *contested* at ``eps``. If a
+fair half of such disputes is lost, robust accuracy at ``eps`` is at most ``1 - contested / 2``, whatever the training.
 
 ``d`` is exact optimal transport with Euclidean costs, minimised over the candidates whose blurred images are nearest.
 So it is an upper bound of the true ``d``, and the share of contested images a lower bound.
