@@ -30,6 +30,8 @@ from wball.training.config import describe
 BATCH = {"cpu": 100, "cuda": 5000}
 COLOUR_BATCH = {"cpu": 50, "cuda": 2000}
 """Images at a time. Colour images go through ResNet-18, whose activations fill the memory."""
+LARGE = 500_000
+"""Weights of a network that is limited by its arithmetic."""
 SAMPLE = {1: 64, 3: 16}
 """Examples per batch and radius that exact optimal transport checks, by channels."""
 
@@ -203,11 +205,13 @@ def attacked(
 ) -> AttackResult:
     """The attack's result; success is what the model itself says.
 
-    ``lean`` (by default: colour images on a GPU) attacks the network in half the precision, and in full what turns out
+    ``lean`` (by default: large networks on a GPU) attacks the network in half the precision, and in full what turns out
     not to be broken then.
     """
     generator = torch.Generator(x.device).manual_seed(seed)
-    if not (x.is_cuda and x.shape[1] == 3 if lean is None else lean):
+    if lean is None:
+        lean = x.is_cuda and sum(p.numel() for p in model.parameters()) >= LARGE
+    if not lean:
         return attack(model, x, y, generator=generator)
     found = attack(Lean(model), x, y, generator=generator)
     again = (found.success & (predicted(model, found.images) == y)).nonzero().squeeze(1)
