@@ -118,14 +118,15 @@ class TransportOracle:
         doubt = (6 * torch.finfo(potentials.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
         slack = self.budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
         self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
-        share = slack.clamp(max=1.0)
+        # An image on which a kernel fails stays where it is: it loses its step, not its validity.
+        share = slack.nan_to_num(nan=0.0).clamp(max=1.0)
         step = share.to(self.x.dtype).view(-1, 1, 1, 1)
-        z = self._grid + step * balanced(self._grid, plan.z, plan.kernel)
+        z = self._grid + step * balanced(self._grid, plan.z, plan.kernel).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         if box is not None:
             z = z.clamp(*box)  # rounding only
         like = self.x.shape
         proof = EntropicProof(chosen.reshape(like), plan.psi, plan.keep.reshape(like), plan.give.reshape(like), share)
-        return OraclePoint(z.view(like), share * plan.net_cost, share, plan.kernel, proof)
+        return OraclePoint(z.view(like), (share * plan.net_cost).nan_to_num(nan=0.0), share, plan.kernel, proof)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""
