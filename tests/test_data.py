@@ -282,15 +282,33 @@ class Stream(IterableDataset):
         return ((image, i) for i, image in enumerate(self.x))
 
 
+class CountedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+class Endless(Dataset):
+    """A map-style data set without a length, as the sequence protocol allows."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.x[i], i  # a tensor raises IndexError at its end
+
+
 def test_any_source_becomes_tensors() -> None:
     x, y = torch.randint(0, 256, (7, 3, 4, 5)) / 255, torch.arange(7)
     tensors = TensorDataset(x, y)
     sources = [(x, y), tensors, DataLoader(tensors, batch_size=3), Arrays(x, "array"), Arrays(x, "pil"), Stream(x)]
     sources += [[(image, int(label)) for image, label in tensors], DataLoader(Stream(x), batch_size=2)]
+    sources += [CountedStream(x), DataLoader(CountedStream(x), batch_size=2), Endless(x)]
+    sources += [(x.numpy(), y.numpy().astype(kind)) for kind in ("uint8", "uint16", "int32", "float64")]
+    sources += [(x.clone().requires_grad_(), y), [(image, np.array([label])) for image, label in tensors]]
     for source in sources:
         got_x, got_y = to_tensors(source)
         torch.testing.assert_close(got_x, x, rtol=0, atol=1e-7)
-        assert torch.equal(got_y, y) and got_y.dtype == torch.long
+        assert torch.equal(got_y, y) and got_y.dtype == torch.long and not got_x.requires_grad
         assert [len(v) for v in to_tensors(source, limit=5)] == [5, 5]
     assert to_tensors([(x[0], 1), (x[1], 2)])[1].tolist() == [1, 2]
 
@@ -299,7 +317,12 @@ def test_to_tensors_refuses_with_a_reason() -> None:
     x, y = torch.rand(4, 1, 5, 5), torch.arange(4)
     for bad, kind, message in [
         ((x * 3 - 1, y), ValueError, "wball.Normalized"),
-        ((x[:, 0], y), ValueError, r"images \(4, 5, 5\)"),
+        ((x[:, 0], y), ValueError, r"images \(4, 5, 5\).*x\[:, None\]"),
+        ((x * 255, y), ValueError, "divide bytes by 255"),
+        ((x, y + 0.5), ValueError, "labels from 0.5 to 3.5"),
+        ((x, y - 1), ValueError, "labels from -1 to 2"),
+        ([(x[0], "cat")], TypeError, "label 'cat'"),
+        ([(x[0], None)], TypeError, "label None"),
         ((x, y[:3]), ValueError, r"labels \(3,\)"),
         ((x.long(), y), TypeError, "int64"),
         ([], ValueError, "empty"),
@@ -310,8 +333,9 @@ def test_to_tensors_refuses_with_a_reason() -> None:
     ]:
         with pytest.raises(kind, match=message):
             to_tensors(bad)
-    with pytest.raises(ValueError, match="limit"):
-        to_tensors((x, y), limit=0)
+    for limit, kind in ((0, ValueError), (2.5, TypeError)):
+        with pytest.raises(kind, match="limit"):
+            to_tensors((x, y), limit=limit)  # type: ignore[arg-type]
 
 
 def test_augmentation_is_a_crop_of_the_padded_image() -> None:

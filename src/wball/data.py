@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from wball import inputs
 
 Split = Literal["train", "test"]
 PathLike = str | os.PathLike[str]
@@ -210,8 +212,9 @@ def to_tensors(
     """Any source of images and labels as ``(x, y)``.
 
     Args:
-        data: a pair of tensors, a ``Dataset`` of (image, label) items or a ``DataLoader`` of such batches. Images are
-            tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8) or PIL images; bytes are divided by 255.
+        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)``, a ``Dataset`` of (image, label) items or a
+            ``DataLoader`` of such batches. Single images are tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8)
+            or PIL images; bytes are divided by 255.
         limit: take this many images at most.
         device: where the tensors go (default: where they are).
 
@@ -220,10 +223,10 @@ def to_tensors(
     >>> x.shape, y.tolist()
     (torch.Size([3, 1, 4, 4]), [0, 1, 2])
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(v, Tensor) for v in data):
-        images, labels = [data[0][:limit]], [data[1][:limit]]
+    if limit is not None:
+        inputs.check_count("limit", limit)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(v, (Tensor, np.ndarray)) for v in data):
+        images, labels = ([torch.as_tensor(v)[:limit].detach()] for v in data)
     else:
         images, labels = _collect(data, limit)
     shapes = {tuple(image.shape[1:]) for image in images}
@@ -236,16 +239,24 @@ def to_tensors(
     elif not x.is_floating_point():
         raise TypeError(f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]")
     if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
+        hint = "; images without channels need an axis for them: x[:, None]" if x.ndim == 3 and len(x) == len(y) else ""
         raise ValueError(
             f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
+            + hint
         )
     low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 0.0)
     if not (low >= -1e-6 and high <= 1 + 1e-6):
         raise ValueError(
-            f"data has pixels from {low:g} to {high:g}, outside [0, 1]; drop the normalisation from the data set "
-            "and put it inside the model: wball.Normalized(model, mean, std)"
+            f"data has pixels from {low:g} to {high:g}, outside [0, 1]; divide bytes by 255, drop the normalisation "
+            "from the data set and put it inside the model: wball.Normalized(model, mean, std)"
         )
-    return x.to(device), y.to(device=device, dtype=torch.long)
+    numbers = y.to(device=device, dtype=torch.long)
+    broken = y.is_floating_point() and bool((numbers != y.to(device)).any())
+    if y.numel() and (broken or int(numbers.min()) < 0):
+        raise ValueError(
+            f"data has labels from {y.min().item():g} to {y.max().item():g}; they must be class numbers 0, 1, 2, ..."
+        )
+    return x.to(device), numbers
 
 
 @dataclass(frozen=True)
@@ -453,23 +464,24 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
 
 def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     """Batches of images and labels out of anything that can be iterated or indexed."""
-    if isinstance(data, DataLoader):
-        source: Iterable[Any] = data
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        source = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
-    elif hasattr(data, "__iter__"):
-        source = data
+    # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        source: Iterable[Any] = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
     else:
-        raise TypeError(f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}")
+        try:
+            source = iter(data)
+        except TypeError:
+            raise TypeError(f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}") from None
     images: list[Tensor] = []
     labels: list[Tensor] = []
     count = 0
     for item in source:
         if not isinstance(item, (tuple, list)) or len(item) < 2:
             raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
-        image, label = _image(item[0]), torch.as_tensor(item[1])
-        image = image if label.ndim else image[None]
-        images.append(image)
+        image, label = _image(item[0]), _label(item[1])
+        if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
+            image = image[None]
+        images.append(image.detach())
         labels.append(label.reshape(-1))
         count += len(image)
         if limit is not None and count >= limit:
@@ -477,6 +489,13 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     if not images:
         raise ValueError("data is empty")
     return images, labels
+
+
+def _label(value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"data has a label {value!r}; they must be class numbers 0, 1, 2, ...") from error
 
 
 def _image(value: Any) -> Tensor:
