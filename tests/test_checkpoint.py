@@ -51,6 +51,16 @@ def test_packings(tmp_path: Path, packing: str, wrap: Callable[[nn.Module], nn.M
     assert next(model.parameters()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_a_shifted_row_of_equal_layers_keeps_its_order(tmp_path: Path, bias: bool, ending: str) -> None:
+    saved, loaded = (nn.Sequential(*(nn.Linear(3, 3, bias=bias) for _ in range(12))) for _ in range(2))
+    state = {f"{int(k.split('.')[0]) + 1}.{k.split('.')[1]}": v for k, v in saved.state_dict().items()}
+    # safetensors sorts names by letters: 1, 10, 11, 12, 2, ...
+    save_file(state, tmp_path / "w.safetensors") if ending == "safetensors" else torch.save(state, tmp_path / "w.pth")
+    assert equal(load_weights(loaded, tmp_path / f"w.{ending}"), saved)
+
+
 def test_wrapped_file_into_bare_model(tmp_path: Path) -> None:
     saved, loaded = Normalized(mnist_cnn(), 0.1, 0.3), mnist_cnn()
     save_weights(saved, tmp_path / "w.safetensors")

@@ -175,16 +175,20 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
 def _same_row(found: StateDict, wanted: StateDict) -> dict[str, str]:
     """Match a row of layers whose numbers are shifted, as by a layer without parameters before an ``nn.Sequential``.
 
-    Order, shapes and every part of the names that is no number must agree.
+    Order (of the numbers: files may be sorted by letters), shapes and every part of the names that is no number must
+    agree.
     """
 
-    def signature(state: StateDict) -> list[tuple[str, torch.Size]]:
+    def row(state: StateDict) -> list[tuple[str, str]]:
         short = _without_prefix(_essential(state))
-        return [(re.sub(r"\d+", "#", name), state[key].shape) for key, name in short.items()]
+        return sorted(short.items(), key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(9), item[1]))
+
+    def signature(state: StateDict) -> list[tuple[str, torch.Size]]:
+        return [(re.sub(r"\d+", "#", name), state[key].shape) for key, name in row(state)]
 
     if signature(found) != signature(wanted):
         return {}
-    return dict(zip(_essential(wanted), _essential(found), strict=True))
+    return {mine: theirs for (mine, _), (theirs, _) in zip(row(wanted), row(found), strict=True)}
 
 
 def _complaint(found: StateDict, wanted: StateDict) -> str:
