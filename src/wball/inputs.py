@@ -106,7 +106,10 @@ def check_eps_count(eps: float | Tensor, batch: int) -> None:
 
 
 def check_positive(name: str, value: float, *, inf: bool = False) -> float:
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
     if not (number > 0 and (inf or number < math.inf)):
         raise ValueError(f"{name} must be > 0{'' if inf else ' and finite'}, got {value!r}")
     return number

@@ -182,6 +182,42 @@ def test_settings_that_cannot_work_are_refused() -> None:
         small_config(architecture="resnet-1000")
     with pytest.raises(ValueError, match="every must be"):
         Evaluation(every=0)
+    attack = DualAveraging(WassersteinBall(0.1))
+    for name in ("", "a/b", "..", "checkpoint"):
+        with pytest.raises(ValueError, match="name must be a file name"):
+            small_config(name=name)
+    with pytest.raises(TypeError, match=r"adversary must be a wball.training.Adversary, got DualAveraging"):
+        small_config(adversary=attack)
+    with pytest.raises(ValueError, match="goes without an adversary"):
+        small_config(noise=0.1)
+    with pytest.raises(ValueError, match="give one, or no radii"):
+        Evaluation(eps=(0.1,))
+    with pytest.raises(TypeError, match=r"tuple of radii such as \(0.1, 0.3\), got 0.3"):
+        Evaluation(attack=attack, eps=0.3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="attack must be"):
+        Evaluation(attack="pgd", eps=(0.3,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip": -1.0}, "clip must be > 0"),
+        ({"momentum": 2.0}, "momentum must be"),
+        ({"momentum": 0.0, "nesterov": True}, "nesterov needs"),
+        ({"weight_decay": -1.0}, "weight_decay must be"),
+        ({"drop_epochs": -1}, "drop_epochs must be"),
+    ],
+)
+def test_steps_that_would_climb_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Optimisation(**settings)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_attack_without_radii_has_its_own() -> None:
+    data = small_data(16)
+    attack = DualAveraging(WassersteinBall(0.25), steps=2)
+    config = small_config(epochs=1, adversary=None, evaluation=Evaluation(attack=attack))
+    assert "robust_accuracy_0.25" in train(config, data, data, model=small_model()).history[0]
 
 
 def test_descriptions_are_json() -> None:

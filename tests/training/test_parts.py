@@ -25,6 +25,7 @@ from wball.training import (
     train,
     verified_accuracy,
 )
+from wball.training.__main__ import parsed
 from wball.training.bounds import LinfBounds, verified
 from wball.training.losses import Objective
 from wball.training.presets import override
@@ -161,8 +162,19 @@ def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
     assert config.adversary.attack.ball.cost.window == 7  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="no setting 'stepps' in DualAveraging"):
         override(preset("mnist-adversarial"), "adversary.attack.stepps", 7)
+    with pytest.raises(ValueError, match="have no adversary"):
+        override(preset("mnist-standard"), "adversary.attack.steps", 7)
+    with pytest.raises(ValueError, match="until_success must be true or false, got 'no'"):
+        override(preset("mnist-adversarial"), "adversary.attack.until_success", "no")
+    with pytest.raises(ValueError, match="lr must be a number, got 'fast'"):
+        override(preset("mnist-adversarial"), "optimisation.lr", "fast")
     with pytest.raises(ValueError, match="unknown preset"):
         preset("mnist")
+
+
+def test_settings_of_the_command_line_may_be_spelled_as_in_python() -> None:
+    read = [parsed(text) for text in ("flip=False", "flip=true", "clip=None", "name=a", "eps=[0.1]", "lr=1e-3")]
+    assert read == [("flip", False), ("flip", True), ("clip", None), ("name", "a"), ("eps", [0.1]), ("lr", 1e-3)]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

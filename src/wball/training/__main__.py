@@ -32,12 +32,12 @@ def line(record: Record) -> str:
 
 
 def parsed(assignment: str) -> tuple[str, Any]:
-    """``path=value`` with a JSON value, or a plain string."""
+    """``path=value`` with a JSON value, one of Python's ``True``, ``False``, ``None``, or a plain string."""
     path, equals, text = assignment.partition("=")
     if not equals:
         raise typer.BadParameter(f"expected PATH=VALUE, got {assignment!r}")
     try:
-        return path, json.loads(text)
+        return path, json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except json.JSONDecodeError:
         return path, text
 

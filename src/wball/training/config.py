@@ -63,6 +63,15 @@ class Optimisation:
             raise ValueError(f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps")
         if not 0 < self.warmup < 1:
             raise ValueError(f"warmup must be a share of the run in (0, 1), got {self.warmup}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be >= 0 and finite, got {self.weight_decay}")
+        inputs.check_count("drop_epochs", self.drop_epochs, least=0)
+        if self.clip is not None:
+            inputs.check_positive("clip", self.clip)
 
     def lr_at(self, progress: float, epochs: int) -> float:
         """The learning rate at a share ``progress`` of the run.
@@ -104,6 +113,8 @@ class Loss:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta must be >= 0 and finite, got {self.beta}")
 
 
 @dataclass(frozen=True)
@@ -205,7 +216,7 @@ class Provable:
 
     def __post_init__(self) -> None:
         inputs.check_positive("eps", self.eps)
-        if not 0 <= self.ramp[0] < self.ramp[1] <= 1:
+        if not isinstance(self.ramp, tuple) or len(self.ramp) != 2 or not 0 <= self.ramp[0] < self.ramp[1] <= 1:
             raise ValueError(f"ramp must be two rising shares of the run in [0, 1], got {self.ramp}")
         for name in ("kappa", "crown", "crown_end"):
             if not 0 <= getattr(self, name) <= 1:
@@ -224,7 +235,7 @@ class Evaluation:
     Attributes:
         every: epochs between evaluations; the last epoch always has one.
         attack: an attack to measure robust accuracy with, or ``None``.
-        eps: its radii.
+        eps: its radii; without them, that of its ball.
         images: how many test images are attacked.
     """
 
@@ -236,6 +247,14 @@ class Evaluation:
     def __post_init__(self) -> None:
         inputs.check_count("every", self.every)
         inputs.check_count("images", self.images)
+        if self.attack is not None and not isinstance(self.attack, Attack):
+            raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball) or None, got {self.attack!r}")
+        if not isinstance(self.eps, tuple):
+            raise TypeError(f"eps must be a tuple of radii such as (0.1, 0.3), got {self.eps!r}")
+        if self.eps and self.attack is None:
+            raise ValueError(f"eps {self.eps} are the radii of an attack: give one, or no radii")
+        for eps in self.eps:
+            inputs.check_eps(eps)
 
 
 @dataclass(frozen=True)
@@ -243,7 +262,7 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        name: of the run and of the model it makes.
+        name: of the run and of the model it makes; files are called so.
         dataset: a named data set; only the command line uses it, :func:`~wball.training.train` takes tensors.
         architecture: a name of :func:`wball.build_model`.
         epochs: passes over the training images.
@@ -252,7 +271,8 @@ class TrainConfig:
         augment: shift by up to so many pixels, and mirror if ``flip``.
         affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
         cutout: side of a random square that is blackened, 0 for none.
-        noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none.
+        noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none. Not with an
+            adversary or a provable loss.
         optimisation, loss, adversary, provable, smooth, evaluation: see there.
         summary: a sentence for the card.
     """
@@ -277,6 +297,14 @@ class TrainConfig:
     summary: str = ""
 
     def __post_init__(self) -> None:
+        if not self.name or self.name in (".", "..", "checkpoint") or any(c in self.name for c in "/\\\0"):
+            raise ValueError(
+                f'name must be a file name without folders, other than "checkpoint" (which is taken), got {self.name!r}'
+            )
+        for part, kind in _PARTS.items():
+            value = getattr(self, part)
+            if not isinstance(value, kind) and (value is not None or part in ("optimisation", "loss", "evaluation")):
+                raise TypeError(f"{part} must be a wball.training.{kind.__name__}, got {value!r}")
         dataset_info(self.dataset)
         if self.architecture not in architectures():
             raise ValueError(
@@ -292,10 +320,22 @@ class TrainConfig:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
         if self.adversary is not None and self.provable is not None:
             raise ValueError("give an adversary or a provable loss, not both")
+        if self.noise > 0 and (self.adversary is not None or self.provable is not None):
+            raise ValueError(f"noise {self.noise} goes without an adversary or a provable loss, which do not use it")
         if self.smooth is not None and (self.provable is not None or self.loss.kind != "cross-entropy"):
             raise ValueError('smooth goes with the loss "cross-entropy" and without a provable loss')
         if self.loss.kind != "cross-entropy" and self.adversary is None:
             raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
+
+
+_PARTS: dict[str, type] = {
+    "optimisation": Optimisation,
+    "loss": Loss,
+    "adversary": Adversary,
+    "provable": Provable,
+    "smooth": Smooth,
+    "evaluation": Evaluation,
+}
 
 
 def describe(settings: Any) -> Any:

@@ -53,7 +53,7 @@ def measure(config: TrainConfig, model: nn.Module, x: Tensor, y: Tensor, world: 
     settings = config.evaluation
     if settings.attack is not None:
         some, labels = x[: settings.images], y[: settings.images]
-        for eps in settings.eps:
+        for eps in settings.eps or (float(settings.attack.ball.eps),):
             out[f"robust_accuracy_{eps:g}"] = robust_accuracy(model, some, labels, settings.attack.at(eps), world=world)
     if config.provable is not None:
         out["verified_accuracy"] = verified_accuracy(model, x, y, config.provable.eps, world=world)

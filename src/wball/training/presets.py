@@ -286,5 +286,12 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
         known = [f.name for f in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
         raise ValueError(f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}")
     inner = getattr(settings, name)
-    changed = override(inner, rest, value) if rest else tuple(value) if isinstance(inner, tuple) else value
+    if rest and inner is None:
+        raise ValueError(f"no setting {path!r}: these settings have no {name}")
+    changed = override(inner, rest, value) if rest else tuple(value) if isinstance(value, list) else value
+    # Text that was meant for something else is mostly taken for true.
+    if not rest and isinstance(inner, bool) and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    if not rest and isinstance(inner, (int, float)) and isinstance(value, str):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     return dataclasses.replace(settings, **{name: changed})  # type: ignore[type-var]
