@@ -16,7 +16,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -183,35 +182,67 @@ def _content(path: Path) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a table comes from (in results/), and what makes it."""
+def summary(curves: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
+    """What a reader should know first."""
+    standard = _content(curves)["data"]["models"][0]
+    at = next(point for point in standard["at"] if point["eps"] == 0.3)
+    digits = _content(proofs)["data"]["sets"][0]
+    proved = {row["method"]: {p["eps"]: p["accuracy"] for p in row["curve"]} for row in digits["rows"]}
+    cells = [
+        [
+            f"accuracy of the {standard['label']} MNIST network that an attack at eps {at['eps']:g} leaves",
+            f"{percent(at['standard_attack'])} (valid examples)",
+            f"{percent(at['paper_attack'])} (the paper's attack)",
+        ],
+        [
+            f"test digits of `{digits['name']}` proved safe at eps 0.05, whatever the plan",
+            percent(proved["anchored"][0.05]),
+            f"{percent(proved['interval'][0.05])} (a box around each pixel)",
+        ],
+    ]
+    for path, where, kernel in ((gpu, "one H200", "triton"), (cpu, "two CPU cores", "cpu")):
+        rows = {(r["images"], r["batch"], r["method"]): r["time"].median for r in _timed(path, "projection")}
+        ours, released = (rows["mnist", 100, method] for method in (f"wball sweeps, {kernel}", "released"))
+        told = f"entropic projection of 100 digits on {where}"
+        cells.append([told, duration(ours), f"{duration(released)} (code released with the paper)"])
+    return [Table(["", "here", "before"], cells)]
 
-    file: str
-    make: Callable[[Path], list[Table]]
+
+class Source:
+    """Where a table comes from (files in results/), and what makes it."""
+
+    def __init__(self, make: Callable[..., list[Table]], *files: str) -> None:
+        self.make, self.files = make, files
 
     def markdown(self, results: Path) -> str:
-        path = results / self.file
-        if not path.is_file():
-            raise BlockError(f"there is no results/{self.file}; take the block out, or make the result")
-        parts = [table.markdown() for table in self.make(path)]
-        return "\n\n".join([*parts, f"<small>{origin(_content(path), self.file)}</small>"])
+        paths = [results / file for file in self.files]
+        for path, file in zip(paths, self.files, strict=True):
+            if not path.is_file():
+                raise BlockError(f"there is no results/{file}; take the block out, or make the result")
+        parts = [table.markdown() for table in self.make(*paths)]
+        said = ", ".join(f"results/{file}" for file in self.files)  # each says where it comes from
+        if len(paths) == 1:
+            said = origin(_content(paths[0]), self.files[0])
+        return "\n\n".join([*parts, f"<small>{said}</small>"])
 
 
 TABLES = {
-    "cuda-oracle-batch": Source("bench_cuda.json", oracle_by_batch),
-    "cuda-oracle-window": Source("bench_cuda.json", oracle_by_window),
-    "cuda-large-images": Source("bench_cuda.json", large_images),
-    "cuda-projection": Source("bench_cuda.json", projections),
-    "cuda-targets": Source("bench_cuda.json", targets),
-    "cpu-oracle-batch": Source("bench_cpu.json", oracle_by_batch),
-    "cpu-oracle-window": Source("bench_cpu.json", oracle_by_window),
-    "cpu-large-images": Source("bench_cpu.json", large_images),
-    "cpu-projection": Source("bench_cpu.json", projections),
-    "cpu-threads": Source("bench_cpu.json", threads),
-    "cpu-targets": Source("bench_cpu.json", targets),
-    "certified": Source("paper/certificates.json", certified),
-    "evaluation": Source("evaluation_mnist-standard.json", evaluation),
+    "cuda-oracle-batch": Source(oracle_by_batch, "bench_cuda.json"),
+    "cuda-oracle-window": Source(oracle_by_window, "bench_cuda.json"),
+    "cuda-large-images": Source(large_images, "bench_cuda.json"),
+    "cuda-projection": Source(projections, "bench_cuda.json"),
+    "cuda-targets": Source(targets, "bench_cuda.json"),
+    "cpu-oracle-batch": Source(oracle_by_batch, "bench_cpu.json"),
+    "cpu-oracle-window": Source(oracle_by_window, "bench_cpu.json"),
+    "cpu-large-images": Source(large_images, "bench_cpu.json"),
+    "cpu-projection": Source(projections, "bench_cpu.json"),
+    "cpu-threads": Source(threads, "bench_cpu.json"),
+    "cpu-targets": Source(targets, "bench_cpu.json"),
+    "certified": Source(certified, "paper/certificates.json"),
+    "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
+    "summary": Source(
+        summary, "paper/mnist-curves.json", "paper/certificates.json", "bench_cuda.json", "bench_cpu.json"
+    ),
 }
 
 
