@@ -191,7 +191,7 @@ def summary(curves: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
     cells = [
         [
             f"accuracy of the {standard['label']} MNIST network that an attack at eps {at['eps']:g} leaves",
-            f"{percent(at['standard_attack'])} (valid examples)",
+            f"{percent(at['same_ball'])} (same ball, valid examples)",
             f"{percent(at['paper_attack'])} (the paper's attack)",
         ],
         [
