@@ -301,3 +301,35 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     assert bool((radius[:3] > 0).all())
     assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), refine=False).certified.all())
     assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), refine=False).certified.any())
+
+
+class Wide(nn.Module):
+    """Activations that read what only automatic differentiation can transpose: other paddings, concatenation, means."""
+
+    def __init__(self, padding: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1, padding_mode=padding)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, padding_mode=padding)
+        self.third = nn.Conv2d(8, 4, 3, stride=2)
+        self.hidden, self.head = nn.Linear(24, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.first(x))
+        second = torch.relu(self.second(first) - first.mean((2, 3), keepdim=True))
+        third = torch.relu(self.third(nn.functional.leaky_relu(torch.cat([first, second], 1), 0.1)))
+        return self.head(torch.relu(self.hidden(third.flatten(1))))
+
+
+@pytest.mark.parametrize("padding", ["reflect", "circular"])
+def test_layers_without_an_interval_are_bounded_too(padding: str) -> None:
+    torch.manual_seed(0)
+    net, x = Wide(padding), images(2, 1, 8, 0)[..., :6]
+    y = net(x).argmax(1)
+    clean = gap(net(x), y).detach().double()
+    for name, settings in WASSERSTEIN.items():
+        at_zero = certify(net, x, y, wball.WassersteinBall(0.0), **settings).margin
+        torch.testing.assert_close(at_zero, clean, atol=1e-5, rtol=0)
+        margin = certify(net, x, y, wball.WassersteinBall(0.02), **settings).margin
+        reached = gap(net(far_point(x, torch.randn_like(x), 0.02)), y).detach().double()
+        assert bool((margin <= reached + 1e-5).all()), name
+        assert name == "interval" or bool((margin > 0).all()), name

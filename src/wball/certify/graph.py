@@ -191,6 +191,7 @@ class Generic(Affine):
 
     before: tuple[Shape, ...]
     function: Callable[..., Tensor]
+    magnitude: Callable[..., Tensor] | None = None  # the function with the absolute values of its coefficients
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         whole = rows.dense(self.shape)
@@ -201,6 +202,12 @@ class Generic(Affine):
 
     def forward(self, *values: Tensor) -> Tensor:
         return self.function(*values)
+
+    def interval(self, *values: Interval) -> Interval | None:
+        if self.magnitude is None:
+            return None
+        radius = self.magnitude(*(r for _, r in values)) - self.magnitude(*(torch.zeros_like(r) for _, r in values))
+        return self.forward(*(c for c, _ in values)), radius
 
 
 @dataclass(frozen=True)
@@ -456,28 +463,44 @@ class _Builder:
     def _concrete(self, argument: Any) -> Any:
         return fx.node.map_arg(argument, lambda n: self.values[n])
 
-    def _function(self, node: fx.Node, sources: Sequence[fx.Node]) -> Callable[..., Tensor]:
-        """The node as a function of its image-dependent inputs."""
+    def _function(self, node: fx.Node, sources: Sequence[fx.Node], absolute: bool = False) -> Callable[..., Tensor]:
+        """The node as a function of its image-dependent inputs, or that with its constants' absolute values."""
 
         def function(*values: Tensor) -> Tensor:
             known = dict(zip(sources, values, strict=True))
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known.get(n, self.values[n]))
+
+            def cast(value: Any) -> Any:
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                return value.to(values[0].dtype).abs() if absolute else value.to(values[0].dtype)
+
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: known.get(n, cast(self.values[n])))
             if node.op == "call_module":
                 module = self.modules[str(node.target)]
                 state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-                cast = {k: v.to(values[0].dtype) if v.is_floating_point() else v for k, v in state.items()}
-                result: Tensor = torch.func.functional_call(module, cast, args, kwargs)
+                state = {k: cast(v) for k, v in state.items()}
+                result: Tensor = torch.func.functional_call(module, state, args, kwargs)
             elif node.op == "call_method":
                 result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
                 assert callable(node.target)
-                cast_args = [
-                    v.to(values[0].dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in args
-                ]
-                result = node.target(*cast_args, **kwargs)
+                result = node.target(*args, **kwargs)
             return result
 
         return function
+
+    def _generic(
+        self, node: fx.Node, sources: list[fx.Node], inputs: tuple[int, ...], before: tuple[Shape, ...], shape: Shape
+    ) -> Op:
+        module = self.modules.get(str(node.target)) if node.op == "call_module" else None
+        # Differences have negative coefficients of their own, interpolation may, and so may weights that are computed.
+        signed = node.target in _MINUS or "alpha" in node.kwargs or node.target is F.interpolate
+        if module is not None:
+            held = {name for name, _ in module.named_parameters()}
+            signed = isinstance(module, nn.Upsample) or not held <= {"weight", "bias"}
+        magnitude = None if signed else self._function(node, sources, absolute=True)
+        name = node.name if module is None else str(node.target)
+        return Generic(name, inputs, shape, before, self._function(node, sources), magnitude)
 
     def _call(self, node: fx.Node) -> None:
         sources = [n for n in dict.fromkeys(node.all_input_nodes) if n in self.place]
@@ -543,7 +566,7 @@ class _Builder:
         if sum_like and "alpha" not in kwargs and len(sources) == 2 and before[0] == before[1] == shape:
             return Sum(node.name, inputs, shape, 1.0 if target in _PLUS else -1.0)
         if sum_like or (target in _GENERIC_FUNCTIONS and self._linear_use(node, sources)):
-            return Generic(node.name, inputs, shape, before, function)
+            return self._generic(node, sources, inputs, before, shape)
         raise self._refuse(node)
 
     def _operands(self, node: fx.Node) -> int:
@@ -608,7 +631,7 @@ class _Builder:
         if isinstance(module, (nn.Flatten, nn.Unflatten)):
             return Reshape(name, inputs, shape, before[0])
         if isinstance(module, _GENERIC_MODULES):
-            return Generic(name, inputs, shape, before, self._function(node, sources))
+            return self._generic(node, sources, inputs, before, shape)
         raise self._refuse(node)
 
     def _batch_norm(

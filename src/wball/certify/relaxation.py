@@ -116,7 +116,8 @@ class Bounds:
     def worth_a_row(self, position: int) -> Tensor:
         """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
         low, up = self.lower[position], self.upper[position]
-        return (low < 0) & (up > 0) & ~(torch.minimum(-low, up) <= NEGLIGIBLE * (up - low))
+        small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
+        return (low < 0) & (up > 0) & ~small
 
 
 class Relaxation:
@@ -355,7 +356,8 @@ class Relaxation:
         """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
 
         Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A sample decides, image
-        by image; the units keep their intervals. ``sign`` is the side that could prove each unit of the batch stable.
+        by image; the units keep their intervals, where they have one. ``sign`` is the side that could prove each
+        unit of the batch stable.
         """
         size = math.prod(self.graph.ops[position].shape)
         if size < LARGE:
@@ -368,7 +370,8 @@ class Relaxation:
         settled = sample[~bounds.unstable(position).flatten()[sample]]
         drawn, stable = (torch.bincount(part // size, minlength=images) for part in (sample, settled))
         share = stable / drawn.clamp(min=1)
-        return every[~(many & (share < HOPE))[image]]
+        known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
+        return every[~(many & (share < HOPE))[image] | ~known[every]]
 
     def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
         """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
@@ -391,6 +394,8 @@ class Relaxation:
                     found = (low + up) / 2, (up - low) / 2
                 elif isinstance(op, Activation):
                     found = op.interval(low, up)
+                    # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
+                    found = found if bool(torch.isfinite(found[1]).all()) else None
             self._intervals[place] = found
         interval = self._intervals[source]
         if interval is None:
