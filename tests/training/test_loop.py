@@ -16,6 +16,7 @@ from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
 from wball.attacks import GrowingRadius
 from wball.checkpoint import save_weights
+from wball.evaluate import FolderInUse
 from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, robust_accuracy, train
 from wball.training.config import describe
 
@@ -165,6 +166,96 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     train(small_config(epochs=1), data, model=small_model(), out=tmp_path)
     with pytest.raises(ValueError, match="seed is 0, this run's is 1"):
         train(small_config(epochs=1, seed=1), data, model=small_model(), out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": small_data(64)}, "data.images is 32, this run's is 64"),
+        ({"data": (small_data(32)[0], small_data(64)[1][32:])}, "data.labels is"),
+        ({"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(196, 10))}, "model's 1.weight is None"),
+        ({"init": "given.safetensors"}, "init is None, this run's is 'given.safetensors'"),
+    ],
+)
+def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path, settings, message: str) -> None:  # type: ignore[no-untyped-def]
+    config = small_config(epochs=1, adversary=None)
+    train(config, small_data(32), model=small_model(), out=tmp_path)
+    if "init" in settings:
+        settings = {"init": tmp_path / settings["init"]}
+        save_weights(small_model(), settings["init"])
+    with pytest.raises(ValueError, match=rf"belongs to another run: its {message}"):
+        train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
+
+
+def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
+    def second(record: dict[str, object]) -> None:
+        with pytest.raises(FolderInUse, match="in use"):
+            train(small_config(), small_data(32), model=small_model(), out=tmp_path)
+        seen.append(record)
+
+    seen: list[dict[str, object]] = []
+    train(small_config(epochs=2), small_data(32), model=small_model(), out=tmp_path, on_epoch=second)
+    assert len(seen) == len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def dropping_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = (torch.nn.Flatten(), torch.nn.Linear(196, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+    return torch.nn.Sequential(*layers, torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
+
+
+def test_layers_that_draw_at_random_repeat_themselves(tmp_path: Path) -> None:
+    data = small_data(64)
+    whole = train(small_config(), data, model=dropping_model())
+
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_config(), data, model=dropping_model(), out=tmp_path, on_epoch=stop)
+    model = dropping_model()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    resumed = train(small_config(), data, model=model, out=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's own numbers go on as if nothing had happened
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    other = train(small_config(seed=1), data, model=dropping_model())
+    assert not torch.equal(weights(whole.model), weights(other.model))
+
+
+def test_images_come_in_the_precision_of_the_model() -> None:
+    x, y = small_data(32)
+    config = small_config(epochs=1)
+    single = train(config, (x, y), model=small_model())
+    wide = train(config, (x.double(), y), (x.half(), y), model=small_model())
+    assert torch.equal(weights(single.model), weights(wide.model))
+    assert weights(train(config, (x, y), (x, y), model=small_model().double()).model).dtype == torch.float64
+
+
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    config = small_config(adversary=None, optimisation=Optimisation(lr=1e9))
+    with pytest.raises(ValueError, match=r"loss is (nan|inf) in epoch 1.*optimisation.lr \(it is 1e\+09\)"):
+        train(config, small_data(), small_data(), model=small_model(), out=tmp_path)
+    assert not (tmp_path / "small.safetensors").exists()
+
+
+def test_what_does_not_fit_the_model_is_found_before_training() -> None:
+    x, y = small_data(32)
+    config, seen = small_config(epochs=1), []  # type: ignore[var-annotated]
+    for data, test, message in [
+        ((x, y + 1), None, "data has labels from 1 to 10, but the model has 10 classes"),
+        ((x, y), (x, y + 1), "test has labels"),
+        ((x, y), (x[..., 2:], y), r"\(1, 14, 12\), as in test"),
+        ((x, y), (x[:0], y[:0]), "test has no images"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(config, data, test, model=small_model(), on_epoch=seen.append)
+    assert not seen
+    for model in ("mnist-cnn", torch.nn.Flatten(), small_model().requires_grad_(False)):
+        with pytest.raises(TypeError, match="with parameters to train"):
+            train(config, (x, y), model=model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="config must be a TrainConfig"):
+        train("mnist-standard", (x, y))  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -94,6 +94,12 @@ def test_bounds_refuse_what_they_cannot_bound() -> None:
         LinfBounds(net, torch.zeros(1, 1, 4, 4))
 
 
+def test_provable_training_refuses_statistics_that_change() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 4, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    with pytest.raises(UnsupportedModule, match=r"'1' \(BatchNorm2d\).*without batch normalisation"):
+        train(small_config(adversary=None, provable=Provable(0.1)), small_data(32), model=net)
+
+
 def test_provable_training_raises_verified_accuracy() -> None:
     data = small_data(256)
     options = Optimisation("adamw", lr=1e-2, weight_decay=0.0, schedule="one-cycle")

@@ -83,7 +83,7 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
             except OSError:
                 if not wait:
                     raise FolderInUse(
-                        f"{folder} is in use by another evaluation; wait for it or choose another folder"
+                        f"{folder} is in use by another process; wait for it or choose another folder"
                     ) from None
             time.sleep(0.2)
         yield

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
+from wball.attacks.model import as_found, check_classes, check_logits
 from wball.certify.smoothing import flow_noise
 from wball.checkpoint import load_weights, save_weights
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
+from wball.evaluate.files import locked
 from wball.models import build_model
 from wball.training import distributed
 from wball.training.config import Adversary, Optimisation, TrainConfig, describe
@@ -84,7 +88,8 @@ def train(
 
     Args:
         config: the settings; :func:`~wball.training.preset` has those of the paper and ours.
-        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader`` (read once, kept on the device).
+        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader`` (read once, kept on the device
+            in the model's precision).
         test: the same for evaluation; without it nothing is measured.
         model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
         init: file of weights to start from (fine-tuning); anything :func:`wball.load_weights` reads.
@@ -96,6 +101,10 @@ def train(
         progress: show bars on stderr (default: on a terminal).
         on_epoch: called with each epoch's record.
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f'config must be a TrainConfig, such as wball.training.preset("mnist-standard"), got {config!r}'
+        )
     world, device = distributed.current(), torch.device(device)
     folder = None if out is None else Path(out)
     x, y = to_tensors(data, device=device)
@@ -106,10 +115,14 @@ def train(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             model = build_model(config.architecture)
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise TypeError(f"model must be a torch.nn.Module with parameters to train, got {model!r}")
     if init is not None:
         load_weights(model, init)
     options = config.optimisation
     model.to(device, memory_format=torch.channels_last if options.channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    x = _fitting("data", model, x, y)
+    tests = None if tests is None else (_fitting("test", model, *tests), tests[1])
     if world.size > 1 and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
@@ -124,12 +137,10 @@ def train(
     augmentations = _augmentations(config)
 
     run = _Run(config, folder, model, average, optimizer, opponent, world, checkpoint_every, time_limit, per_epoch)
-    run.restore(len(x))
-    if init is not None:
-        run.origin = Path(init).name
     with (
         _fast(device, config.adversary),
-        run.closing(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        run.opened(x, y, None if init is None else Path(init).name),
         run.stopping(),
         _bar(progress, world.main, config, per_epoch) as tick,
     ):
@@ -142,6 +153,7 @@ def train(
                 for group in optimizer.param_groups:
                     group["lr"] = options.lr_at(share, config.epochs)
 
+                _seed(generator(config.seed, f"network-{world.rank}", run.step).initial_seed(), device)
                 index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
                 images, labels = x[index], world.shard(y[index])
                 if augmentations:
@@ -206,6 +218,7 @@ class _Run:
         self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
+        self.data: dict[str, Any] = {}
         self.origin: str | None = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.log: MetricsLog | None = None
@@ -242,6 +255,11 @@ class _Run:
         """Measure, write the record, save."""
         loss, right = self.world.sum(self.totals).tolist()
         images = self.images * self.world.size
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the loss is {loss} in epoch {epoch + 1}: training diverged. Lower optimisation.lr (it is "
+                f"{self.config.optimisation.lr:g}) or set optimisation.clip, and begin in another folder"
+            )
         self.totals.zero_()
         self.images = 0
         self.progress()  # after the totals are read: a GPU may still have been at work
@@ -298,13 +316,18 @@ class _Run:
             "seconds": self.seconds,
             "averaged": self.average.count,
             "history": self.history,
+            "data": self.data,
+            "init": self.origin,
             "metrics": self.log.synced() if self.log is not None else 0,
             "torch": torch.__version__,
         }
         save_state(path, tensors, header)
 
-    def restore(self, images: int) -> None:
+    def restore(self, x: Tensor, y: Tensor, init: str | None) -> None:
         """Go on from the checkpoint in the folder, if there is one; open the log."""
+        # Labels stand for the images: those are many bytes, and their last bits depend on the device.
+        self.data = {"images": len(x), "shape": list(x.shape[1:]), "labels": zlib.crc32(y.cpu().numpy().tobytes())}
+        self.origin = init
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
         found = load_state(path) if path is not None and self.world.main and path.is_file() else None
         found = self.world.share(found)
@@ -312,14 +335,18 @@ class _Run:
         if found is not None:
             tensors, header = found
             _check_same(header["config"], describe(self.config), str(path))
+            _check_same(header.get("data", self.data), self.data, str(path), "data")
+            self.origin = header.get("init", init)
+            _check_same(self.origin, init or self.origin, str(path), "init")
             part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
+            theirs, ours = ({k: tuple(v.shape) for k, v in m.items()} for m in (part["model"], self.model.state_dict()))
+            for key in {**ours, **theirs}:
+                _check_same(theirs.get(key), ours.get(key), str(path), f"model's {key}")
             self.model.load_state_dict(part["model"])
             if self.average.decay > 0:
                 self.average.model.load_state_dict(part["average"])
             unpack_optimizer(self.optimizer, part["optimizer"])
             if self.opponent is not None and self.opponent.radii.numel():
-                if tensors["radii"].shape[0] != images:
-                    raise ValueError(f"{path} is of a run on {tensors['radii'].shape[0]} images, data has {images}")
                 self.opponent.radii.copy_(tensors["radii"])
             # Each process takes over the main one's part to stand for its own: only this epoch's mean loss sees it.
             self.totals.copy_(tensors["totals"])
@@ -354,12 +381,15 @@ class _Run:
     # ---- ends
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self.log is not None:
-                self.log.close()
+    def opened(self, x: Tensor, y: Tensor, init: str | None) -> Iterator[None]:
+        """Hold the folder for this run, and go on with what is in it."""
+        with locked(self.folder) if self.folder is not None and self.world.main else nullcontext():
+            try:
+                self.restore(x, y, init)
+                yield
+            finally:
+                if self.log is not None:
+                    self.log.close()
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
@@ -383,8 +413,34 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
     if images < config.batch_size:
         raise ValueError(f"data has {images} images, less than one batch of {config.batch_size}: lower batch_size")
     if config.batch_size % processes:
-        raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {processes} processes")
+        raise ValueError(
+            f"batch_size {config.batch_size} cannot be shared equally by {processes} processes: take a multiple of them"
+        )
     return images // config.batch_size
+
+
+def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The images in the model's precision, if it takes them and has a logit for each label: hours later is too late."""
+    if len(x) == 0:
+        raise ValueError(f"{name} has no images")
+    x = x.to(next(model.parameters()).dtype)
+    try:
+        with as_found(model, x.device), torch.no_grad():
+            logits = model(x[:2])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}"
+        ) from error
+    check_classes(name, y, check_logits(logits, len(x[:2])))
+    return x
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """What layers such as dropout draw from, so that a repeated step repeats their numbers."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
 
 
 def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer:

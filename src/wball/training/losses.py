@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
+from wball.certify.graph import UnsupportedModule
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 
@@ -21,6 +22,13 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.config = model, config
         self._bounds = LinfBounds(model, like) if config.provable is not None else None
+        for name, module in model.named_modules() if self._bounds is not None else ():
+            # Traced once, it would stay as it was then: other bounds than those of the network that is trained.
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise UnsupportedModule(
+                    f"provable training has no bound for {name!r} ({type(module).__name__}), whose statistics change; "
+                    "use a network without batch normalisation, such as mnist-cnn or cifar10-resnet-small"
+                )
 
     def forward(self, x: Tensor, z: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         if self._bounds is not None:
