@@ -333,3 +333,55 @@ def test_layers_without_an_interval_are_bounded_too(padding: str) -> None:
         reached = gap(net(far_point(x, torch.randn_like(x), 0.02)), y).detach().double()
         assert bool((margin <= reached + 1e-5).all()), name
         assert name == "interval" or bool((margin > 0).all()), name
+
+
+class Careless(nn.Module):
+    """Changes tensors in place and reads them again, or hides what it does from a tracer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.over, self.head = nn.ReLU(inplace=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x - torch.tensor(0.1))
+        if self.kind == "relu_":
+            h.relu_()
+        elif self.kind == "module":
+            h = self.second(self.over(h)) + h
+        elif self.kind == "add_":
+            h.add_(torch.relu(h))
+        elif self.kind == "alias":
+            same = h
+            h += torch.relu(h)
+            h = same
+        elif self.kind == "dropout":
+            h = nn.functional.dropout(torch.relu(h), 0.5)
+        elif self.kind == "floor":
+            h = torch.div(h, 0.1, rounding_mode="floor")
+        elif self.kind == "int":
+            h = h.to(torch.int32).to(torch.float32)
+        elif self.kind == "batch":
+            h = torch.relu(h - h.mean(0, keepdim=True))
+        return self.head(h.flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["relu_", "module", "add_"])
+def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
+    torch.manual_seed(0)
+    net, x = Careless(kind), images(3, 1, 4, 1)
+    attributes = set(vars(net))
+    y = net(x).argmax(1)
+    margin = certify(net, x, y, wball.WassersteinBall(0.0)).margin
+    torch.testing.assert_close(margin, gap(net(x), y).detach().double(), atol=1e-5, rtol=0)
+    assert set(vars(net)) == attributes  # a tracer keeps constants on the model
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("alias", "in place"), ("dropout", "dropout"), ("floor", "div"), ("int", "to"), ("batch", "mean.*mixes images")],
+)
+def test_what_symbols_do_not_show_is_refused(kind: str, message: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModule, match=message):
+        certify(Careless(kind), images(3, 1, 4, 1), torch.zeros(3, dtype=torch.long), wball.WassersteinBall(0.0))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,9 +285,19 @@ class Graph:
     def values(self, x: Tensor) -> dict[int, Tensor]:
         """What each relaxed operation reads when the network is given ``x``, in the precision of ``x``."""
         wanted = {self.ops[k].inputs[0] for k in self.relaxed()}
+        found = {position: value for position, value in self._run(x) if position in wanted}
+        return {k: found[self.ops[k].inputs[0]] for k in self.relaxed()}
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """What the network answers."""
+        return deque(self._run(x), maxlen=1)[0][1]
+
+    def _run(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The value of every operation, in order; each is forgotten once nothing reads it any more."""
         last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
         held: dict[int, Tensor] = {0: x}
-        found: dict[int, Tensor] = {0: x} if 0 in wanted else {}
+        yield 0, x
         for position, op in enumerate(self.ops[1:], 1):
             sources = [held[k] for k in op.inputs]
             if isinstance(op, Affine):
@@ -296,12 +307,10 @@ class Graph:
             else:
                 assert isinstance(op, MaxPool)
                 held[position] = op.windows(sources[0]).amax(-1)
-            if position in wanted:
-                found[position] = held[position]
+            yield position, held[position]
             for source in op.inputs:
                 if last[source] == position:
                     held.pop(source, None)
-        return {k: found[self.ops[k].inputs[0]] for k in self.relaxed()}
 
 
 def back(
@@ -335,6 +344,8 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
         raise TypeError(f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}")
     training = {module: module.training for module in model.modules()}
     model.eval()
+    attributes = set(vars(model))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
     try:
         try:
             traced = fx.Tracer().trace(model)
@@ -346,10 +357,35 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
                 "write it without branches that depend on the values of tensors"
             ) from error
         with torch.no_grad():
-            return _Builder(model, traced, x.new_zeros((1, *x.shape[1:]))).build()
+            graph = _Builder(model, traced, x.new_zeros((1, *x.shape[1:]), dtype=dtype)).build()
+            _compare(model, graph, x.to(dtype))
+        return graph
     finally:
+        for name in set(vars(model)) - attributes:  # constants that the tracer left there
+            delattr(model, name)
         for module, mode in training.items():
             module.training = mode
+
+
+ALIKE = 0.02
+"""Share of the largest logit by which a model and its graph may differ: low precision does, another function more."""
+
+
+def _compare(model: nn.Module, graph: Graph, x: Tensor) -> None:
+    """Refuse a graph that does not answer as the model does on a few images.
+
+    Symbols do not show everything: a tensor that is changed in place under another name, a hook, a random layer.
+    """
+    noise = torch.rand((4, *x.shape[1:]), generator=torch.Generator().manual_seed(0)).to(x)
+    for images in (noise, x[:4]) if x.shape[0] else (noise,):
+        expected = model(images.clone()).to(torch.float64)
+        found = graph.logits(images.to(torch.float64))
+        finite = bool(torch.isfinite(expected).all())  # a broken model is none of the tracer's business
+        if finite and not bool(((found - expected).abs() <= ALIKE * expected.abs().amax()).all()):
+            raise UnsupportedModule(
+                f"{type(model).__name__}.forward computes something else than its symbols say: look for tensors that "
+                "are changed in place (+=, inplace=True) and read again, for hooks, and for random layers"
+            )
 
 
 _IDENTITY = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -404,21 +440,11 @@ _GENERIC_FUNCTIONS = {
 }
 _PLUS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _MINUS = {operator.sub, operator.isub, torch.sub, "sub", "sub_"}
-_TIMES = {
-    operator.mul,
-    operator.imul,
-    torch.mul,
-    "mul",
-    "mul_",
-    operator.truediv,
-    operator.itruediv,
-    torch.div,
-    "div",
-    "div_",
-}
-_TIMES |= {operator.neg, torch.neg, "neg"}
+_OVER = {operator.truediv, operator.itruediv, torch.div, "div", "div_"}
+_TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_", operator.neg, torch.neg, "neg"} | _OVER
 _RELU = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
-_NOTHING = {"contiguous", "clone", "detach", "float", "double", "to", F.dropout, F.dropout2d, torch.clone}
+_DROPOUT = {F.dropout, F.dropout2d}
+_NOTHING = {"contiguous", "clone", "detach", "float", "double", "to", torch.clone} | _DROPOUT
 
 
 class _Builder:
@@ -493,14 +519,21 @@ class _Builder:
         self, node: fx.Node, sources: list[fx.Node], inputs: tuple[int, ...], before: tuple[Shape, ...], shape: Shape
     ) -> Op:
         module = self.modules.get(str(node.target)) if node.op == "call_module" else None
+        function = self._function(node, sources)
         # Differences have negative coefficients of their own, interpolation may, and so may weights that are computed.
         signed = node.target in _MINUS or "alpha" in node.kwargs or node.target is F.interpolate
         if module is not None:
             held = {name for name, _ in module.named_parameters()}
             signed = isinstance(module, nn.Upsample) or not held <= {"weight", "bias"}
         magnitude = None if signed else self._function(node, sources, absolute=True)
+        try:
+            apart = function(*(self.x.new_zeros((2, *part)) for part in before)).shape[0] == 2
+        except RuntimeError:
+            apart = False
+        if not apart:
+            raise UnsupportedModule(f"{self._title(node)} mixes images of a batch")
         name = node.name if module is None else str(node.target)
-        return Generic(name, inputs, shape, before, self._function(node, sources), magnitude)
+        return Generic(name, inputs, shape, before, function, magnitude)
 
     def _call(self, node: fx.Node) -> None:
         sources = [n for n in dict.fromkeys(node.all_input_nodes) if n in self.place]
@@ -519,6 +552,15 @@ class _Builder:
         if value.shape[0] != 1:
             raise UnsupportedModule(f"{self._title(node)} mixes images of a batch: its output has shape {value.shape}")
         self._append(node, sources, self._operation(node, sources, args, kwargs, tuple(value.shape[1:])))
+        if self._in_place(node) and node.args[:1] == (sources[0],):
+            self.place[sources[0]] = self.place[node]  # whoever reads it from here on
+
+    def _in_place(self, node: fx.Node) -> bool:
+        """Whether a node writes its result over what it reads."""
+        if node.op == "call_module":
+            return bool(getattr(self.modules[str(node.target)], "inplace", False))
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return name.endswith("_") or node.kwargs.get("inplace") is True
 
     def _append(self, node: fx.Node, sources: Sequence[fx.Node], op: Op | None) -> None:
         if op is None:  # passes its input on
@@ -546,6 +588,9 @@ class _Builder:
             return self._module(node, sources, inputs, before, shape)
         target: Any = node.target
         if target in _NOTHING:
+            random = target in _DROPOUT and kwargs.get("training", args[2] if len(args) > 2 else True)
+            if random or not self.values[node].is_floating_point():
+                raise self._refuse(node)
             return None
         if target in _RELU:
             return Activation(node.name, inputs, shape, 0.0)
@@ -559,7 +604,8 @@ class _Builder:
         function = self._function(node, sources)
         arithmetic = target in _PLUS or target in _MINUS or target in _TIMES
         if arithmetic and len(sources) == 1 and shape == before[0] and self._operands(node) == 1:
-            if target in (operator.truediv, operator.itruediv, torch.div, "div") and node.args[0] is not sources[0]:
+            over = target in _OVER and node.args[0] is not sources[0]
+            if over or kwargs.get("rounding_mode") is not None:
                 raise self._refuse(node)
             return _diagonal(node.name, inputs, shape, function, self.x)
         sum_like = target in _PLUS or target in _MINUS
