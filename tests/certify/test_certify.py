@@ -290,6 +290,31 @@ def test_unsupported_modules_are_named() -> None:
         certify(net, x, y, wball.WassersteinBall(0.1), "crowning")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one integer label"):
         certify(net, x, y.float(), wball.WassersteinBall(0.1))
+    with pytest.raises(TypeError, match="ball must be"):
+        certify(net, x, y, 0.1)  # type: ignore[arg-type]
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="batch_size"):
+            certify(net, x, y, wball.WassersteinBall(0.1), batch_size=size)
+
+
+def test_wrappers_are_looked_into() -> None:
+    net, x = conv_net(0), images(2, 1, 16, 0)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, refine=False).margin
+    for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
+        assert torch.equal(certify(wrapped, x, y, ball, refine=False).margin, plain)
+
+
+def test_precision_of_images_and_model_may_differ() -> None:
+    net, x = conv_net(1), images(2, 1, 16, 1)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, refine=False).margin
+    for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        margin = certify(net.to(model_in), x.to(images_in), y, ball, refine=False).margin
+        torch.testing.assert_close(margin, plain, atol=1e-6, rtol=0)
+    for half in (torch.float16, torch.bfloat16):
+        margin = certify(net.to(half), x, y, ball, refine=False).margin
+        torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)
 
 
 def test_certified_radius_is_certified_and_bracketed() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
-from wball.ball import Ball, Plans, WassersteinBall
+from wball.ball import Ball, LinfBall, Plans, WassersteinBall
 from wball.certify.first_layer import FirstLayer
 from wball.certify.graph import Graph, trace
 from wball.certify.input_set import InputSet, TransportSet, input_set, intervals
@@ -97,6 +97,8 @@ def certify(
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("steps", 30 if steps is None else steps)
     inputs.check_positive("reg", reg)
+    if batch_size is not None:
+        inputs.check_count("batch_size", batch_size)
     effort = _effort(method, refine, optimise, steps)
     graph = trace(model, x)
     if x.shape[0] == 0:
@@ -184,6 +186,8 @@ def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | No
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(ball, (WassersteinBall, LinfBall)):
+        raise TypeError(f"ball must be a WassersteinBall or LinfBall to be certified, got {type(ball).__name__}")
     x = inputs.check_images("x", x, ball.box)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()

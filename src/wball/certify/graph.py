@@ -342,6 +342,8 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
     """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B, n)``)."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}")
+    while isinstance(inner := getattr(model, "_orig_mod", None) or _wrapped(model), nn.Module):
+        model = inner
     training = {module: module.training for module in model.modules()}
     model.eval()
     attributes = set(vars(model))
@@ -365,6 +367,11 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
             delattr(model, name)
         for module, mode in training.items():
             module.training = mode
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The model inside a wrapper that distributes it."""
+    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else None
 
 
 ALIKE = 0.02
