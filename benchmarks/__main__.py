@@ -1,7 +1,7 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates, ``separation`` measures how far apart digits are:
-each has a ``--help`` of its own.
+``validity`` audits test sets, ``soundness`` attacks certificates, ``separation`` measures how far apart digits are,
+``epochs`` how long training takes: each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import oracle, projection, report, separation, soundness, targets, threads, validity, warm
+from benchmarks import epochs, oracle, projection, report, separation, soundness, targets, threads, validity, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
-OTHERS = {"validity": validity.main, "soundness": soundness.main, "separation": separation.main}
+OTHERS = {
+    "validity": validity.main,
+    "soundness": soundness.main,
+    "separation": separation.main,
+    "epochs": epochs.main,
+}
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
