@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.worker import run, small_config, small_data, small_model
+from training.worker import run, run_until_stopped, run_with_statistics, small_config, small_data, small_model
 from wball.training import state, train
 
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
@@ -25,8 +26,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["training.worker"])
 
 
-def start(out: Path, **environment: str) -> ForkServerProcess:
-    process = CONTEXT.Process(target=run, args=(str(out), environment), daemon=True)
+def start(out: Path, what: Callable[[str, dict[str, str]], None] = run, **environment: str) -> ForkServerProcess:
+    process = CONTEXT.Process(target=what, args=(str(out), environment), daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))  # the clean one does not inherit sys.path
         process.start()
@@ -78,13 +79,32 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
         assert all(killed[k] == whole[k] for k in killed if k != "seconds")
 
 
-def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path) -> None:
+def start_two(out: Path, what: Callable[[str, dict[str, str]], None]) -> list[ForkServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    processes = [start(tmp_path, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+    return [start(out, what, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)]
+
+
+def test_two_processes_agree_on_batch_statistics(tmp_path: Path) -> None:
+    assert [wait(p) for p in start_two(tmp_path, run_with_statistics)] == [0, 0]
+
+
+def test_of_two_processes_the_main_one_stops_first(tmp_path: Path) -> None:
+    processes = start_two(tmp_path, run_until_stopped)
+    while not (tmp_path / "checkpoint.safetensors").is_file() and all(p.is_alive() for p in processes):
+        time.sleep(0.01)
+    for process in reversed(processes):  # one after the other, as signals come
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.3)
     assert [wait(p) for p in processes] == [0, 0]
+    assert (tmp_path / "stopped-0").is_file() and (tmp_path / "stopped-1").is_file()
+
+
+def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path) -> None:
+    assert [wait(p) for p in start_two(tmp_path, run)] == [0, 0]
     assert largest_difference(tmp_path, undisturbed) < 1e-5
     cards = [json.loads((p / "small.json").read_text()) for p in (tmp_path, undisturbed)]
     assert cards[0]["clean_accuracy"] == pytest.approx(cards[1]["clean_accuracy"], abs=0.02)

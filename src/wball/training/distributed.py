@@ -2,13 +2,14 @@
 
 Each global batch is cut into equal shards, one per process, and gradients are averaged; evaluation counts its shard and
 adds up. Everything random is drawn for the global batch from the same seeds on every process, so that the result does
-not depend on how many there are (up to rounding, and up to attacks with random starts).
+not depend on how many there are (up to rounding, attacks with random starts, layers such as dropout, and, on CPUs,
+batch normalisation: there each process normalises by its own shard, and the main one's running statistics are kept).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,12 @@ class World:
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors by those of the main process."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
 
     def wait(self) -> None:
         if self.size > 1:

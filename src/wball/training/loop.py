@@ -263,6 +263,7 @@ class _Run:
         self.totals.zero_()
         self.images = 0
         self.progress()  # after the totals are read: a GPU may still have been at work
+        self.world.spread(self.average.model.buffers())  # statistics differ; measured is what is saved
         record: Record = {
             "epoch": epoch + 1,
             "step": self.step,
@@ -288,7 +289,10 @@ class _Run:
     # ---- checkpoints
 
     def checkpoint(self, *, now: bool = False) -> None:
-        """Save if it is time to, or ``now``; then stop if a signal asked for it."""
+        """Save if it is time to, or ``now``; then stop if a signal asked for it.
+
+        The main process decides when: it could not finish its step if others had left before it.
+        """
         if self.checkpoint_every is not None:
             due = self.step % self.checkpoint_every == 0
         else:
@@ -298,7 +302,7 @@ class _Run:
             self._save(self.folder / "checkpoint.safetensors")
             end = time.perf_counter()
             self._next_save = end + (end - begin) / CHECKPOINT_SHARE
-        if self.stop:
+        if self.stop and self.world.main:
             raise KeyboardInterrupt("stopped by a signal; the checkpoint is saved, and the same call goes on from it")
 
     def _save(self, path: Path) -> None:
@@ -404,6 +408,10 @@ class _Run:
         before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
+        except RuntimeError as error:
+            if self.stop and not self.world.main:
+                raise KeyboardInterrupt("stopped by a signal, after the main process") from error
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
