@@ -243,6 +243,22 @@ def test_folder(tmp_path: Path) -> None:
         load_folder(tmp_path)
 
 
+def test_folder_of_images_with_more_than_eight_bits(tmp_path: Path) -> None:
+    exact = np.arange(16, dtype=np.uint8).reshape(4, 4) * 17
+    save_image(tmp_path / "sixteen" / "a" / "0.png", exact.astype(np.uint16) * 257)
+    for grey in (True, False):
+        x = load_folder(tmp_path / "sixteen", grey=grey)[0]
+        np.testing.assert_array_equal((x[0, 0] * 255).round().numpy(), exact)
+    save_image(tmp_path / "float" / "a" / "0.tiff", exact.astype(np.float32) / 255)
+    with pytest.raises(ValueError, match=r"0\.tiff has pixels of 32 bits"):
+        load_folder(tmp_path / "float")
+    for size, message in (("8", "size must be a number"), ((1, 2, 3), "size must be a number"), (2.0, "size must be")):
+        with pytest.raises(TypeError, match=message):
+            load_folder(tmp_path / "sixteen", size=size)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        load_folder(tmp_path / "sixteen", size=0)
+
+
 def test_folder_order_and_flat_folder(tmp_path: Path) -> None:
     for c in ("10", "9", "2"):
         save_image(tmp_path / "numbered" / c / "a.png", np.full((2, 2), int(c), np.uint8))

@@ -115,13 +115,16 @@ def load_dataset(
     info = dataset_info(name)
     if split not in ("train", "test"):
         raise ValueError(f'split must be "train" or "test", got {split!r}')
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
     if not Path(root).is_dir():
         raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder; {_remedy(info, root)}")
     pixels, labels = _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
     top = int(labels.max()) if len(labels) else 0
     if top >= len(info.classes):
         raise ValueError(
-            f"{info.title} ({split}) has a label {top}, above {len(info.classes) - 1}: the file is corrupted"
+            f"{info.title} ({split}) has a label {top}, above {len(info.classes) - 1}: the file is corrupted; "
+            "delete it and download it again"
         )
     return _floats(pixels, device, dtype), labels.to(device=device, dtype=torch.long)
 
@@ -162,6 +165,11 @@ def load_folder(
         grey: one channel instead of three.
         device: where the tensors go.
     """
+    if size is not None:
+        sides = (size, size) if isinstance(size, int) else size
+        if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+            raise TypeError(f"size must be a number of pixels or (height, width), got {size!r}")
+        height, width = (inputs.check_count("size", side) for side in sides)
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -185,11 +193,15 @@ def load_folder(
         for path in found[folder]:
             try:
                 with Image.open(path) as opened:
-                    image = opened.convert("L" if grey else "RGB")
+                    # Pillow would cut off what is above 255.
+                    if opened.mode in ("I", "F"):
+                        raise ValueError(f"{path} has pixels of 32 bits, whose range is unknown: save it with 8 or 16")
+                    wide = opened.mode.startswith("I;16")
+                    image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
+                    image = image.convert("L" if grey else "RGB")
             except (UnidentifiedImageError, OSError, SyntaxError) as error:
                 raise ValueError(f"{path} cannot be read as an image ({error}): corrupted or truncated") from error
             if size is not None:
-                height, width = (size, size) if isinstance(size, int) else size
                 image = image.resize((width, height), Image.Resampling.BILINEAR)
             first = first or (path, image.size)
             if image.size != first[1]:
@@ -367,7 +379,7 @@ def read_idx(path: PathLike) -> Tensor:
                 )
             header = file.read(4 * magic[3])
             if len(header) < 4 * magic[3]:
-                raise ValueError(f"{path} is truncated: it ends inside its header; download it again")
+                raise ValueError(f"{path} is truncated: it ends inside its header; delete it and download it again")
             shape = [int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4)]
             expected = math.prod(shape)
             # Block by block, because a damaged header may promise terabytes; one byte more than promised tells enough.
@@ -375,12 +387,12 @@ def read_idx(path: PathLike) -> Tensor:
             while block := file.read(min(1 << 24, expected + 1 - len(content))):
                 content += block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is truncated or corrupted ({error}); download it again") from error
+        raise ValueError(f"{path} is truncated or corrupted ({error}); delete it and download it again") from error
     if len(content) != expected:
         got = f"only {len(content)}" if len(content) < expected else "more"
         raise ValueError(
             f"{path} is truncated or corrupted: its header says {' x '.join(map(str, shape))} = {expected} bytes, "
-            f"but it has {got}; download it again"
+            f"but it has {got}; delete it and download it again"
         )
     return torch.from_numpy(np.frombuffer(content, np.uint8).reshape(shape))
 
@@ -391,7 +403,7 @@ def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
     if len(content) == 0 or len(content) % _CIFAR10_BYTES:
         raise ValueError(
             f"{os.fspath(path)} is truncated or corrupted: {len(content)} bytes are no multiple of the "
-            f"{_CIFAR10_BYTES} bytes of an image; download it again"
+            f"{_CIFAR10_BYTES} bytes of an image; delete it and download it again"
         )
     rows = torch.from_numpy(content).view(-1, _CIFAR10_BYTES)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
@@ -422,7 +434,7 @@ def _load_cifar10(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tens
         if len(images) != CIFAR10_RECORDS:
             raise ValueError(
                 f"{path} is truncated or corrupted: it has {len(images)} images instead of {CIFAR10_RECORDS}; "
-                "download it again, or use read_cifar10 to read a part on purpose"
+                "delete it and download it again, or use read_cifar10 to read a part on purpose"
             )
         parts.append((images, labels))
     return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
@@ -450,6 +462,11 @@ def _remedy(info: DatasetInfo, root: PathLike) -> str:
 
 def _images_in(folder: Path, endings: set[str]) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in endings)
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """16 bits as 8, rounded: 65535 becomes 255."""
+    return ((array.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
 def _floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
