@@ -97,6 +97,20 @@ def test_window_plans_are_a_smaller_set_and_exact_for_it() -> None:
         torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
 
 
+def test_exact_for_a_linear_model_at_any_radius_and_cost() -> None:
+    generator = torch.Generator().manual_seed(0)
+    net, x = dense_net(1, 4, (), 2, 0), images(6, 1, 4, 6)
+    y = net(x).argmax(1)
+    cost = 3 * torch.rand((16, 16), generator=generator, dtype=torch.float64)
+    cost.fill_diagonal_(0.0)
+    for eps in (0.05, 0.2, 0.5):
+        ball = wball.WassersteinBall(eps, wball.DenseCost(cost))
+        exact = torch.tensor(referee(net, x, y, ball, cost.numpy()), dtype=torch.float64)
+        margin = certify(net, x, y, ball).margin
+        assert bool((margin <= exact + 1e-7).all())
+        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+
+
 def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
     net = dense_net(1, 3, (6,), 3, 2)
     x = images(4, 1, 3, 2)

@@ -499,17 +499,18 @@ class Relaxation:
         if image.shape[0] == 0:
             return out
         step = self._chunk(target, rows_of, bounds, anchored)
+        rounds = 3 * ROUNDS if isinstance(self.source, TransportSet) and self.source.small else ROUNDS
         for index in torch.arange(image.shape[0], device=like.device).split(step):
             rows = rows_of(index)
             if ascent is not None:
                 bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
             else:
-                bound = self.lower_bound(target, rows, bounds, anchored=anchored)
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
             value = bound.value
             if exact_box and ascent is None and isinstance(self.source, TransportSet):
                 negated = bound.at_input.like(-bound.at_input.coeff)
                 choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
-                boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice)
+                boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds)
                 value = torch.maximum(value, boxed.value)
             out[image[index], other[index]] = value
         return out
