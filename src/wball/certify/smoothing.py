@@ -141,23 +141,27 @@ class FlowSmoothing:
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """How often each class wins among noisy copies of each image, ``(B, classes)``."""
         inputs.check_count("samples", samples)
-        x = _images(x)
+        x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
             if x.shape[0] == 0:
-                return torch.zeros((0, self.model(x).shape[1]), dtype=torch.long, device=x.device)
+                return torch.zeros((0, self._logits(x).shape[1]), dtype=torch.long, device=x.device)
             return torch.stack([self._votes(image[None], samples, generator) for image in x])
         finally:
             for module, mode in training.items():
                 module.training = mode
 
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x.to(next((p.dtype for p in self.model.parameters()), x.dtype)))
+        return logits
+
     def _votes(self, image: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
         total: Tensor | None = None
         for start in range(0, samples, self.batch_size):
             copies = image.expand(min(self.batch_size, samples - start), -1, -1, -1)
-            logits = self.model(flow_noise(copies, self.scale, generator))
+            logits = self._logits(flow_noise(copies, self.scale, generator))
             counts = torch.bincount(logits.argmax(1), minlength=logits.shape[1])
             total = counts if total is None else total + counts
         assert total is not None
