@@ -459,6 +459,23 @@ def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -
     assert len(server.requests) == count
 
 
+def test_unzipped_files_need_no_download_if_they_are_whole(tmp_path: Path, server: Server) -> None:
+    source = mnist_source(server)
+    for name, content in server.files.items():
+        (tmp_path / "mnist").mkdir(exist_ok=True)
+        (tmp_path / "mnist" / name.removesuffix(".gz")).write_bytes(gzip.decompress(content))
+    assert wball.download("mnist", tmp_path, source=source) == tmp_path / "mnist"
+    assert not server.requests
+    broken = tmp_path / "mnist" / "train-labels-idx1-ubyte"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    wball.download("mnist", tmp_path, source=source)
+    assert len(server.requests) == 1 and broken.with_suffix(".gz").is_file()
+    with pytest.raises(ValueError, match="delete it and download it again"):
+        load_dataset("mnist", tmp_path, "train")
+    broken.unlink()
+    assert len(load_dataset("mnist", tmp_path, "train")[1]) == 50
+
+
 @pytest.mark.parametrize("ranges", [True, False])
 def test_broken_transfer_is_resumed(tmp_path: Path, server: Server, ranges: bool) -> None:
     source = mnist_source(server)

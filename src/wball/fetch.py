@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wball.data import CIFAR10_RECORDS, dataset_info
+from wball.data import CIFAR10_RECORDS, dataset_info, read_idx
 
 Progress = Callable[[str, int, int | None], None]
 """Called as ``progress(file name, bytes so far, bytes in all if known)``."""
@@ -83,8 +83,8 @@ def download(
 ) -> Path:
     """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
 
-    What is already there and whole is kept. A broken transfer is resumed by the next call. A file appears under its
-    name only after its checksum was found right.
+    What is already there and whole is kept, zipped or not. A broken transfer is resumed by the next call. A file appears
+    under its name only after its checksum was found right.
 
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
@@ -121,6 +121,8 @@ def _fetch(
     target, part = folder / file, folder / f"{file}.part"
     if target.is_file() and _md5(target) == md5:
         return target
+    if file.endswith("-ubyte.gz") and _whole_idx(plain := folder / file.removesuffix(".gz")):
+        return plain
     failures = []
     for mirror in mirrors:
         try:
@@ -173,8 +175,15 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
 
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code} {error.reason}"
+        return " ".join(f"HTTP {error.code} {error.reason}".split())
     return str(getattr(error, "reason", None) or error) or type(error).__name__
+
+
+def _whole_idx(path: Path) -> bool:
+    try:
+        return path.is_file() and len(read_idx(path)) > 0
+    except ValueError:
+        return False
 
 
 def _md5(path: Path) -> str:
