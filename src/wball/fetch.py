@@ -83,8 +83,8 @@ def download(
 ) -> Path:
     """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
 
-    What is already there and whole is kept, zipped or not. A broken transfer is resumed by the next call. A file appears
-    under its name only after its checksum was found right.
+    What is already there and whole is kept, zipped or not. A broken transfer is resumed by the next call. A file
+    appears under its name only after its checksum was found right.
 
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.

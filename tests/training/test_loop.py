@@ -187,6 +187,12 @@ def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path
         train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".checkpoint.safetensors.123.part").write_bytes(b"half")
+    train(small_config(epochs=1, adversary=None), small_data(32), model=small_model(), out=tmp_path)
+    assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".*.part"))
+
+
 def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
     def second(record: dict[str, object]) -> None:
         with pytest.raises(FolderInUse, match="in use"):

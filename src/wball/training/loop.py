@@ -357,6 +357,8 @@ class _Run:
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
+            for part in self.folder.glob(".checkpoint.safetensors.*.part"):  # of a process killed while it wrote
+                part.unlink()
             self.log = MetricsLog(self.folder, header.get("metrics", 0), self.step)
         self._tick = time.perf_counter()
         self.progress()
