@@ -187,6 +187,16 @@ def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path
         train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
 
 
+def test_averaged_weights_can_be_trained_further() -> None:
+    config = small_config(epochs=1, adversary=None)
+    model = small_model()
+    next(model.parameters()).requires_grad_(False)
+    result = train(config, small_data(32), model=model)
+    assert [p.requires_grad for p in result.model.parameters()] == [p.requires_grad for p in model.parameters()]
+    before = weights(result.model)
+    assert not torch.equal(weights(train(config, small_data(32), model=result.model).model), before)
+
+
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint.safetensors.123.part").write_bytes(b"half")
     train(small_config(epochs=1, adversary=None), small_data(32), model=small_model(), out=tmp_path)

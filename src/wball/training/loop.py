@@ -184,6 +184,8 @@ def train(
             run.end_epoch(epoch, tests, on_epoch)
 
     average.model.eval()
+    for mine, theirs in zip(average.model.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)  # averages can be trained further, too
     card = run.card()
     if folder is not None and world.main:
         save_weights(average.model, folder / f"{config.name}.safetensors")
@@ -357,8 +359,8 @@ class _Run:
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
-            for part in self.folder.glob(".checkpoint.safetensors.*.part"):  # of a process killed while it wrote
-                part.unlink()
+            for piece in self.folder.glob(".checkpoint.safetensors.*.part"):  # of a process killed while it wrote
+                piece.unlink()
             self.log = MetricsLog(self.folder, header.get("metrics", 0), self.step)
         self._tick = time.perf_counter()
         self.progress()
