@@ -8,9 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from wball import kernels
-from wball.ball import WassersteinBall
+from wball.ball import LinfBall, WassersteinBall
+from wball.certify import certify
 from wball.ground import DenseCost, GridCost
 from wball.solvers.oracle import TransportOracle
 
@@ -48,6 +50,32 @@ def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.Mon
         TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
     monkeypatch.delenv("WBALL_KERNEL")
     TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
+
+
+def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = ModuleType("elsewhere")  # has no operation at all
+    elsewhere.why_not = lambda x, moves: f"not on {x.device}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(kernels._loaded, "triton", elsewhere)
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    ball, x = WassersteinBall(0.1), torch.rand(1, 1, 4, 4)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    calls = (
+        lambda: ball.support(x, x),
+        lambda: ball.project(x, x),
+        lambda: certify(net, x, torch.zeros(1, dtype=torch.long), ball),
+    )
+    for call in calls:
+        with pytest.raises(kernels.KernelError, match="WBALL_KERNEL=triton cannot serve this call: not on cpu"):
+            call()
+
+
+@pytest.mark.parametrize(("asked", "served"), [("auto", "cpu"), ("cpu", "cpu"), ("torch", "torch")])
+def test_certificates_record_their_kernel(asked: str, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", asked)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    x, y = torch.rand(1, 1, 4, 4), torch.zeros(1, dtype=torch.long)
+    assert certify(net, x, y, WassersteinBall(0.1)).kernel == served
+    assert certify(net, x, y, LinfBall(0.1)).kernel == "torch"
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class CertificateResult:
         status: per image, with the reason where there is no certificate.
         plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the ball's window.
         method: the relaxation used.
+        kernel: the kernel that maximised over the ball.
     """
 
     certified: Tensor
@@ -49,6 +50,7 @@ class CertificateResult:
     status: tuple[CertificateStatus, ...]
     plans: Plans
     method: Method
+    kernel: str = "torch"
 
 
 def certify(
@@ -105,7 +107,8 @@ def certify(
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
     step = batch_size or _images_at_once(x)
-    first = FirstLayer(graph, input_set(ball.take(torch.zeros(1, dtype=torch.long, device=x.device)), x[:1], plans))
+    one = input_set(ball.take(torch.zeros(1, dtype=torch.long, device=x.device)), x[:1], plans)
+    first = FirstLayer(graph, one)
     parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         clean = _clean_margin(model, x[index], y[index])
@@ -118,7 +121,7 @@ def certify(
         CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    return CertificateResult(certified, margin, status, plans, method)
+    return CertificateResult(certified, margin, status, plans, method, one.kernel)
 
 
 def certified_radius(

@@ -59,6 +59,11 @@ class InputSet(ABC):
     shape: tuple[int, ...]  # of one image
     compiled = False  # whether a full search costs hardly more than a short one
 
+    @property
+    def kernel(self) -> str:
+        """The kernel behind :meth:`maximum`."""
+        return "cpu" if self.compiled else "torch"
+
     @abstractmethod
     def maximum(
         self,
@@ -176,8 +181,11 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
-        wanted = self.matrix is None and kernels.requested() in ("auto", "cpu")
-        self.compiled = wanted and kernels.why_not("cpu", self.x, self.moves) is None
+        listed = self.moves if self.matrix is None else None
+        if kernels.requested() == "auto":  # without a word: elsewhere torch is no second choice
+            self.compiled = kernels.why_not("cpu", self.x, listed) is None
+        else:
+            self.compiled = kernels.choose(x, listed) == "cpu"
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""

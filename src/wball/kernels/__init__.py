@@ -78,12 +78,13 @@ def why_not(name: str, x: Tensor | None = None, moves: Sequence[Move] | None = N
 def choose(x: Tensor, moves: Sequence[Move] | None, operation: str = "entropic_plan") -> str:
     """The name of the kernel that serves these images (``moves=None`` stands for a matrix of costs).
 
-    A kernel need not have every operation. Where the one asked for has no version of its own, torch serves.
+    A kernel need not have every operation. Where the one asked for serves such images but has no version of its own,
+    torch serves.
     """
     name = requested()
     if name != "auto":
         lacks = why_not(name) is None and not hasattr(load(name), operation)
-        reason = None if lacks else why_not(name, x, moves)
+        reason = why_not(name, x[:0].float() if lacks else x, moves)
         if reason is not None:
             raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
         return "torch" if lacks else name
