@@ -187,6 +187,25 @@ def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path
         train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
 
 
+class InPlace(torch.nn.Module):
+    """Normalises the images where they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(x.sub_(0.1).div_(0.3))
+        return logits
+
+
+def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
+    x, y = small_data(32)
+    before = x.clone()
+    train(small_config(epochs=1, adversary=None, augment=0), (x, y), (x, y), model=InPlace())
+    assert torch.equal(x, before)
+
+
 def test_averaged_weights_can_be_trained_further() -> None:
     config = small_config(epochs=1, adversary=None)
     model = small_model()

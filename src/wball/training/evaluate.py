@@ -17,8 +17,8 @@ CHUNK = 1000
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, world: World | None = None) -> float:
     """The share of images that the model (in evaluation mode) gets right."""
-    with torch.no_grad():
-        return _counted(lambda a, b: model(a).argmax(1) == b, model, x, y, world or current())
+    with torch.no_grad():  # of copies, because the model's first layer may work in place
+        return _counted(lambda a, b: model(a.clone()).argmax(1) == b, model, x, y, world or current())
 
 
 def robust_accuracy(model: nn.Module, x: Tensor, y: Tensor, attack: Attack, *, world: World | None = None) -> float:

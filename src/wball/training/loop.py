@@ -438,7 +438,7 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = x.to(next(model.parameters()).dtype)
     try:
         with as_found(model, x.device), torch.no_grad():
-            logits = model(x[:2])
+            logits = model(x[:2].clone())  # its first layer may work in place
     except RuntimeError as error:
         raise ValueError(
             f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}"
