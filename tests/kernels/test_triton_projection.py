@@ -152,6 +152,7 @@ def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytes
     ours = case.ball.project(x, w, reg=case.reg, tol=1e-4)
     assert bool(ours.converged.all())
     assert int(ours.n_iter[0]) > int(path.n_iter[0]), "sweeps were taken"
+    assert (path.kernel, ours.kernel) == ("torch", "triton")
     assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
     assert ours.plan is not None
     torch.testing.assert_close(ours.plan.rows(), x.double())
