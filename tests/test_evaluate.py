@@ -420,6 +420,22 @@ def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
     assert any(w.startswith("TrainMode") for w in result.warnings)
 
 
+def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, z: Tensor) -> Tensor:
+            return self.net(z.mul_(3.0))
+
+    model, x, y = problem(6)
+    before = x.clone()
+    result = evaluate(InPlace(), x, y, BALL, RADII, attack())
+    assert torch.equal(x, before) and result.audit_summary()["rejected"] == 0
+    assert result.summary()["curve"] == evaluate(model, x, y, BALL, RADII, attack()).summary()["curve"]
+
+
 def test_exhibit_shows_every_radius() -> None:
     model, x, y = problem()
     result = evaluate(model, x, y, BALL, RADII, attack())

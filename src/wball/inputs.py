@@ -59,7 +59,7 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
 def check_layout(name: str, value: Tensor) -> None:
     """Type and shape alone, without a look at the values."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor({name})")
     if not value.is_floating_point():
         raise TypeError(
             f"{name} must hold floating-point pixels, got {value.dtype}; for 8-bit images use {name}.float() / 255"

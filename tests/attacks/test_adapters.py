@@ -27,6 +27,14 @@ def test_torchattacks(net: nn.Module, images: Tensor, labels: Tensor) -> None:
         TorchAttack(net, "pgd")
 
 
+def test_torchattacks_leaves_the_model_as_found(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    atk = TorchAttack(net.train(), ATTACK)
+    atk.set_mode_targeted_by_label()
+    statistics = [value.clone() for value in net.buffers()]
+    atk(images, labels)
+    assert all(torch.equal(a, b) for a, b in zip(statistics, net.buffers(), strict=True))
+
+
 def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     pytest.importorskip("art")
     from art.estimators.classification import PyTorchClassifier

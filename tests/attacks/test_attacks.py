@@ -252,6 +252,46 @@ def test_flat_and_broken_models_are_reported(images: Tensor, labels: Tensor) -> 
     assert torch.isfinite(result.images).all()
 
 
+class _InPlace(nn.Module):
+    """Normalises its input where it lies, as many networks do."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.mul_(2.0).sub_(1.0))
+
+
+@pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe, line search", "fast"])
+def test_a_model_may_work_in_place(name: str, net: nn.Module, images: Tensor) -> None:
+    images, before = images[:2], images[:2].clone()
+    y = net(2 * images - 1).argmax(1)
+    result = ATTACKS[name](_InPlace(net).eval(), images, y)
+    assert_same(result, ATTACKS[name](lambda z: net(2 * z - 1), images, y))
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_model_and_images_may_differ_in_precision(
+    dtype: torch.dtype, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
+    net = net.to(dtype)
+    result = ATTACKS["dual averaging"](net, images, labels)
+    assert result.images.dtype == torch.float32 and result.loss.dtype in (torch.float32, torch.float64)
+    assert result.status[0] is AttackStatus.FOUND
+    with torch.no_grad():
+        assert torch.equal(net(result.images.to(dtype)).argmax(1) != labels, result.success)
+    check_valid(BALL, images, result.images)
+
+
+def test_a_model_without_a_graph_has_no_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    for model in (torch.no_grad()(net), lambda z: torch.eye(5)[labels[0]].repeat(len(z), 1)):
+        for name in ("dual averaging", "pgd", "frank-wolfe", "linf pgd"):
+            result = ATTACKS[name](model, images[:1], labels[:1])
+            assert result.success.all() or result.status == (AttackStatus.NO_GRADIENT,)
+
+
 def test_memory_runs_out(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     def greedy(z: Tensor) -> Tensor:
         if z.shape[0] > 3:
@@ -290,8 +330,14 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: DualAveraging(BALL)(net, x, y[:3]), "one class per image"),
         (lambda net, x, y: DualAveraging(BALL)(net, x * 255, y), "outside"),
         (lambda net, x, y: DualAveraging(BALL.at([0.1, 0.2]))(net, x, y), "2 values for 10 images"),
-        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y), "logits of shape"),
+        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y), "floating-point logits"),
+        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).amax(1), x, y), "logits of shape"),
         (lambda net, x, y: DualAveraging(BALL)(net, x, y, target=y[:2]), "target"),
+        (lambda net, x, y: DualAveraging(BALL)(net, x.numpy(), y), "torch.as_tensor"),
+        (lambda net, x, y: DualAveraging(BALL)(net, x, y, generator=3), "torch.Generator, got 3"),
+        (lambda net, x, y: DualAveraging(BALL)("net", x, y), "callable"),
+        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).long(), x, y), "floating-point logits"),
+        (lambda net, x, y: DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, x, y), "one value per image"),
         (lambda net, x, y: DualAveraging(LinfBall(0.1)), "WassersteinBall"),
         (lambda net, x, y: DualAveraging(BALL, steps=0), "steps"),
         (lambda net, x, y: DualAveraging(BALL, step_size=-1.0), "step_size"),

@@ -94,6 +94,18 @@ def test_minimal_radius_of_a_linear_model_on_linf() -> None:
     torch.testing.assert_close(found.radius[near], exact[near].double(), rtol=5e-3, atol=1e-4)
 
 
+def test_pulling_back_stops_short_of_what_is_not_a_number(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """A model that overflows near the image is not fooled there."""
+
+    def fragile(z: Tensor) -> Tensor:
+        near = (z - images[:1]).abs().sum((1, 2, 3)) < 0.3
+        clean = torch.equal(z, images[:1])
+        return torch.where((near & (not clean))[:, None], torch.nan, net(z))
+
+    found = minimal_radius(fragile, images[:1], labels[:1], DualAveraging(BALL, steps=15), 0.0, 0.5, rounds=1)
+    assert found.success.all() and torch.isfinite(fragile(found.images)).all()
+
+
 def test_minimal_radius_errors(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = DualAveraging(BALL, steps=1)
     for lo, hi in ((0.2, 0.1), (-1, 0.1), (0, math.inf)):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, check_classes, check_logits
+from wball.attacks.model import Model, as_found, ask, check_classes, reached
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.result import AnyProof, ListedProof, Proof
@@ -151,7 +151,7 @@ class Climb:
         self._progress = progress
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
-            logits = check_logits(model(x), x.shape[0])
+            logits = ask(model, x)
             check_classes("y", y, logits)
             if target is not None:
                 check_classes("target", target, logits)
@@ -172,14 +172,16 @@ class Climb:
         self._radius = eps.expand(self.x.shape[0]).contiguous()
 
     def reached(self, logits: Tensor) -> Tensor:
-        """Whether logits meet the goal. NaN is no class: a model that overflows is not fooled, it is broken."""
-        top = logits.argmax(1)
-        met = top == self.target if self.target is not None else top != self.y
-        return met & ~logits.isnan().any(1)
+        """Which images' logits meet the goal."""
+        return reached(logits, self.y, self.target)
 
     def _loss(self, logits: Tensor) -> Tensor:
         target = self.target if self.target is not None else self._aim
-        return self.objective(logits, self.y, target)
+        loss = self.objective(logits, self.y, target)
+        if not isinstance(loss, Tensor) or loss.shape != self.y.shape:
+            seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"objective must return one value per image, shape ({len(self.y)},), got {seen}")
+        return loss
 
     def start(self) -> Tensor | None:
         """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
@@ -196,9 +198,12 @@ class Climb:
         """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
         z = z.detach().requires_grad_(True)
         with torch.enable_grad():
-            logits = check_logits(self.model(z), z.shape[0])
+            logits = ask(self.model, z)
             loss = self._loss(logits)
-            (gradient,) = torch.autograd.grad(loss.sum(), z)
+            gradient = None  # where the model cuts the graph
+            if loss.requires_grad:
+                (gradient,) = torch.autograd.grad(loss.sum(), z, allow_unused=True)
+        gradient = torch.zeros_like(z) if gradient is None else gradient
         finite = gradient.isfinite()
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
         self._consider(z.detach(), logits.detach(), loss.detach(), distance, proof)
@@ -213,12 +218,12 @@ class Climb:
     def value(self, z: Tensor) -> Tensor:
         """The objective at ``z``, which is not offered as a candidate."""
         with torch.no_grad():
-            return self._loss(self.model(z))
+            return self._loss(ask(self.model, z))
 
     def offer(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
         """A candidate without its gradient. Returns which images it succeeds on."""
         with torch.no_grad():
-            logits = self.model(z)
+            logits = ask(self.model, z)
             self._consider(z, logits, self._loss(logits), distance, proof)
             return self.reached(logits)
 
@@ -341,6 +346,10 @@ class Attack(ABC):
         ``generator`` seeds whatever is random; without it the same fixed seed is used each time. The global random
         state is left as found.
         """
+        if not callable(model):
+            raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed")
         x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
         y = check_labels("y", y, x)
         target = None if target is None else check_labels("target", target, x)

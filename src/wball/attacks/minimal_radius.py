@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks.base import Attack, check_labels, spread, unit_of
-from wball.attacks.model import Model, as_found
+from wball.attacks.model import Model, as_found, ask, reached
 from wball.ball import WassersteinBall
 from wball.solvers.batch import result_dtype, rounding_cost
 
@@ -123,8 +123,7 @@ def _pull_back(model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | N
         for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
             share = (low + high) / 2
             point = x + spread(share.to(x.dtype), x) * (z - x)
-            top = model(point).argmax(1)
-            success = top == target if target is not None else top != y
+            success = reached(ask(model, point), y, target)
             low, high = torch.where(success, low, share), torch.where(success, share, high)
             best = torch.where(spread(success, x), point, best)
     return best, high

@@ -11,16 +11,36 @@ from torch import Tensor, nn
 Model = Callable[[Tensor], Tensor]
 
 
+def ask(model: Model, x: Tensor) -> Tensor:
+    """The logits of images, in no less than their precision.
+
+    The model gets a copy, because its first layer may work in place, in the precision of its parameters.
+    """
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
+    logits = check_logits(model(x.to(own, copy=True)), x.shape[0])
+    return logits.to(torch.promote_types(logits.dtype, x.dtype))
+
+
 def check_logits(logits: Tensor, batch: int) -> Tensor:
     """One row of at least two logits per image, or an error that says what came instead."""
     if not isinstance(logits, Tensor):
         raise TypeError(f"the model must return a tensor of logits, got {type(logits).__name__}; wrap it to pick them")
+    if not logits.is_floating_point():
+        raise TypeError(f"the model must return floating-point logits, got {logits.dtype}; scores, not classes")
     if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2:
         raise ValueError(
             f"the model must return logits of shape ({batch}, classes) with at least two classes, got "
             f"{tuple(logits.shape)}; for a single-logit binary model return stack([0, logit])"
         )
     return logits
+
+
+def reached(logits: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
+    """Whether logits meet the goal. NaN is no class: a model that overflows is not fooled, it is broken."""
+    top = logits.argmax(1)
+    met = top == target if target is not None else top != y
+    return met & ~logits.isnan().any(1)
 
 
 def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:

@@ -45,7 +45,7 @@ from torch import Tensor
 from wball.attacks import checks, objectives
 from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack, joined_kernels
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.model import Model, check_logits
+from wball.attacks.model import Model, ask
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.ball import Ball, WassersteinBall
@@ -156,7 +156,7 @@ class StandardAttack(Attack):
         classes = None
         if x.shape[0] > 0:
             with torch.no_grad():
-                classes = check_logits(model(x[:1]), 1).shape[1]
+                classes = ask(model, x[:1]).shape[1]
         for number, member in enumerate(self.members(targeted=target is not None, classes=classes)):
             if best is not None and left.numel() == 0:
                 break
@@ -174,7 +174,7 @@ def _cross_entropy(model: Model, z: Tensor, y: Tensor, target: Tensor | None) ->
     if z.shape[0] == 0:
         return z.new_zeros(0)
     with torch.no_grad():
-        score = objectives.cross_entropy(model(z), y, target)
+        score = objectives.cross_entropy(ask(model, z), y, target)
     return objectives.report(objectives.cross_entropy, score, targeted=target is not None)
 
 

@@ -34,7 +34,7 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
-from wball.attacks.model import Model, as_found, check_logits
+from wball.attacks.model import Model, as_found, ask
 from wball.ball import LinfBall, WassersteinBall
 from wball.certify import certified_radius, certify
 from wball.certify.certificate import METHODS
@@ -463,7 +463,7 @@ def _batch_size(x: Tensor) -> int:
 @torch.no_grad()
 def _predict(model: Model, x: Tensor) -> Tensor:
     with as_found(model, x.device):
-        return torch.cat([check_logits(model(part), len(part)).argmax(1) for part in x.split(_batch_size(x))])
+        return torch.cat([ask(model, part).argmax(1) for part in x.split(_batch_size(x))])
 
 
 def _probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ def _probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
         raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
     with torch.no_grad(), as_found(model, x.device):
         try:
-            logits = check_logits(model(x[:2]), len(x[:2]))
+            logits = ask(model, x[:2])
         except RuntimeError as error:  # torch's word for everything, wrong shapes above all
             if out_of_memory(error):
                 raise

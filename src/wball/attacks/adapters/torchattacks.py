@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks.base import Attack, AttackResult
-from wball.attacks.model import Model
+from wball.attacks.model import Model, as_found, ask
 
 
 class TorchAttack:
@@ -40,8 +40,8 @@ class TorchAttack:
         generator = torch.Generator(images.device).manual_seed(self.seed)
         if self.targeted:
             # What counts is the target; the true class only matters to objectives that compare the two.
-            with torch.no_grad():
-                own = self.model(images).argmax(1)
+            with torch.no_grad(), as_found(self.model, images.device):
+                own = ask(self.model, images).argmax(1)
             self.result = self.attack(self.model, images, own, target=labels, generator=generator)
         else:
             self.result = self.attack(self.model, images, labels, generator=generator)
