@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
 
 from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
@@ -185,6 +186,20 @@ def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path
         save_weights(small_model(), settings["init"])
     with pytest.raises(ValueError, match=rf"belongs to another run: its {message}"):
         train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
+
+
+def test_a_loader_that_shuffles_is_no_obstacle_to_going_on(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(*small_data(64)), batch_size=10, shuffle=True)
+    whole = train(small_config(), loader, loader, model=small_model())
+
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_config(), loader, loader, model=small_model(), out=tmp_path, on_epoch=stop)
+    torch.rand(3)
+    resumed = train(small_config(), loader, loader, model=small_model(), out=tmp_path)
+    assert torch.equal(weights(whole.model), weights(resumed.model))
 
 
 class InPlace(torch.nn.Module):

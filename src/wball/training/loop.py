@@ -107,8 +107,10 @@ def train(
         )
     world, device = distributed.current(), torch.device(device)
     folder = None if out is None else Path(out)
-    x, y = to_tensors(data, device=device)
-    tests = None if test is None else to_tensors(test, device=device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # a loader that shuffles gives every process, and every restart, the same images
+        x, y = to_tensors(data, device=device)
+        tests = None if test is None else to_tensors(test, device=device)
     per_epoch = _batches_per_epoch(config, len(x), world.size)
 
     if model is None:
