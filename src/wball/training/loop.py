@@ -108,7 +108,8 @@ def train(
     world, device = distributed.current(), torch.device(device)
     folder = None if out is None else Path(out)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # a loader that shuffles gives every process, and every restart, the same images
+        # A loader that shuffles gives every process, and every restart, the images in the same order.
+        torch.default_generator.manual_seed(config.seed)
         x, y = to_tensors(data, device=device)
         tests = None if test is None else to_tensors(test, device=device)
     per_epoch = _batches_per_epoch(config, len(x), world.size)
