@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -363,4 +364,5 @@ def test_an_evaluation_attack_without_radii_has_its_own() -> None:
 
 def test_descriptions_are_json() -> None:
     text = json.dumps(describe(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False)
+    assert "0x" not in describe(partial(small_data, count=3))
     assert json.loads(text)["adversary"]["attack"]["growth"] == {"type": "GrowingRadius", "factor": 1.1, "every": 10}

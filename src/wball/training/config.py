@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -349,4 +350,5 @@ def describe(settings: Any) -> Any:
         return str(settings)
     if settings is None or isinstance(settings, (bool, int, float, str)):
         return settings
-    return getattr(settings, "__name__", None) or repr(settings)
+    # Without addresses, which change from run to run and say nothing.
+    return getattr(settings, "__name__", None) or re.sub(r" at 0x[0-9a-fA-F]+", "", repr(settings))
