@@ -19,7 +19,17 @@ from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
 from wball.attacks import GrowingRadius
 from wball.checkpoint import save_weights
 from wball.evaluate import FolderInUse
-from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, robust_accuracy, train
+from wball.training import (
+    Adversary,
+    Evaluation,
+    Loss,
+    Optimisation,
+    Provable,
+    accuracy,
+    robust_accuracy,
+    train,
+    verified_accuracy,
+)
 from wball.training.config import describe
 
 
@@ -281,6 +291,9 @@ def test_images_come_in_the_precision_of_the_model() -> None:
     wide = train(config, (x.double(), y), (x.half(), y), model=small_model())
     assert torch.equal(weights(single.model), weights(wide.model))
     assert weights(train(config, (x, y), (x, y), model=small_model().double()).model).dtype == torch.float64
+    assert accuracy(small_model(), x.double(), y) == accuracy(small_model().double(), x, y)
+    with pytest.raises(TypeError, match=r"bfloat16: train it with model.float\(\), and bf16"):
+        train(config, (x, y), model=small_model().bfloat16())
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
@@ -307,6 +320,17 @@ def test_what_does_not_fit_the_model_is_found_before_training() -> None:
             train(config, (x, y), model=model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="config must be a TrainConfig"):
         train("mnist-standard", (x, y))  # type: ignore[arg-type]
+
+
+def test_measurements_refuse_what_means_nothing() -> None:
+    model, (x, y) = small_model(), small_data(4)
+    for images, labels in ((x, y[:2]), (x[:0], y[:0])):
+        with pytest.raises(ValueError, match="give one label per image, and some images"):
+            accuracy(model, images, labels)
+    with pytest.raises(ValueError, match=r"eps must be finite and >= 0, got -0\.1"):
+        verified_accuracy(model, x, y, -0.1)
+    with pytest.raises(TypeError, match="attack must be"):
+        robust_accuracy(model, x, y, "pgd")  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

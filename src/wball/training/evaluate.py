@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from wball import inputs
 from wball.attacks import Attack
+from wball.attacks.model import ask
 from wball.training.bounds import verified
 from wball.training.config import TrainConfig
 from wball.training.distributed import World, current
@@ -17,23 +19,28 @@ CHUNK = 1000
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, world: World | None = None) -> float:
     """The share of images that the model (in evaluation mode) gets right."""
-    with torch.no_grad():  # of copies, because the model's first layer may work in place
-        return _counted(lambda a, b: model(a.clone()).argmax(1) == b, model, x, y, world or current())
+    with torch.no_grad():
+        return _counted(lambda a, b: ask(model, a).argmax(1) == b, model, x, y, world or current())
 
 
 def robust_accuracy(model: nn.Module, x: Tensor, y: Tensor, attack: Attack, *, world: World | None = None) -> float:
     """The share of images that ``attack`` finds no adversarial example for."""
+    if not isinstance(attack, Attack):
+        raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball), got {attack!r}")
     return _counted(lambda a, b: ~attack(model, a, b).success, model, x, y, world or current())
 
 
 def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float, *, world: World | None = None) -> float:
     """The share of images proved right over the l-inf ball of radius ``eps`` (:mod:`wball.training.bounds`)."""
+    inputs.check_eps(eps)
     return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, world or current(), chunk=200)
 
 
 def _counted(
     right: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor, y: Tensor, world: World, chunk: int = CHUNK
 ) -> float:
+    if len(x) != len(y) or len(x) == 0:
+        raise ValueError(f"x has {len(x)} images and y has {len(y)} labels; give one label per image, and some images")
     mine, labels = world.strided(x), world.strided(y)
     training = model.training
     model.eval()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
-from wball.attacks.model import as_found, check_classes, check_logits
+from wball.attacks.model import as_found, ask, check_classes
 from wball.certify.smoothing import flow_noise
 from wball.checkpoint import load_weights, save_weights
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
@@ -438,15 +438,18 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The images in the model's precision, if it takes them and has a logit for each label: hours later is too late."""
     if len(x) == 0:
         raise ValueError(f"{name} has no images")
-    x = x.to(next(model.parameters()).dtype)
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"model has parameters of {dtype}: train it with model.float(), and bf16 in its Optimisation")
+    x = x.to(dtype)
     try:
         with as_found(model, x.device), torch.no_grad():
-            logits = model(x[:2].clone())  # its first layer may work in place
+            logits = ask(model, x[:2])
     except RuntimeError as error:
         raise ValueError(
             f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}"
         ) from error
-    check_classes(name, y, check_logits(logits, len(x[:2])))
+    check_classes(name, y, logits)
     return x
 
 
