@@ -138,6 +138,18 @@ def test_sigterm_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
     assert [r["step"] for r in resumed.history] == [6, 12, 18]
 
 
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    def stop(record: dict[str, object]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal came too late")
+
+    with pytest.raises(KeyboardInterrupt, match="stopped at once"):
+        train(small_config(), small_data(), model=small_model(), out=tmp_path, on_epoch=stop)
+    plain, resumed = (train(small_config(), small_data(), model=small_model(), out=out) for out in (None, tmp_path))
+    assert torch.equal(weights(plain.model), weights(resumed.model))
+
+
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     data, seen = small_data(32), []
     first = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path)

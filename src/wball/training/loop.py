@@ -404,12 +404,14 @@ class _Run:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C finish the step and save before they stop the run."""
+        """Let SIGTERM and Ctrl-C finish the step and save before they stop the run; a second Ctrl-C does not wait."""
         if self.folder is None or threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def stop(number: int, frame: FrameType | None) -> None:
+            if self.stop and number == signal.SIGINT and self.world.size == 1:
+                raise KeyboardInterrupt("stopped at once; the same call goes on from the last checkpoint")
             self.stop = True
 
         before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
