@@ -205,3 +205,31 @@ def test_large_layers_without_hope_keep_sound_bounds() -> None:
     logits = net(lowest).detach().double()
     others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
     assert bool((both.margin <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
+
+
+def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1),
+        nn.MaxPool2d(3, stride=2, padding=1), nn.Flatten(), nn.Linear(64, 3),
+    )  # fmt: skip
+    x = images(2, 1, 8, 3)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    counts: list[int] = []
+    bound_units = relaxation.Relaxation._bound_units
+
+    def counted(  # type: ignore[no-untyped-def]
+        self: relaxation.Relaxation, position: int, bounds: relaxation.Bounds, every: Tensor, *args, **kwargs
+    ):
+        counts.append(every.shape[0] if isinstance(self.graph.ops[position], relaxation.MaxPool) else 0)
+        return bound_units(self, position, bounds, every, *args, **kwargs)
+
+    monkeypatch.setattr(relaxation.Relaxation, "_bound_units", counted)
+    few = certify(net, x, y, ball).margin
+    assert 0 < sum(counts) < 2 * 2 * 256 / 2  # both sides of all units of both images, in one pass of two
+    every = lambda self, op, position, bounds: torch.arange(bounds.lower[position].numel())
+    monkeypatch.setattr(relaxation.Relaxation, "_contenders", every)
+    assert bool((few >= certify(net, x, y, ball).margin - 1e-5).all())
+    logits = net(wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images).detach().double()
+    others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    assert bool((few <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())

@@ -219,8 +219,12 @@ class Activation(Op):
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
         """The interval of the output when the input is between ``low`` and ``up``."""
-        low, up = F.leaky_relu(low, self.leak), F.leaky_relu(up, self.leak)
+        low, up = self.value(low), self.value(up)
         return (low + up) / 2, (up - low) / 2
+
+    def value(self, h: Tensor) -> Tensor:
+        """The activation itself; 0 times infinity is 0 here."""
+        return F.leaky_relu(h, self.leak) if self.leak else h.relu()
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,8 @@ class Relaxation:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
         done: Tensor | None = None
+        if isinstance(op, MaxPool):
+            every = self._contenders(op, position, bounds)
         if isinstance(op, Activation):
             every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
             if not known and self.centre is not None:
@@ -351,6 +353,26 @@ class Relaxation:
             self._bound_units(position, bounds, some, sign, like, anchored, ascent, gains if side < 0 else None)
         if gains is not None and not ready:
             gains.finish()
+
+    def _contenders(self, op: MaxPool, position: int, bounds: Bounds) -> Tensor:
+        """The values that may be the largest of a window that is not settled, and of which rows could say more.
+
+        Of an activation that bends they cannot: its line meets the bounds of what it reads at their ends.
+        """
+        low, up = bounds.lower[position], bounds.upper[position]
+        place = op.inputs[0]
+        before = self.graph.ops[place]
+        known = torch.zeros_like(low, dtype=torch.bool)
+        if isinstance(before, Activation) and place in bounds.lower:
+            ends = [before.value(b[place]) for b in (bounds.lower, bounds.upper)]
+            low, up = torch.maximum(low, ends[0]), torch.minimum(up, ends[1])
+            bounds.lower[position], bounds.upper[position] = low, up
+            known = bounds.worth_a_row(place) | (up <= low)
+        contend = op.windows(up) >= op.windows(low).amax(-1, keepdim=True)
+        contend &= contend.sum(-1, keepdim=True) > 1
+        index = op.places(low.device).expand(contend.shape).flatten(2)
+        matter = torch.zeros_like(low).flatten(2).scatter_add(2, index, contend.flatten(2).to(low.dtype)) > 0
+        return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
 
     def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor) -> Tensor:
         """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
