@@ -20,6 +20,8 @@ import wball
 from certify.exact import euclidean, worst_plan
 from certify.test_certify import chain, dense_net, images
 from wball.certify import certified_radius, certify, relaxation
+from wball.certify.anchor import ConvAnchor, image_convolution
+from wball.certify.graph import trace
 
 LONG = bool(os.environ.get("WBALL_LONG"))
 IMAGES = 100 if LONG else 16
@@ -233,3 +235,16 @@ def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPat
     logits = net(wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images).detach().double()
     others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
     assert bool((few <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
+
+
+def test_charges_of_a_small_image_are_its_transposed_convolution() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(40, 2))
+    graph = trace(net, torch.rand(1, 2, 5, 4))
+    convolution = image_convolution(graph, 2)
+    assert convolution is not None
+    anchor = ConvAnchor(convolution, wball.GridCost(3).full(5, 4).moves(5, 4))
+    weights = torch.rand(3, 2, 5, 4, dtype=torch.float64)
+    direct = anchor._transposed(weights, anchor.kernel)
+    torch.testing.assert_close(anchor._over_the_image(weights, anchor.kernel), direct)
+    assert anchor._matrices

@@ -25,6 +25,7 @@ units' own backward bounds.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -90,6 +91,7 @@ class ConvAnchor(Anchor):
         parts += [-wide, wide]
         stacked = torch.stack(parts, 2).clamp(min=0)  # (units, C, K + 2, h, w)
         self.kernel = stacked.flatten(1, 2)
+        self._matrices: dict[torch.dtype, Tensor] = {}
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         if weights.corner is None or rows.corner is None:
@@ -107,11 +109,7 @@ class ConvAnchor(Anchor):
         if rows.corner is not None:
             raw = transposed(weights.coeff, kernel, self.stride, (1, 1), 1)
         else:
-            raw = F.conv_transpose2d(weights.coeff, kernel, stride=self.stride)
-            top, left = (self.padding[k] + self.radius for k in (0, 1))
-            bottom = self.shape[1] + top - raw.shape[2]
-            right = self.shape[2] + left - raw.shape[3]
-            raw = F.pad(raw, (-left, right, -top, bottom))
+            raw = self._over_the_image(weights.coeff, kernel)
         raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
         moves, out, into = raw[:, :, :count].flatten(3), raw[:, :, count].flatten(2), raw[:, :, count + 1]
         if rows.corner is None and active is not None:
@@ -119,6 +117,25 @@ class ConvAnchor(Anchor):
             moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
             out = out.gather(2, place)
         return Charges(moves, out, into)
+
+    def _over_the_image(self, weights: Tensor, kernel: Tensor) -> Tensor:
+        """The transposed convolution of dense weights, cut to the image."""
+        cells = math.prod(self.layer)
+        if cells * kernel.shape[1] * math.prod(self.shape[1:]) <= 2**22:
+            # Small images whose moves are all listed: most of the widened kernel falls outside.
+            if weights.dtype not in self._matrices:
+                every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(cells, *self.layer)
+                self._matrices[weights.dtype] = self._transposed(every, kernel).flatten(1)
+            raw = weights.flatten(1) @ self._matrices[weights.dtype]
+            return raw.reshape(weights.shape[0], -1, *self.shape[1:])
+        return self._transposed(weights, kernel)
+
+    def _transposed(self, weights: Tensor, kernel: Tensor) -> Tensor:
+        raw = F.conv_transpose2d(weights, kernel, stride=self.stride)
+        top, left = (self.padding[k] + self.radius for k in (0, 1))
+        bottom = self.shape[1] + top - raw.shape[2]
+        right = self.shape[2] + left - raw.shape[3]
+        return F.pad(raw, (-left, right, -top, bottom))
 
 
 class UnitAnchor(Anchor):
