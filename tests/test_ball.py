@@ -133,3 +133,21 @@ def test_non_contiguous_and_channels_last() -> None:
     g = torch.randn(2, 3, 5, 6).transpose(2, 3)
     plain = BALL.support(x, g.contiguous())
     torch.testing.assert_close(BALL.support(last, g).value, plain.value)
+
+
+def test_half_precision_in_the_linf_ball() -> None:
+    """Half precision cannot say where the ball ends, so the answers are in float32."""
+    torch.manual_seed(0)
+    x, w = torch.rand(4, 1, 5, 5).half(), torch.randn(4, 1, 5, 5).half()
+    ball = wball.LinfBall(torch.tensor([0.0, 0.01, 0.1, 0.3]))
+    for point in (ball.support(x, w).point, ball.project(x, w).point, ball.sample(x)):
+        assert point.dtype == torch.float32 and not point.requires_grad
+        assert ball.contains(x, point.to(torch.float32)).all() and wball.audit(ball, x, point).all_valid
+
+
+def test_the_linf_ball_counts_its_radii() -> None:
+    x = torch.rand(4, 1, 5, 5)
+    with pytest.raises(ValueError, match="3 values for 4 images"):
+        wball.LinfBall([0.1, 0.2, 0.3]).contains(x, x)
+    x.requires_grad_()
+    assert not wball.LinfBall(0.1).project(x, x).point.requires_grad

@@ -55,6 +55,9 @@ def slow():
     return model
 
 broken = 3
+
+def raises():
+    raise RuntimeError("no weights")
 """
 
 QUICK = ["--attack", "dual-averaging", "--steps", "5", "--eps", "0.1,0.3"]
@@ -64,6 +67,7 @@ QUICK = ["--attack", "dual-averaging", "--steps", "5", "--eps", "0.1,0.3"]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of the user's, as the working directory."""
     (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "raising.py").write_text("def net(:")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WBALL_DATA", raising=False)
     return tmp_path
@@ -192,6 +196,9 @@ BAD = {
     "no such module": (["evaluate", "no.such.module:net"], "cannot import"),
     "no such function": (["evaluate", "mine.py:halvs"], "did you mean halves?"),
     "not a model": (["evaluate", "mine.py:broken"], "not callable"),
+    "a function that raises": (["evaluate", "mine.py:raises"], "mine.py:raises: the call raised RuntimeError: no"),
+    "data that raise": (["evaluate", "mine.py:halves", "--data", "mine.py:raises"], "the call raised RuntimeError"),
+    "a module that raises": (["evaluate", "raising.py:net"], "cannot import raising.py (SyntaxError"),
     "no such data": (["evaluate", "mnist-standard", "--data", "nowhere"], "--data nowhere"),
     "data not downloaded": (["evaluate", "mnist-standard", "--data", "mnist"], "wball data mnist"),
     "labels out of range": (["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"], "2 classes"),

@@ -420,6 +420,37 @@ def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
     assert any(w.startswith("TrainMode") for w in result.warnings)
 
 
+def test_what_is_not_a_number_is_not_right() -> None:
+    model, x, y = problem(6)
+    y = torch.zeros_like(y)  # what argmax makes of NaN
+    result = evaluate(lambda z: model(z) * torch.nan, x, y, BALL, RADII, attack())
+    assert result.clean_accuracy == 0 and (result.images["predicted"] == -1).all()
+    assert [p.accuracy for p in result.curve()] == [0.0] * 4
+
+
+def test_radii_as_arrays() -> None:
+    model, x, y = problem(2)
+    for radii in (np.array(RADII), torch.tensor(RADII, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
+        assert evaluate(model, x, y, BALL, radii, attack()).radii in (RADII, [0.1])  # type: ignore[arg-type]
+
+
+def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    ready = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
+    parts = {"results.json": ("{", "{}", json.dumps({**content, "images": {}})), "examples.safetensors": ("",)}
+    for name, texts in parts.items():
+        whole = (tmp_path / name).read_bytes()
+        for text in texts:
+            (tmp_path / name).write_text(text)
+            with pytest.raises(ValueError, match=f"{name} is no .*overwrite"):
+                evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    (tmp_path / "results.json").write_text("{}")
+    again = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, overwrite=True)
+    assert again.summary() == ready.summary()
+
+
 def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

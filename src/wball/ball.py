@@ -18,6 +18,7 @@ from torch import Tensor
 from wball import inputs
 from wball.ground import DenseCost, GridCost, GroundCost, StencilCost
 from wball.result import Duals, ProjectionResult, Status, SupportResult
+from wball.solvers.batch import result_dtype
 
 Self = TypeVar("Self", bound="Ball")
 Plans = Literal["window", "full"]
@@ -185,9 +186,10 @@ class LinfBall:
         return self.at(_of(self.eps, index))
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value of each pixel."""
-        inputs.check_images("x", x, self.box)
+        """The lowest and highest value of each pixel. Half precision would round them out of the ball: float32 then."""
+        x = inputs.check_images("x", x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
+        x = x.to(result_dtype(x))
         eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
         lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
@@ -195,8 +197,8 @@ class LinfBall:
     def support(self, x: Tensor, g: Tensor, reg: float = math.inf) -> SupportResult:
         """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg`` plays no role."""
         low, high = self.bounds(x)
-        inputs.check_like("g", g, x)
-        point = torch.where(g > 0, high, torch.where(g < 0, low, x.clamp(low, high)))
+        g = inputs.check_like("g", g, x).detach()
+        point = torch.where(g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high)))
         value = (g.to(torch.float64) * point.to(torch.float64)).flatten(1).sum(1)
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
@@ -204,8 +206,8 @@ class LinfBall:
     def project(self, x: Tensor, w: Tensor, reg: float = math.inf) -> ProjectionResult:
         """The nearest point: clip every pixel to its interval. ``reg`` plays no role."""
         low, high = self.bounds(x)
-        inputs.check_like("w", w, x)
-        point = torch.minimum(torch.maximum(w, low), high)
+        w = inputs.check_like("w", w, x).detach()
+        point = torch.minimum(torch.maximum(w, low), high).to(low)
         objective = 0.5 * (w.to(torch.float64) - point.to(torch.float64)).flatten(1).square().sum(1)
         zero = torch.zeros_like(objective)
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
@@ -214,10 +216,11 @@ class LinfBall:
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
         inputs.check_like("z", z, x)
-        return (z.to(torch.float64) - x.to(torch.float64)).flatten(1).abs().amax(1)
+        return (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
 
     def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
         """Whether every pixel is within ``eps * (1 + tol)`` and the box (up to 1e-6), per image."""
+        inputs.check_eps_count(self.eps, x.shape[0])
         near = self.distance(x, z) <= torch.as_tensor(self.eps, device=x.device) * (1 + tol) + 1e-6
         if self.box is None:
             return near
@@ -227,5 +230,5 @@ class LinfBall:
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A uniformly random point of the ball for each image."""
         low, high = self.bounds(x)
-        u = torch.rand(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
-        return low + u * (high - low)
+        u = torch.rand(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(low)
+        return torch.minimum(low + u * (high - low), high)

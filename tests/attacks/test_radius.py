@@ -106,6 +106,22 @@ def test_pulling_back_stops_short_of_what_is_not_a_number(net: nn.Module, images
     assert found.success.all() and torch.isfinite(fragile(found.images)).all()
 
 
+def test_minimal_radius_of_an_attack_that_leaves_its_radius() -> None:
+    """With a growing radius, an example found beyond the radius asked for is none at that radius."""
+    x, y = torch.tensor([[[[0.3, 0.5, 0.4]]]]), torch.tensor([1])
+    attack = PGD(LinfBall(0.1), steps=12, step_size=0.2, growth=GrowingRadius(2.0, 1))
+    found = minimal_radius(lambda z: z.flatten(1), x, y, attack, 0.0, 0.01)
+    assert not found.success.any() and found.radius.isinf().all()
+    found = minimal_radius(lambda z: z.flatten(1), x, y, attack, 0.0, 0.4)
+    assert found.success.all() and float(attack.ball.distance(x, found.images)) <= float(found.radius) + 1e-6
+
+
+def test_minimal_radius_needs_distances(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = PGD.paper("mnist", steps=5, max_iter=50)
+    with pytest.raises(ValueError, match="mode 'paper'"):
+        minimal_radius(net, images[:2], labels[:2], attack, 0.0, 2.0)
+
+
 def test_minimal_radius_errors(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = DualAveraging(BALL, steps=1)
     for lo, hi in ((0.2, 0.1), (-1, 0.1), (0, math.inf)):

@@ -97,15 +97,20 @@ def minimal_radius(
         goal = None if target is None else target[todo]
         result = attack.at(eps[todo])(model, x[todo], y[todo], target=goal, generator=generator)
         tried[todo] += 1
-        found = todo[result.success]
+        success = result.success & (result.radius <= eps[todo])  # an attack's radius may grow by itself
+        if bool(result.distance[success].isnan().any()):
+            raise ValueError(
+                "attack must prove distances, but they are NaN: PGD in mode 'paper' leaves every ball; use mode 'exact'"
+            )
+        found = todo[success]
         goal = None if target is None else target[found]
-        nearer, share = _pull_back(model, x[found], result.images[result.success], y[found], goal)
-        distance = torch.minimum(result.distance[result.success], eps[found]) * share
+        nearer, share = _pull_back(model, x[found], result.images[success], y[found], goal)
+        distance = torch.minimum(result.distance[success], eps[found]) * share
         if isinstance(attack.ball, WassersteinBall):  # what was pulled back was rounded again
             again = rounding_cost(attack.ball, x[found]) / unit_of(attack.ball, x[found])
             distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
-        missed = todo[~result.success]
+        missed = todo[~success]
         failed[missed] = torch.maximum(failed[missed], eps[missed])
         # An example may turn up below a radius that once failed.
         failed = torch.where(radius < failed, torch.full_like(failed, lo), failed)

@@ -37,10 +37,14 @@ def check_logits(logits: Tensor, batch: int) -> Tensor:
 
 
 def reached(logits: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
-    """Whether logits meet the goal. NaN is no class: a model that overflows is not fooled, it is broken."""
-    top = logits.argmax(1)
-    met = top == target if target is not None else top != y
-    return met & ~logits.isnan().any(1)
+    """Whether logits meet the goal. A model that overflows is not fooled, it is broken."""
+    top = top_class(logits)
+    return (top >= 0) & (top == target if target is not None else top != y)
+
+
+def top_class(logits: Tensor) -> Tensor:
+    """The class of the largest logit; -1 where one is NaN, which is no class."""
+    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:

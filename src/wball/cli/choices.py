@@ -59,7 +59,7 @@ def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, 
     if ":" in spec:
         made = _imported(spec)
         if not isinstance(made, nn.Module):
-            made = made()
+            made = _called(spec, made)
         if not callable(made):
             raise typer.BadParameter(f"{spec} returned {type(made).__name__}; expected a model, images to logits")
         name = spec.rsplit(":", 1)[1]
@@ -113,7 +113,7 @@ def data(
         name = Path(spec).name
     elif ":" in spec:
         made = _imported(spec)
-        x, y = to_tensors(made() if callable(made) else made, limit=limit)
+        x, y = to_tensors(_called(spec, made) if callable(made) else made, limit=limit)
         name = spec.rsplit(":", 1)[1]
     else:
         raise typer.BadParameter(
@@ -187,14 +187,32 @@ def _imported(spec: str) -> Any:
             if "" not in sys.path:
                 sys.path.insert(0, "")  # as `python -m` does: modules beside the user
             loaded = importlib.import_module(module)
-    except ImportError as error:
-        raise typer.BadParameter(f"{spec}: cannot import {module} ({error})") from error
+    except typer.BadParameter:
+        raise
+    except Exception as error:
+        raise typer.BadParameter(f"{spec}: cannot import {module} ({_said(error)})") from error
     if not hasattr(loaded, attribute):
         near = difflib.get_close_matches(attribute, vars(loaded), 1, 0.5)
         raise typer.BadParameter(
             f"{spec}: {module} has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
         )
     return getattr(loaded, attribute)
+
+
+def _called(spec: str, function: Any) -> Any:
+    """What the user's function returns; what it raises is not this library's error."""
+    if not callable(function):
+        raise typer.BadParameter(
+            f"{spec} is not callable, but {type(function).__name__}; expected a function or a model"
+        )
+    try:
+        return function()
+    except Exception as error:
+        raise typer.BadParameter(f"{spec}: the call raised {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def main_process() -> bool:

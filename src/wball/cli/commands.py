@@ -252,7 +252,7 @@ def attack(
     from rich.table import Table
 
     from wball.attacks.base import AttackStatus
-    from wball.attacks.model import ask
+    from wball.attacks.model import ask, top_class
     from wball.audit import audit
     from wball.evaluate.files import write_tensors
 
@@ -267,7 +267,7 @@ def attack(
     found = choices.attack(attack, threat, steps)(net, x, y, target=goal, generator=generator)
     checked = audit(threat, x, found.images)
     with torch.no_grad():
-        read_as = ask(net, found.images).argmax(1)
+        read_as = top_class(ask(net, found.images))
     table = Table(
         title=f"{attack} on {name}, {len(x)} images of {title}, eps {eps:g} {threat.unit}", title_justify="left"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wball.attacks import PGD, DualAveraging
 from wball.attacks.base import GradientAttack
-from wball.attacks.model import Model, as_found, ask
+from wball.attacks.model import Model, as_found, ask, top_class
 from wball.ball import LinfBall, WassersteinBall
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def make_exhibit(
         found = _strongest(ball.at(eps))(model, x[here], y[here]).images
         with torch.no_grad(), as_found(model, x.device):
             parts = found.split(int(result.settings["batch_size"]))
-            read_as = torch.cat([ask(model, part).argmax(1) for part in parts]).cpu()
+            read_as = torch.cat([top_class(ask(model, part)) for part in parts]).cpu()
         found = found.cpu()
         for k, i in enumerate(shown.tolist()):  # the evaluation may have known better
             if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps:

@@ -69,13 +69,13 @@ class Evaluation:
     Attributes:
         settings: what was evaluated and how: model, data, threat model, radii, attack, seed.
         provenance: command, device, kernel and versions.
-        images: per image, in the order of the data: ``label``; ``predicted`` class of the clean image; ``radius``, the
-            smallest evaluated radius with a valid example (0: the clean image is already wrong, inf: none found);
-            ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the radius it was searched
-            in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble that found it (-1: none);
-            ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a proof (0: none); ``proof``
-            of the distance: 1 if the attack's plan proves that it is at most that, 2 if it is exact, 3 if it is exact
-            and was compared with what the plan proves, 0 without example (in files: words).
+        images: per image, in the order of the data: ``label``; ``predicted`` class of the clean image (-1: its logits
+            are NaN); ``radius``, the smallest evaluated radius with a valid example (0: the clean image is already
+            wrong, inf: none found); ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the
+            radius it was searched in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble
+            that found it (-1: none); ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a
+            proof (0: none); ``proof`` of the distance: 1 if the attack's plan proves that it is at most that, 2 if it
+            is exact, 3 if it is exact and was compared with what the plan proves, 0 without example (in files: words).
         rejected: claimed examples that failed the audit, with the reason. They are not counted.
         warnings: signs that the numbers may be an artefact of the model (:mod:`wball.attacks.checks`).
         examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
@@ -274,7 +274,12 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
-    columns = content["images"]
+    parts = ("settings", "provenance", "images", "rejected", "warnings")
+    columns: Any = content.get("images") or {}
+    missing = [name for name in parts if name not in content]
+    missing += [name for name in COLUMNS if name != "proof" and name not in columns]
+    if missing:
+        raise ValueError(f"{file} is no complete evaluation: it has no {', '.join(missing)}")
     # Evaluations of earlier versions do not say: they solved every transport problem.
     proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}

@@ -34,7 +34,7 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
-from wball.attacks.model import Model, as_found, ask
+from wball.attacks.model import Model, as_found, ask, top_class
 from wball.ball import LinfBall, WassersteinBall
 from wball.certify import certified_radius, certify
 from wball.certify.certificate import METHODS
@@ -178,7 +178,8 @@ def evaluate(
         if rank == 0:
             _clear(folder, results=False)
         meet()
-        return load_evaluation(folder)
+        with _or_overwrite():
+            return load_evaluation(folder)
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,8 @@ class _Shard:
 
     def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.path(batch).is_file():
-            return read_tensors(self.path(batch))
+            with _or_overwrite():
+                return read_tensors(self.path(batch))
         infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
         none = torch.full((len(x),), -1, dtype=torch.long)
         predicted = _predict(self.model, x).cpu()
@@ -321,11 +323,12 @@ class _Shard:
         report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
         seconds, solved = round(time.perf_counter() - begun, 3), int(report.exact.sum())
         self.log("audit", batch=notes["batch"], examples=len(report), exact=solved, seconds=seconds)
-        fooled = read_as != y.cpu()[index]
+        fooled = (read_as >= 0) & (read_as != y.cpu()[index])
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
         for k in (~good).nonzero().squeeze(1).tolist():
-            reason = report.reasons[k] or "the model classifies the stored image right"
+            said = "has no answer to the stored image (NaN)" if read_as[k] < 0 else "classifies the stored image right"
+            reason = report.reasons[k] or f"the model {said}"
             notes["rejected"].append({"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason})
         where = index[good]
         state["read_as"][where] = read_as[good]
@@ -416,7 +419,8 @@ def _radii(
             raise ValueError("ball has one radius per image; give a single one, or the list of radii to evaluate")
         radii = ball.eps
     try:
-        values = [float(r) for r in radii] if isinstance(radii, (Sequence, Tensor)) else [float(radii)]
+        given = radii.flatten().tolist() if isinstance(radii, (Tensor, np.ndarray)) else radii
+        values = [float(r) for r in given] if isinstance(given, Sequence) else [float(given)]
     except (TypeError, ValueError):
         raise ValueError(f'radii must be numbers or "minimal", got {radii!r}') from None
     if not values or any(not 0 < r < math.inf for r in values):
@@ -463,7 +467,7 @@ def _batch_size(x: Tensor) -> int:
 @torch.no_grad()
 def _predict(model: Model, x: Tensor) -> Tensor:
     with as_found(model, x.device):
-        return torch.cat([ask(model, part).argmax(1) for part in x.split(_batch_size(x))])
+        return torch.cat([top_class(ask(model, part)) for part in x.split(_batch_size(x))])
 
 
 def _probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -542,8 +546,21 @@ def _begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
     """Enter the run into the folder, unless it is there already: finished or begun."""
     for path in (folder / RESULTS, folder / BATCHES / "settings.json"):
         if path.is_file():
-            return _same_run(read_json(path), run, folder, any_batch_size)
+            with _or_overwrite():
+                found = read_json(path)
+                if not isinstance(found, dict) or not {"settings", "provenance"} <= found.keys():
+                    raise ValueError(f"{path} is no evaluation")
+            return _same_run(found, run, folder, any_batch_size)
     write_json(folder / BATCHES / "settings.json", run)
+
+
+@contextmanager
+def _or_overwrite() -> Iterator[None]:
+    """Files that cannot be read get the way out into their message."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; say --overwrite (overwrite=True) to start afresh") from error
 
 
 def _same_run(theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool) -> None:

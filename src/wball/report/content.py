@@ -66,7 +66,7 @@ def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _class(e: Evaluation, k: int) -> str:
     classes = e.settings["data"]["classes"]
-    return str(classes[k]) if 0 <= k < len(classes) else str(k)
+    return str(classes[k]) if 0 <= k < len(classes) else str(k) if k >= 0 else "no class"
 
 
 def _run(e: Evaluation, name: str) -> dict[str, Any]:
