@@ -301,6 +301,8 @@ class Attack(ABC):
     proofs: bool = False
 
     def __post_init__(self) -> None:
+        if not hasattr(self.ball, "project"):
+            raise TypeError(f"ball must be a threat model such as WassersteinBall(0.1), got {self.ball!r}")
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
 

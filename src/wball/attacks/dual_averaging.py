@@ -12,6 +12,7 @@ concentrates. Each iterate is in the ball, so there is nothing to project and ea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +46,17 @@ class DualAveraging(GradientAttack):
     newton: int = 12
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.ball, WassersteinBall):
             raise TypeError(f"ball must be a WassersteinBall, got {type(self.ball).__name__}; PGD serves other balls")
+        super().__post_init__()
         inputs.check_count("steps", self.steps)
+        inputs.check_count("sweeps", self.sweeps, 0)
+        inputs.check_count("newton", self.newton, 0)
         inputs.check_positive("step_size", self.step_size)
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
-        if not self.random_start >= 0:
-            raise ValueError(f"random_start must be >= 0, got {self.random_start}")
+        if not 0 <= self.random_start < math.inf:
+            raise ValueError(f"random_start must be >= 0 and finite, in nats, got {self.random_start}")
 
     @property
     def n_gradients(self) -> int:

@@ -56,6 +56,8 @@ class FrankWolfe(GradientAttack):
         super().__post_init__()
         inputs.check_count("steps", self.steps)
         inputs.check_positive("reg", self.reg, inf=True)
+        inputs.check_positive("tol", self.tol)
+        inputs.check_count("max_iter", self.max_iter)
         if self.rule not in ("harmonic", "line-search"):
             raise ValueError(f'rule must be "harmonic" or "line-search", got {self.rule!r}')
 

@@ -78,6 +78,8 @@ def minimal_radius(
         target: target classes, for a targeted search.
         generator: source of randomness.
     """
+    if not isinstance(attack, Attack):
+        raise TypeError(f"attack must be an attack such as DualAveraging(ball), got {attack!r}")
     if not 0 <= lo < hi < math.inf:
         raise ValueError(f"lo and hi must satisfy 0 <= lo < hi < inf, got {lo} and {hi}")
     inputs.check_count("rounds", rounds, 0)

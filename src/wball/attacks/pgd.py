@@ -66,6 +66,12 @@ class PGD(GradientAttack):
         super().__post_init__()
         inputs.check_count("steps", self.steps)
         inputs.check_positive("reg", self.reg, inf=True)
+        inputs.check_positive("tol", self.tol)
+        inputs.check_count("max_iter", self.max_iter)
+        if self.growth is not None and not isinstance(self.growth, GrowingRadius):
+            raise TypeError(f"growth must be a GrowingRadius(factor, every) or None, got {self.growth!r}")
+        if self.mode not in ("exact", "paper"):
+            raise ValueError(f'mode must be "exact" or "paper", got {self.mode!r}')
         if self.step_size is not None:
             inputs.check_positive("step_size", self.step_size)
         if self.step not in ("linf", "l2", "wasserstein"):

@@ -24,7 +24,7 @@ class GrowingRadius:
     every: int = 10
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
+        if not inputs.check_positive("factor", self.factor) >= 1:
             raise ValueError(f"factor must be at least 1 so that the radius grows, got {self.factor}")
         inputs.check_count("every", self.every)
 
