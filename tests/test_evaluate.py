@@ -23,6 +23,7 @@ from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluate.check import audit_in_threads
 from wball.evaluate.files import locked, read_json, read_tensors
+from wball.figures import save_figures
 from wball.whole import write_whole
 
 checking = importlib.import_module("wball.evaluate.check")
@@ -426,6 +427,12 @@ def test_what_is_not_a_number_is_not_right() -> None:
     result = evaluate(lambda z: model(z) * torch.nan, x, y, BALL, RADII, attack())
     assert result.clean_accuracy == 0 and (result.images["predicted"] == -1).all()
     assert [p.accuracy for p in result.curve()] == [0.0] * 4
+
+
+def test_classes_without_a_name_are_shown_by_number(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    result = evaluate(model, x, y, BALL, RADII, attack(), classes=["left"])
+    assert len(save_figures([result], tmp_path, "png")) == 3
 
 
 def test_radii_as_arrays() -> None:

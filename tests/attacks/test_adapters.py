@@ -79,6 +79,8 @@ def test_foolbox(net: nn.Module, images: Tensor, labels: Tensor) -> None:
         torch.testing.assert_close(found, expected.images, atol=1e-5, rtol=0)
         assert torch.equal(done, expected.success) and torch.equal(result.distance, expected.distance)
     assert torch.equal(clipped[1], raw[1])
+    again, _, _ = attack(fmodel, images, labels, epsilons=np.array([0.1, 0.3]))
+    assert torch.equal(again[1], raw[1])
     one, _, done = attack(fmodel, images, foolbox.criteria.Misclassification(labels), epsilons=None)
     assert torch.equal(one, raw[1]) and done.shape == (10,)
     target = (net(images).argmax(1) + 1) % 5

@@ -130,3 +130,16 @@ def test_directions_without_curvature_cost_few_steps(seed: int, monkeypatch: pyt
     g = 0.3 * torch.randn(x.shape, generator=random).double()
     result = wball.WassersteinBall(0.1, wball.GridCost(3), box=(0.1, 0.9)).support(x, g)
     assert bool(result.converged.all()) and int(result.n_iter) <= 60
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-15, 1e-12, 1e9, 1e30])
+def test_the_maximum_scales_with_the_direction(size: float) -> None:
+    """Gradients of confident models are tiny, and nothing about the problem is."""
+    torch.manual_seed(0)
+    x, g = torch.rand(3, 1, 6, 6), torch.randn(3, 1, 6, 6, dtype=torch.float64)
+    x[0] = (x[0] > 0.5).float()  # full pixels: the box matters
+    ball = wball.WassersteinBall(0.3)
+    plain, scaled = ball.support(x, g), ball.support(x, size * g)
+    assert bool(scaled.converged.all())
+    torch.testing.assert_close(scaled.value / size, plain.value, atol=0, rtol=1e-5)
+    torch.testing.assert_close(scaled.upper / size, plain.upper, atol=0, rtol=1e-5)

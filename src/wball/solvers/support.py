@@ -61,20 +61,23 @@ def support(
     inputs.check_count("max_iter", max_iter)
     budget, spend = ball.budget(x), spendable(ball, x)
     grid, direction = as_grid(x), as_grid(g)
+    # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
+    size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
+    scaled = direction / per_image(size, direction)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     solved = [
-        _Support(moves, grid[part], direction[part], budget[part], ball.box, reg, tol, kernel)
+        _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, kernel)
         .run(max_iter)
         .hold_back(spend[part])
         for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
     ]
     if not solved:
-        solved = [_Support(moves, grid, direction, budget, ball.box, reg, tol, kernel)]
+        solved = [_Support(moves, grid, scaled, budget, ball.box, reg, tol, kernel)]
     flow = torch.cat([s.flow for s in solved])
     point = as_given(Plan(moves, flow).columns(), x, ball.box)
     value = dot(direction, as_grid(point))
-    upper = torch.maximum(torch.cat([s.upper for s in solved]), value)
+    upper = torch.maximum(size * torch.cat([s.upper for s in solved]), value)
     return SupportResult(
         point=point,
         value=value,
@@ -84,6 +87,13 @@ def support(
         plan=Plan(moves, flow),
         kernel=kernel,
     )
+
+
+def _size(direction: Tensor) -> Tensor:
+    """The power of 2 next to each image's largest entry; 1 where all are 0."""
+    largest = direction.flatten(1).abs().amax(1)
+    power = torch.log2(largest).round().clamp(-1000, 1000)
+    return torch.where(largest > 0, torch.exp2(power), torch.ones_like(largest))
 
 
 class _Support:

@@ -10,7 +10,7 @@ what its attacks return; here nothing needs clipping, so ``clipped`` is ``raw``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import eagerpy as ep
@@ -47,7 +47,7 @@ class FoolboxAttack(FoolboxBase):
         inputs: Any,
         criterion: Any,
         *,
-        epsilons: Sequence[float | None] | float | None = None,
+        epsilons: Iterable[float | None] | float | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         images, restore = ep.astensor_(inputs)
@@ -59,12 +59,12 @@ class FoolboxAttack(FoolboxBase):
                 f"the model's bounds are {bounds} and the ball's box is {self.attack.ball.box}; make them one"
             )
         label, target = _labels(get_criterion(criterion), images.raw, model)
-        radii = list(epsilons) if isinstance(epsilons, Sequence) else [epsilons]
+        radii = list(epsilons) if isinstance(epsilons, Iterable) else [epsilons]
         attacks = [self.attack if eps is None else self.attack.at(float(eps)) for eps in radii]
         self.results = [self._run(attack, model, images.raw, label, target) for attack in attacks]
         found = [restore(ep.astensor(result.images)) for result in self.results]
         success = restore(ep.astensor(torch.stack([result.success for result in self.results])))
-        if isinstance(epsilons, Sequence):
+        if isinstance(epsilons, Iterable):
             return found, list(found), success
         return found[0], found[0], success[0]
 
