@@ -123,6 +123,11 @@ def check_count(name: str, value: int, least: int = 1) -> int:
     return value
 
 
+def check_generator(generator: torch.Generator | None) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed")
+
+
 def find_device(name: str) -> torch.device:
     """The device a command is asked to use: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     if name == "auto":

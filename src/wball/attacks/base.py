@@ -350,8 +350,7 @@ class Attack(ABC):
         """
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed")
+        inputs.check_generator(generator)
         x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, self.ball.box)
         y = check_labels("y", y, x)
         target = None if target is None else check_labels("target", target, x)

@@ -81,6 +81,8 @@ def project(
     if mode not in ("exact", "paper"):
         raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
     if init is not None:
+        if not isinstance(init, Duals):
+            raise TypeError(f"init must be the duals of a projection (result.duals), got {type(init).__name__}")
         inputs.check_like("init.beta", init.beta, x)
     budget = ball.budget(x)
     if mode == "paper":

@@ -317,6 +317,7 @@ def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None =
     the radius allows. The draw does not depend on the batch an image is in only if the generator's state does not.
     """
     x = inputs.check_images("x", x, ball.box).detach()
+    inputs.check_generator(generator)
     grid = as_grid(x)
     device = generator.device if generator is not None else x.device
     potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
