@@ -150,6 +150,8 @@ def test_a_window_of_one_pixel_is_certified() -> None:
         pytest.param(33407, id="mixtures of corners in bfloat16"),
         pytest.param(39545, id="entropic projection in float16"),
         pytest.param(25346, id="potentials of 1e4 on an image of mass 1e-6"),
+        pytest.param(12049, id="directions of 1e30 on an image of 1e-311"),
+        pytest.param(11339, id="an image of two of the smallest numbers"),
         pytest.param(46838, id="projection in float64 at a radius of 1e-12"),
         pytest.param(77488, id="certificate with moves that cost nothing"),
     ],

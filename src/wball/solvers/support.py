@@ -63,26 +63,33 @@ def support(
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
-    scaled = direction / per_image(size, direction)
+    scaled, nothing = direction / per_image(size, direction), 1e-300 / size
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
     solved = [
-        _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, kernel)
+        _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, nothing[part], kernel)
         .run(max_iter)
         .hold_back(spend[part])
         for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
     ]
     if not solved:
-        solved = [_Support(moves, grid, scaled, budget, ball.box, reg, tol, kernel)]
+        solved = [_Support(moves, grid, scaled, budget, ball.box, reg, tol, nothing, kernel)]
     flow = torch.cat([s.flow for s in solved])
     point = as_given(Plan(moves, flow).columns(), x, ball.box)
     value = dot(direction, as_grid(point))
     upper = torch.maximum(size * torch.cat([s.upper for s in solved]), value)
+    done = torch.cat([s.done for s in solved])
+    if math.isinf(reg):
+        # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
+        weight = direction.abs()
+        allowed = tol * ((value - dot(direction, grid)).abs() + 1e-2 * dot(weight, grid))
+        rounding = (0.5 * torch.finfo(point.dtype).eps + 1e-12) * dot(weight, grid + as_grid(point))
+        done = done & (upper - value <= allowed + rounding + 1e-300)
     return SupportResult(
         point=point,
         value=value,
         upper=upper,
-        status=statuses(torch.cat([s.done for s in solved])),
+        status=statuses(done),
         n_iter=torch.cat([s.n_iter for s in solved]),
         plan=Plan(moves, flow),
         kernel=kernel,
@@ -108,10 +115,11 @@ class _Support:
         box: tuple[float, float] | None,
         reg: float,
         tol: float,
+        nothing: Tensor,
         kernel: str,
     ) -> None:
         self.moves, self.x, self.g, self.budget, self.box, self.tol = moves, x, g, budget, box, tol
-        self.kernel = kernel
+        self.nothing, self.kernel = nothing, kernel  # a gap that counts as none, however small everything is
         mass = x.flatten(1).sum(1)
         self.tau = torch.full_like(mass, 0.0 if math.isinf(reg) else 1.0 / reg)
         self.flow = identity(moves, x).flow
@@ -151,10 +159,9 @@ class _Support:
         return self.dual - self.primal <= self._allowed()
 
     def _allowed(self, index: Tensor | None = None) -> Tensor:
-        x, g, primal = (
-            (self.x, self.g, self.primal) if index is None else (self.x[index], self.g[index], self.primal[index])
-        )
-        return self.tol * ((primal - dot(g, x)).abs() + 1e-2 * dot(g.abs(), x)) + 1e-300
+        here = (self.x, self.g, self.primal, self.nothing)
+        x, g, primal, nothing = here if index is None else (part[index] for part in here)
+        return self.tol * ((primal - dot(g, x)).abs() + 1e-2 * dot(g.abs(), x)) + nothing
 
     def _kink(self, index: Tensor, max_iter: int) -> None:
         """Exact, without box: bracket the slope's change of sign and intersect the two lines until they meet."""
@@ -250,7 +257,8 @@ class _Support:
         box = self.box if self.box is not None else (0.0, math.inf)
         bounds = (-self.primal[index], -self.dual[index], -self.upper[index])
         best = kernel.Best(self.flow[index].contiguous(), *bounds, g.clone(), torch.zeros_like(tau_start))
-        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + 1e-300)
+        least = self.tol * 1e-2 * dot(g.abs(), x) + self.nothing[index]
+        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), least)
         n_iter: Tensor = kernel.follow_path(
             x, kernels.stencil(self.moves), self.budget[index], g, box, g, tau_start, self.tau[index], max_iter,
             tolerance, best, linear=True,
