@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 import typer
@@ -51,7 +52,14 @@ def entry() -> None:
     """The console script."""
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself, and they may be waiting for each other
         signal.signal(signal.SIGTERM, _terminated)
-    sys.exit(main())
+    code = main()
+    if code == INTERRUPTED:
+        # Where the signal met Python code that C code ran, Python would not end with this code but by SIGINT.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
