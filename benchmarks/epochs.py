@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from wball import provenance
-from wball.ball import WassersteinBall
+from benchmarks.origin import environment
 from wball.data import load_dataset
 from wball.training import preset, train
 from wball.training.presets import override
@@ -54,10 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results") / "epochs.json")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=given.device))
-    for path, name in ((given.data, "DATA"), (given.out, given.out.name)):
-        about["command"] = about["command"].replace(str(path), name)
-    about |= {"commit": provenance.commit()}
+    about = environment(given.device, given.data, given.out)
     rows = []
     for title, (name, changes, target) in CASES.items():
         if given.only is None or given.only in title:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball import provenance
-from wball.ball import WassersteinBall
+from benchmarks.origin import environment
 from wball.data import load_dataset
 
 BLUR = 2.0
@@ -68,12 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     (others, labels), (x, y) = (load_dataset("mnist", given.data, split) for split in ("train", "test"))
     x, y = x[: given.images], y[: given.images]
     distance = nearest_rivals(x, y, others, labels, given.candidates)
-    about = provenance.collect(WassersteinBall(1.0), x[:1])
-    for path, name in ((given.data, "DATA"), (given.out, given.out.name)):
-        about["command"] = about["command"].replace(str(path), name)
     contested = {f"{eps:g}": float((distance <= 2 * eps).double().mean()) for eps in RADII}
     result = {
-        "environment": about | {"commit": provenance.commit()},
+        "environment": environment("cpu", given.data, given.out),
         "images": len(x),
         "candidates": given.candidates,
         "unit": "px (images of mass 1)",

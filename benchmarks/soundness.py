@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball import provenance
+from benchmarks.origin import environment
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certify import certified_radius, certify
@@ -166,11 +166,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results") / "soundness.json")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=given.device))
-    # Folders of one machine stay out of the record.
-    for path, name in ((given.data, "DATA"), (given.out, given.out.name), *((w, Path(w).name) for w in given.weights)):
-        about["command"] = about["command"].replace(str(path), name) if path else about["command"]
-    about |= {"commit": provenance.commit(), "attack": "StandardAttack, standard, at the largest certified radius"}
+    about = environment(given.device, given.data, given.out, *map(Path, given.weights))
+    about |= {"attack": "StandardAttack, standard, at the largest certified radius"}
     rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.is_file() else []
     begun = time.perf_counter()
     for name, model, x, y, method, rounds in cases(given):

@@ -1,0 +1,20 @@
+"""Where a result comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wball import provenance
+from wball.ball import WassersteinBall
+
+
+def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
+    """Command, machine and commit. Folders of one machine stay out: data is ``DATA``, files keep their names."""
+    about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=device))
+    for path, name in ((data, "DATA"), *((file, file.name) for file in files)):
+        if path is not None:
+            about["command"] = about["command"].replace(str(path), name)
+    return about | {"commit": provenance.commit()}
