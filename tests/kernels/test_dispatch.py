@@ -100,6 +100,26 @@ def test_a_kernel_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.choose(x, MOVES) == "torch"
 
 
+def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = torch.empty(1, 1, 4, 4, device="meta", dtype=torch.float64)
+    assert kernels.choose_path(elsewhere, MOVES) == "cpu"
+    assert kernels.choose_path(elsewhere, None) == "torch"  # matrix costs have no compiled path
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    assert kernels.choose_path(elsewhere, MOVES) == "torch"
+
+
+@pytest.mark.gpu
+def test_exact_results_of_a_gpu_are_those_of_the_host() -> None:
+    ball, x = WassersteinBall(0.3), torch.rand(3, 1, 9, 9)
+    w, g = x + 0.2 * torch.randn(x.shape), torch.randn(x.shape)
+    there, here = ball.project(x.cuda(), w.cuda()), ball.project(x, w)
+    assert there.point.is_cuda and there.plan is not None and there.plan.flow.is_cuda and there.n_iter.is_cuda
+    torch.testing.assert_close(there.point.cpu(), here.point, atol=1e-4, rtol=0)
+    torch.testing.assert_close(there.objective.cpu(), here.objective, rtol=1e-4, atol=0)
+    maximum, expected = ball.support(x.cuda(), g.cuda()), ball.support(x, g)
+    torch.testing.assert_close(maximum.value.cpu(), expected.value, rtol=1e-4, atol=0)
+
+
 def test_importing_the_library_imports_no_compiler() -> None:
     code = "import sys, wball, wball.kernels; print([m for m in ('numba', 'triton') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -29,6 +29,7 @@ __all__ = [
     "EntropicPlan",
     "KernelError",
     "choose",
+    "choose_path",
     "choose_projection",
     "entropic_plan",
     "entropic_plan_dense",
@@ -110,6 +111,17 @@ def entropic_plan_dense(x: Tensor, *args: Any, **kwargs: Any) -> EntropicPlan:
     """:func:`wball.kernels.reference.entropic_plan_dense`, for matrices of costs."""
     choose(x, None)
     return reference.entropic_plan_dense(x, *args, **kwargs)
+
+
+def choose_path(x: Tensor, moves: Sequence[Move] | None) -> str:
+    """The kernel that follows the exact path (:mod:`wball.solvers.path`) of these images.
+
+    For images on a GPU that is the host's: steps in float64 that differ from image to image are hundreds of small
+    launches and read-backs in torch, and a few milliseconds of one core.
+    """
+    name = choose(x, moves, "follow_path")
+    elsewhere = name == "torch" and requested() == "auto" and x.device.type != "cpu"
+    return "cpu" if elsewhere and why_not("cpu", x.new_empty(0, device="cpu"), moves) is None else name
 
 
 def choose_projection(x: Tensor, moves: Sequence[Move] | None) -> str:

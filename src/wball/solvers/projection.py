@@ -92,13 +92,15 @@ def project(
 
     grid, target, spend = as_grid(x), as_grid(w), spendable(ball, x)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
+    stencil = kernels.stencil(moves)
+    kernel = kernels.choose_path(grid, stencil)
+    sweeps = init is None and not math.isinf(reg) and kernels.choose(grid, stencil, "projected_sinkhorn") == "cpu"
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
         problem = partial(_Projection, moves, box=ball.box, reg=reg, tol=tol, kernel=kernel)
         images, points, limit, most = grid[part], target[part], budget[part], spend[part]
-        if warm is not None or kernel != "cpu" or math.isinf(reg):
+        if not sweeps:
             parts.append(problem(images, points, limit).run(max_iter, warm, most))
             continue
         solved = _swept(moves, images, points, limit, most, ball.box, reg, tol)
@@ -107,7 +109,7 @@ def project(
             solved.replace(left, problem(images[left], points[left], limit[left]).run(max_iter, None, most[left]))
         parts.append(solved)
     joined = _join(parts, moves, grid)
-    shape, stencil = x.shape, kernels.stencil(moves)
+    shape = x.shape
     entropic = init is None and not math.isinf(reg)
     if entropic and stencil is not None and kernels.choose_projection(grid[:1].float(), stencil) == "triton":
         kernel = "triton"  # torch only judges its answer, and goes on where that will not do
@@ -149,7 +151,7 @@ def _paper(
             duals=Duals(answer.u.double().reshape(x.shape), answer.psi.double()),
             kernel=answer.kernel,
         )
-    if kernels.choose(grid, stencil, "follow_path") == "torch":
+    if kernels.choose_path(grid, stencil) == "torch":
         return paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
     found = project(replace(ball, box=None), x, w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
@@ -275,7 +277,7 @@ class _Projection:
         if todo.numel() and init is None and bool(self.tau.any()):
             todo = self._sweep(todo, start, n_iter)
         if todo.numel() and self.kernel != "torch":
-            n_iter[todo] = self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
+            n_iter[todo] += self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
         elif todo.numel():
             problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
 
@@ -328,18 +330,23 @@ class _Projection:
         return todo[~done]
 
     def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
-        """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep."""
+        """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep.
+
+        It works on the host, wherever the images are.
+        """
         kernel = kernels.load(self.kernel)
-        fields = (self.flow, self.primal, self.dual, self.dual, self.beta, self.psi)
-        best = kernel.Best(*(field[todo].contiguous() for field in fields))
-        tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(self.tau[todo]), self._floor(todo))
+        books = (self.flow, self.primal, self.dual, self.beta, self.psi)
+        flow, primal, dual, beta, psi = (book[todo].cpu().contiguous() for book in books)
+        best = kernel.Best(flow, primal, dual, dual.clone(), beta, psi)
+        x, budget, w, tau = (given[todo].cpu() for given in (self.x, self.budget, self.w, self.tau))
+        tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(tau), self._floor(todo).cpu())
         n_iter: Tensor = kernel.follow_path(
-            self.x[todo], kernels.stencil(self.moves), self.budget[todo], self.w[todo], self.box or _EVERYWHERE,
-            start, tau_start, self.tau[todo], max_iter, tolerance, best, linear=False,
+            x, kernels.stencil(self.moves), budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
+            max_iter, tolerance, best, linear=False,
         )  # fmt: skip
-        self.flow[todo], self.primal[todo], self.dual[todo] = best.flow, best.primal, best.dual
-        self.beta[todo], self.psi[todo] = best.u, best.psi
-        return n_iter
+        for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
+            book[todo] = better.to(book.device)
+        return n_iter.to(todo.device)
 
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""

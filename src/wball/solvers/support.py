@@ -65,7 +65,7 @@ def support(
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
     scaled, nothing = direction / per_image(size, direction), 1e-300 / size
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    kernel = kernels.choose(grid, kernels.stencil(moves), "follow_path")
+    kernel = kernels.choose_path(grid, kernels.stencil(moves))
     solved = [
         _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, nothing[part], kernel)
         .run(max_iter)
@@ -133,8 +133,8 @@ class _Support:
 
     def run(self, max_iter: int) -> _Support:
         todo = (~self.single).nonzero().squeeze(1)
-        if todo.numel() and not bool(self.tau.any()) and self.kernel != "torch":
-            self._follow_path(todo, max_iter)  # finds the kink first
+        if todo.numel() and not bool(self.tau.any()) and self.kernel != "torch" and self.x.device.type == "cpu":
+            self._follow_path(todo, max_iter)  # finds the kink first; a GPU finds it by itself
             return self
         if todo.numel() and not bool(self.tau.any()):
             self._kink(todo, max_iter)
@@ -252,20 +252,24 @@ class _Support:
         self.n_iter[index] += path.follow(self._problem(index), g, tau_start, self.tau[index], max_iter, accept)
 
     def _follow_compiled(self, index: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
-        """The same path by a compiled kernel, which minimises and keeps the books that :meth:`_offer` keeps."""
-        kernel, x, g = kernels.load(self.kernel), self.x[index], self.g[index]
+        """The same path by a compiled kernel, which minimises and keeps the books that :meth:`_offer` keeps.
+
+        It works on the host, wherever the images are.
+        """
+        kernel, device = kernels.load(self.kernel), self.x.device
+        given = (self.x, self.g, self.budget, self.tau, self.nothing)
+        x, g, budget, tau, nothing = (part[index].cpu() for part in given)
         box = self.box if self.box is not None else (0.0, math.inf)
-        bounds = (-self.primal[index], -self.dual[index], -self.upper[index])
-        best = kernel.Best(self.flow[index].contiguous(), *bounds, g.clone(), torch.zeros_like(tau_start))
-        least = self.tol * 1e-2 * dot(g.abs(), x) + self.nothing[index]
-        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), least)
+        bounds = (-bound[index].cpu() for bound in (self.primal, self.dual, self.upper))
+        best = kernel.Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
+        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
         n_iter: Tensor = kernel.follow_path(
-            x, kernels.stencil(self.moves), self.budget[index], g, box, g, tau_start, self.tau[index], max_iter,
-            tolerance, best, linear=True,
+            x, kernels.stencil(self.moves), budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
+            linear=True,
         )  # fmt: skip
-        self.flow[index], self.primal[index] = best.flow, -best.primal
-        self.dual[index], self.upper[index] = -best.dual, -best.hard
-        return n_iter
+        self.flow[index], self.primal[index] = best.flow.to(device), -best.primal.to(device)
+        self.dual[index], self.upper[index] = -best.dual.to(device), -best.hard.to(device)
+        return n_iter.to(device)
 
     def _offer(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Keep the plan, repaired, and the bounds where they are the best so far; who is within the tolerance?"""
