@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Activation = Callable[[Tensor], Tensor]
-
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 
@@ -120,11 +118,10 @@ def cifar10_cnn() -> nn.Sequential:
 
 
 class BasicBlock(nn.Module):
-    """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``, or with another ``activation``."""
+    """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, activation: Activation = F.relu) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.activation = activation
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
@@ -136,18 +133,15 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.activation(self.bn1(self.conv1(x)))
-        return self.activation(self.bn2(self.conv2(out)) + self.shortcut(x))
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
 
 
 class ResNet18(nn.Module):
     """ResNet-18 for small images: a stem without pooling, parameter names as in the usual public checkpoints."""
 
-    def __init__(
-        self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3, activation: Activation = F.relu
-    ) -> None:
+    def __init__(self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3) -> None:
         super().__init__()
-        self.activation = activation
         self.conv1 = nn.Conv2d(channels, width, stem, padding=stem // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = self._stage(width, width, stride=1)
@@ -156,13 +150,12 @@ class ResNet18(nn.Module):
         self.layer4 = self._stage(4 * width, 8 * width, stride=2)
         self.linear = nn.Linear(8 * width, classes)
 
-    def _stage(self, inputs: int, outputs: int, stride: int) -> nn.Sequential:
-        return nn.Sequential(
-            BasicBlock(inputs, outputs, stride, self.activation), BasicBlock(outputs, outputs, 1, self.activation)
-        )
+    @staticmethod
+    def _stage(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.activation(self.bn1(self.conv1(x)))
+        out = F.relu(self.bn1(self.conv1(x)))
         out = self.layer4(self.layer3(self.layer2(self.layer1(out))))
         return self.linear(out.mean((2, 3)))
 
@@ -257,12 +250,6 @@ _ARCHITECTURES = {
             "ResNet-18 of a quarter of the width, with a 5 x 5 stem that can blur, for robust training",
         ),
         Architecture(
-            "mnist-resnet-smooth",
-            lambda: ResNet18(width=20, channels=1, stem=5, activation=F.silu),
-            (1, 28, 28),
-            "the same, a little wider, with SiLU: an adversary's gradients, and so its training, are smoother",
-        ),
-        Architecture(
             "cifar10-resnet18",
             lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
             (3, 32, 32),
@@ -288,7 +275,7 @@ def architectures() -> dict[str, Architecture]:
     """The networks :func:`build_model` knows, by name.
 
     >>> list(architectures())
-    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-resnet', 'mnist-resnet-smooth', 'cifar10-resnet18', ...]
+    ['mnist-cnn', 'mnist-cnn-binarized', 'mnist-resnet', 'cifar10-resnet18', 'cifar10-resnet-small', 'cifar10-cnn']
     """
     return dict(_ARCHITECTURES)
 
