@@ -75,7 +75,7 @@ def _mnist_adversarial_paper() -> TrainConfig:
 def _mnist_adversarial() -> TrainConfig:
     # Few and long steps: at the radii of digits 8 steps of 20 nats come close to 100 short ones (docs/training.md).
     attack = DualAveraging(
-        WassersteinBall(0.8), steps=8, step_size=20.0, objective="cross-entropy", until_success=False
+        WassersteinBall(0.55), steps=8, step_size=20.0, objective="cross-entropy", until_success=False
     )
     return TrainConfig(
         "mnist-adversarial",
@@ -84,7 +84,7 @@ def _mnist_adversarial() -> TrainConfig:
         epochs=80,
         batch_size=512,
         augment=1,
-        affine=0.2,
+        affine=0.1,
         optimisation=Optimisation(
             "adamw",
             lr=3e-3,
@@ -97,9 +97,9 @@ def _mnist_adversarial() -> TrainConfig:
             channels_last=True,
             cuda_graph=True,
         ),
-        adversary=Adversary(attack, radius="per-image", start=0.2, grow=0.02, shrink=0.03),
+        adversary=Adversary(attack, radius="per-image", low=0.05, start=0.2, grow=0.02, shrink=0.03),
         evaluation=_measured(0.1, 0.3, 0.5, every=20),
-        summary="A narrow ResNet-18 trained against dual averaging, each digit at a radius of its own up to 0.8.",
+        summary="A narrow ResNet-18 trained against dual averaging, each digit at a radius of its own up to 0.55.",
     )
 
 
@@ -203,17 +203,19 @@ def _cifar10_adversarial() -> TrainConfig:
         batch_size=512,
         augment=4,
         flip=True,
+        cutout=16,  # without it training images are learnt by heart, and their radii grow for nothing
         optimisation=Optimisation(
-            lr=0.1,
+            lr=0.05,
+            weight_decay=1e-3,
             nesterov=True,
             schedule="one-cycle",
             warmup=0.1,
-            ema=0.995,
+            ema=0.998,
             bf16=True,
             channels_last=True,
             cuda_graph=True,
         ),
-        adversary=Adversary(attack, radius="per-image", low=0.002, start=0.006, grow=0.003, shrink=0.006),
+        adversary=Adversary(attack, radius="per-image", low=0.002, start=0.01, grow=0.003, shrink=0.009),
         evaluation=_measured(0.005, 0.01, 0.05, 0.1, every=10, images=500),
         summary="ResNet-18 trained against dual averaging, each training image at a radius of its own up to 0.12; best "
         "started from cifar10-standard.",
