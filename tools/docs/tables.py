@@ -177,6 +177,20 @@ def evaluation(path: Path) -> list[Table]:
     return [Table(head, [accuracy]), Table(["attack", *counts, "attack, audit, report"], [row])]
 
 
+def epochs(path: Path) -> list[Table]:
+    """Seconds for all training images once, and what was to be reached."""
+    rows = [
+        [
+            row["case"],
+            f"{row['images']:,}",
+            f"{row['seconds']:.1f} s",
+            None if row["target_seconds"] is None else f"{row['target_seconds']:g} s",
+        ]
+        for row in _content(path)["rows"]
+    ]
+    return [Table(["one epoch", "images", "takes", "target"], rows)]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -240,6 +254,7 @@ TABLES = {
     "cpu-targets": Source(targets, "bench_cpu.json"),
     "certified": Source(certified, "paper/certificates.json"),
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
+    "epochs": Source(epochs, "epochs.json"),
     "summary": Source(
         summary, "paper/mnist-curves.json", "paper/certificates.json", "bench_cuda.json", "bench_cpu.json"
     ),
