@@ -19,7 +19,7 @@ from torch import nn
 import wball
 from wball.attacks import PGD, GrowingRadius
 from wball.evaluate.files import read_json, write_json
-from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, draw, overview, reproduce, run
+from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, draw, overview, reproduce, run, workshop
 from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
@@ -331,3 +331,12 @@ def test_reproduce_is_repeatable(tmp_path: Path) -> None:
     settings = Settings(quick=True, device="cpu", out=tmp_path)
     first, second = (reproduce("six-pixels", settings) for _ in range(2))
     assert first["data"] == second["data"]
+
+
+def test_a_missing_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    monkeypatch.setattr(workshop, "quick_config", lambda config: replace(quick_config(config), epochs=1))
+    trained = Workshop(settings).subject("mnist-flow-noise")
+    assert trained.origin == "trained here, quick"
+    monkeypatch.setattr(workshop, "train", lambda *arguments, **options: pytest.fail("trained again"))
+    assert Workshop(settings).subject("mnist-flow-noise").sha256 == trained.sha256

@@ -183,7 +183,7 @@ class Workshop:
             raise MissingModel(f"not in the zoo, and no {name}/{name}.safetensors in the models' folder")
         kind = "quick" if self.quick else "full"
         folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
-        with locked(folder, wait=True):
+        with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
             config, data, test = self._training(name)
             if not (folder / f"{name}.safetensors").is_file():
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
