@@ -6,6 +6,7 @@ are those of one column.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wball.evaluate.result import Evaluation
+from wball.whole import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,11 +118,17 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
                 figures[f"examples-{safe}"] = examples_figure(e)
         paths = []
         for name, figure in figures.items():
-            path = folder / f"{name}.{kind}"
-            stamp = {"CreationDate": None} if kind == "pdf" else {"Date": None} if kind == "svg" else None
-            figure.savefig(path, metadata=stamp, bbox_inches="tight")
-            paths.append(path)
+            paths.append(save_figure(figure, folder / f"{name}.{kind}"))
     return paths
+
+
+def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
+    """Write a figure whole, without the time of day: the same figure gives the same bytes."""
+    kind, content = path.suffix.removeprefix("."), io.BytesIO()
+    stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+    figure.savefig(content, format=kind, metadata=stamp, bbox_inches="tight", dpi=dpi)
+    write_whole(path, content.getvalue())
+    return path
 
 
 def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:

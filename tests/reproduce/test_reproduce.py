@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 import wball
@@ -24,6 +25,7 @@ from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
 from wball.reproduce.page import ASSETS, text, write
+from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
 from wball.reproduce.workshop import Subject, quick_config
 from wball.training import preset, presets
@@ -69,8 +71,10 @@ def test_every_figure_and_table_of_the_paper_has_a_recipe() -> None:
     assert "Table 1" in places and all(f"Figure {n}" in places for n in range(1, 9))
     assert all(name in overview().text() for name in RECIPES)
     assert chosen(["all"]) == list(RECIPES) and chosen(["timings", "timings"]) == ["timings"]
-    with pytest.raises(ValueError, match="mnist-curves"):
-        chosen(["nothing"])
+    assert chosen(["ALL"]) == chosen("all") == list(RECIPES) and chosen("timings") == ["timings"]
+    for wrong in (["nothing"], ["all", "nothing"], []):
+        with pytest.raises(ValueError, match="mnist-curves"):
+            chosen(wrong)
 
 
 def test_standard_attack_counts_valid_examples_only(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +205,76 @@ def test_missing_data_say_how_to_get_them(tmp_path: Path, capsys: pytest.Capture
     assert main(["six-pixels", "--device", "tpu", "--out", str(tmp_path)]) == 2
 
 
+def test_words_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["page"], "no results in"),
+        (["page", "six-pixels"], "page stands alone"),
+        (["all", "--figures-only"], "nothing to draw"),
+        (["timings", "--figures-only"], "nothing to draw"),
+        (["timings"], "wball data cifar10"),  # nothing to time
+        (["six-pixels", "--images", "0"], "images must be at least 1"),
+        (["six-pixels", "--images", "-3"], "images must be at least 1"),
+        (["six-pixels", "--jobs", "0"], "jobs must be at least 1"),
+        (["six-pixels", "--seed", "-1"], "seed must be at least 0"),
+        (["six-pixels", "--seed", str(2**64)], "seed must be below"),
+        (["six-pixels", "--models", str(tmp_path / "nowhere")], "is no folder"),
+    ):
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+    assert not [p for p in tmp_path.iterdir() if p.is_file()]
+
+
+def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*arguments: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wball.reproduce.__main__.run", interrupted)
+    assert main(["six-pixels"]) == 130
+    assert "goes on where it was" in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_drawn_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("wball.figures.write_whole", full)
+        assert run(["six-pixels", "wasserstein-vs-linf"], settings) == 2
+    assert {p.name for p in tmp_path.glob("*.*")} == {"six-pixels.json", "wasserstein-vs-linf.json"}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"wball\[report\]"):  # before anything is measured
+        run(["six-pixels"], Settings(quick=True, device="cpu", out=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_damaged_parts_are_measured_again(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = images(10)
+    monkeypatch.setitem(measuring.BATCH, "cpu", 5)
+    attack = PGD.paper("mnist", ball=wball.WassersteinBall(0.05), steps=2, growth=GrowingRadius(3.0, 1), progress=False)
+
+    def measured() -> list[measuring.Fall]:
+        theirs = measuring.under_paper_attack(shop, halves(), x, y, attack)
+        return [theirs, measuring.under_standard_attack(shop, halves(), x, y, [0.05, 0.2])]
+
+    first = measured()
+    files = sorted((shop.settings.out / "parts").rglob("*.safetensors"))
+    assert len(files) == 4
+    for damage in (lambda b: b[: len(b) // 2], lambda b: b"", lambda b: save({"other": torch.zeros(1)})):
+        capsys.readouterr()
+        for path in files:
+            path.write_bytes(damage(path.read_bytes()))
+        again = measured()
+        assert capsys.readouterr().out.count("measured again") == 4
+        for before, after in zip(first, again, strict=True):
+            assert torch.equal(before.radius, after.radius) and before.checks == after.checks
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Quick results of a few recipes, on next to no images."""
@@ -216,6 +290,8 @@ def test_results_are_data_with_their_origin(results: Path) -> None:
     assert content["format"] == "wball-reproduction/1" and content["quick"] is True
     origin = content["provenance"]
     assert origin["command"] == "wball reproduce six-pixels --quick --device cpu --seed 0"
+    asked = Settings(images=7, may_train=False, device="cpu")
+    assert command("timings", asked) == "wball reproduce timings --images 7 --no-train --device cpu --seed 0"
     assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
     moved, greyer = content["data"]["rows"]
     assert moved["wasserstein"] == pytest.approx(1.0) and moved["linf"] == pytest.approx(1.0)
@@ -292,9 +368,12 @@ def test_windows_and_certificates_from_their_data() -> None:
 
 
 def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
-    write_json(tmp_path / "timings.json", {"format": "other"})
-    with pytest.raises(ValueError, match="run it again"):
-        text(tmp_path)
+    for wrong in ({"format": "other"}, [1], {"format": "wball-reproduction/1", "recipe": "timings", "data": {}}):
+        write_json(tmp_path / "six-pixels.json", wrong)
+        with pytest.raises(ValueError, match=r"run .* again"):
+            text(tmp_path)
+        with pytest.raises(ValueError, match=r"run .* again"):
+            draw(["six-pixels"], tmp_path)
 
 
 def test_the_committed_page_is_what_the_committed_results_say() -> None:

@@ -31,7 +31,7 @@ from wball.attacks.model import Model, as_found, ask, check_classes, reached
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.result import AnyProof, ListedProof, Proof
-from wball.solvers.batch import result_dtype
+from wball.solvers.batch import result_dtype, unit_of
 
 if TYPE_CHECKING:
     from wball.plan import Plan
@@ -468,14 +468,6 @@ def plan_of_nothing(ball: WassersteinBall, x: Tensor) -> ListedProof:
 
     grid = x if x.ndim == 4 else x[:, None, None, :]
     return ListedProof(identity(ball.cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid).flow)
-
-
-def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
-    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
-    mass = x.to(torch.float64).flatten(1).sum(1)
-    if ball.mass == "absolute":
-        return torch.ones_like(mass)
-    return mass.clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:

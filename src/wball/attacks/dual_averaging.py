@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, spread, unit_of
+from wball.attacks.base import Climb, GradientAttack, spread
 from wball.ball import WassersteinBall
 from wball.result import EntropicProof, Proof
+from wball.solvers.batch import unit_of
 from wball.solvers.oracle import TransportOracle
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread, unit_of
+from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
 from wball.ball import LinfBall, WassersteinBall
@@ -131,7 +131,7 @@ class PGD(GradientAttack):
                 z, gradient = z[kept], gradient[kept]
                 projection = None if projection is None else projection.take(kept)
                 eps = eps[kept.to(eps.device)] if isinstance(eps, Tensor) else eps
-            if self.growth is not None:
+            if self.growth is not None and step % self.growth.every == 0:
                 climb.within(climb.ball.at(self.growth.at(eps, step)))
             z, distance, plan = self._project(climb, self._ahead(climb, z, gradient), projection)
             proof = None if proof is None or plan is None else ListedProof(plan.cancelled().flow)
@@ -168,10 +168,11 @@ class PGD(GradientAttack):
     def _project(self, climb: Climb, w: Tensor, fused: EntropicProjection | None) -> tuple[Tensor, Tensor, Plan | None]:
         if fused is not None:
             assert isinstance(climb.ball, WassersteinBall)
-            fused.within(climb.ball)
+            if fused.ball is not climb.ball:
+                fused.within(climb.ball)
             point = fused(w)
             climb.kernel = point.kernel
-            return point.z, point.cost / unit_of(climb.ball, climb.x), None
+            return point.z, point.cost / fused.unit, None
         options: dict[str, Any] = {}
         if isinstance(climb.ball, WassersteinBall):
             options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}

@@ -10,10 +10,11 @@ from pathlib import Path
 from wball.evaluate.files import FolderInUse
 from wball.reproduce import Settings, chosen, draw, overview, run
 from wball.reproduce.page import write
+from wball.reproduce.run import stored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run recipes; 0, or 2 if some could not be made."""
+    """Run recipes; 0, or 2 if some could not be made, or 130 if it was interrupted."""
     parser = argparse.ArgumentParser(prog="python -m wball.reproduce", description="Tables and figures of the paper.")
     parser.add_argument("names", nargs="+", metavar="NAME", help="recipes, all, list or page")
     parser.add_argument("--quick", action="store_true", help="minutes on two cores; the numbers mean little")
@@ -29,14 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--figures-only", action="store_true", help="draw what is stored in --out")
     parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"), help="the page to write")
     given = parser.parse_args(arguments)
-    settings = Settings(
-        given.quick, given.data, given.models, given.device, given.seed, given.out, given.images, not given.no_train
-    )
     try:
+        settings = Settings(
+            given.quick, given.data, given.models, given.device, given.seed, given.out, given.images, not given.no_train
+        )
         return perform(given.names, settings, not given.no_figures, given.figures_only, given.page, given.jobs)
     except (ValueError, OSError, ImportError, FolderInUse) as error:
         print(f"wball: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("wball: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
 
 
 def perform(
@@ -46,13 +50,17 @@ def perform(
     if "list" in [name.lower() for name in names]:
         print(overview().text())
         return 0
-    if list(names) == ["page"]:
+    if "page" in [name.lower() for name in names]:
+        if len(names) > 1:
+            raise ValueError("page stands alone: it shows every result in --out; give the recipes in another command")
         print("written: " + ", ".join(map(str, write(settings.out, page))))
         return 0
     if figures_only:
-        wanted = chosen(names)
-        there = [name for name in wanted if (settings.out / f"{name}.json").is_file()] if "all" in names else wanted
-        print("written: " + ", ".join(map(str, draw(there, settings.out))))
+        everything = "all" in [name.lower() for name in names]
+        drawn = draw(stored(settings.out) if everything else chosen(names), settings.out)
+        if not drawn:
+            raise FileNotFoundError(f"nothing to draw for {', '.join(names)} in {str(settings.out)!r}")
+        print("written: " + ", ".join(map(str, drawn)))
         return 0
     return run(names, settings, figures=figures, jobs=jobs)
 

@@ -107,8 +107,9 @@ def _proved(
     depends = [subject.sha256, len(x), method, radii, x.device.type, "bisection"]
     with shop.part(f"{subject.name}.{method}", depends) as folder:
         path = folder / "part.safetensors"
-        if path.is_file():
-            state, notes = read_tensors(path)
+        part = shop.kept(path, "proved", "possible")
+        if part is not None:
+            state, notes = part
         else:
             none = torch.zeros(len(x), dtype=torch.long)
             state, notes = {"proved": none, "possible": torch.full_like(none, len(radii))}, {"seconds": 0.0}
@@ -133,15 +134,18 @@ def _smoothed(
     scale = (preset(subject.name).noise if subject.name in presets() else 0.0) or NOISE
     with shop.part(f"{subject.name}.smoothing", [subject.sha256, len(x), samples, scale, shop.settings.seed]) as folder:
         path = folder / "part.safetensors"
-        if not path.is_file():
+        part = shop.kept(path, "radius")
+        if part is None:
             clock = Clock(x.device)
             generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
             smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
             found = smooth.certify(x, samples, generator=generator)
             good = ~found.abstained & (found.prediction == y)
             write_tensors(path, {"radius": torch.where(good, found.radius, -1.0)}, {"seconds": clock.seconds()})
-        state, notes = read_tensors(path)
+            part = read_tensors(path)
+        state, notes = part
     radius = state["radius"]
+    shop.spent += float(notes["seconds"])
     shop.say(f"flow smoothing{whose}: {_shares(radius, radii)} ({notes['seconds']:.1f} s)")
     curve = [{"eps": r, "accuracy": float((radius > r).double().mean())} for r in radii]
     at_zero = {"eps": 0.0, "accuracy": float((radius >= 0).double().mean())}

@@ -79,7 +79,8 @@ def under_paper_attack(
     parts = []
     with shop.part(f"{subject.name}.{label}", depends) as folder:
         for path, here, labels in _batches(folder, x, y):
-            if not path.is_file():
+            part = shop.kept(path, "radius", "mass_error")
+            if part is None:
                 clock = Clock(x.device)
                 found = attacked(subject.model, attack, here, labels, shop.settings.seed)
                 right = predicted(subject.model, here) == labels
@@ -89,7 +90,8 @@ def under_paper_attack(
                     "mass_error": torch.where(found.success & right, off, 0.0),
                 }
                 write_tensors(path, state, {"seconds": clock.seconds()})
-            parts.append(read_tensors(path))
+                part = read_tensors(path)
+            parts.append(part)
     radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
     examples = (radius > 0) & radius.isfinite()
     checks = {
@@ -149,8 +151,9 @@ def _climb(
     path: Path,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One batch, radius after radius; the file at ``path`` is as far as it got."""
-    if path.is_file():
-        state, notes = read_tensors(path)
+    part = shop.kept(path, "radius")
+    if part is not None:
+        state, notes = part
     else:
         right = predicted(subject.model, x) == y
         state = {"radius": torch.where(right.cpu(), math.inf, 0.0).double()}

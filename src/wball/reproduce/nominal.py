@@ -28,6 +28,7 @@ def measure(shop: Workshop) -> Data:
                 subject = shop.subject(entry.name)
             except MissingModel as error:
                 shop.missing[entry.name] = str(error)
+                shop.say(f"{entry.name} is left out: {error}")
                 continue
             proved = preset(entry.name).provable if entry.name in presets() else None
             few = 200 if shop.quick else 1000

@@ -61,14 +61,25 @@ def _section(name: str, content: dict[str, Any]) -> str:
     took = f"{origin['seconds']:g} s" + (f" ({origin['note']})" if "note" in origin else "")
     lines += [
         "",
-        f"<small>`{origin['command']}` on {where}; commit {origin['commit'][:12]}, {took}.</small>",
+        f"<small>`{origin['command']}` on {where}; commit {_commit(origin['commit'])}, {took}.</small>",
         "",
     ]
     return "\n".join(lines)
 
 
+def _commit(said: str) -> str:
+    """
+    >>> _commit(40 * "a"), _commit(40 * "a" + " with local changes")
+    ('aaaaaaaaaaaa', 'aaaaaaaaaaaa with local changes')
+    """
+    number, _, more = said.partition(" ")
+    return f"{number[:12]} {more}".rstrip()
+
+
 def write(out: Path, page: Path) -> list[Path]:
     """Write the page and its pictures."""
+    if not stored(out):
+        raise FileNotFoundError(f"no results in {str(out)!r}; run `wball reproduce NAME --out {out}` first")
     paths = draw(stored(out), out, ["png"], page.parent / ASSETS)
     write_whole(page, text(out).encode())
     return [page, *paths]

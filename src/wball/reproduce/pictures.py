@@ -303,11 +303,13 @@ def _measure_grid(shop: Workshop) -> Data:
             depends = ["digits", subject.sha256, describe(attack), keep.tolist(), shop.settings.seed, x.device.type]
             with shop.part(f"lambda-{reg:g}-p-{p:g}", depends) as folder:
                 path = folder / "part.safetensors"
-                if not path.is_file():
+                part = shop.kept(path, "radius", "images")
+                if part is None:
                     clock, found = Clock(x.device), attack(subject.model, x, y)
                     state = {"radius": torch.where(found.success, found.radius, math.inf), "images": found.images}
                     write_tensors(path, state, {"seconds": clock.seconds()})
-                stored, notes = read_tensors(path)
+                    part = read_tensors(path)
+                stored, notes = part
             shop.spent += notes["seconds"]
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})

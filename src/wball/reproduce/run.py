@@ -18,10 +18,12 @@ import torch
 from wball import provenance
 from wball.ball import WassersteinBall
 from wball.evaluate.files import FolderInUse, locked, read_json, write_json
+from wball.figures import save_figure, style
+from wball.inputs import check_count
 from wball.reproduce import certificates, curves, nominal, pictures, timings
 from wball.reproduce.recipe import Recipe
 from wball.reproduce.tables import Table
-from wball.reproduce.workshop import Clock, MissingModel, Settings, Workshop
+from wball.reproduce.workshop import Clock, Settings, Workshop
 
 FORMAT = "wball-reproduction/1"
 
@@ -48,6 +50,8 @@ LONG = ("cifar10-curves", "mnist-curves", "defences", "windows", "certificates")
 """Recipes that processes should begin with."""
 ALONE = ("timings",)
 """Recipes that mean nothing while others are at work."""
+EXPECTED = (OSError, ValueError, ImportError, FolderInUse)
+"""What a line explains: missing data and models, damaged files, a full disk, a folder in use."""
 
 
 def recipe(name: str) -> Recipe:
@@ -64,8 +68,11 @@ def overview() -> Table:
 
 def chosen(names: Sequence[str]) -> list[str]:
     """Names of recipes; ``all`` stands for all of them."""
-    wanted = list(RECIPES) if "all" in names else list(dict.fromkeys(names))
-    return [recipe(name).name for name in wanted]
+    words = [names] if isinstance(names, str) else list(names)
+    named = [recipe(name).name for name in words if name.lower() != "all"]
+    if not words:
+        raise ValueError(f"names is empty: give some of {', '.join(RECIPES)}, or all")
+    return list(RECIPES) if len(named) < len(words) else list(dict.fromkeys(named))
 
 
 def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> dict[str, Any]:
@@ -112,6 +119,7 @@ def command(name: str, settings: Settings) -> str:
     words += ["--data", "DATA"] if settings.data is not None else []
     words += ["--models", "MODELS"] if settings.models is not None else []
     words += ["--images", str(settings.images)] if settings.images is not None else []
+    words += [] if settings.may_train else ["--no-train"]
     words += ["--device", settings.device, "--seed", str(settings.seed)]
     return shlex.join(words)
 
@@ -122,11 +130,17 @@ def stored(out: Path) -> dict[str, dict[str, Any]]:
     for name in RECIPES:
         path = out / f"{name}.json"
         if path.is_file():
-            content = read_json(path)
-            if content.get("format") != FORMAT:
-                raise ValueError(f"{path} is no result of this version: expected the format {FORMAT!r}; run it again")
-            found[name] = content
+            found[name] = _read(path, name)
     return found
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} is no result of this version: expected the format {FORMAT!r}; run it again")
+    if content.get("recipe") != name:
+        raise ValueError(f"{path} is a result of the recipe {content.get('recipe')!r}; run {name!r} again")
+    return content
 
 
 def draw(
@@ -140,13 +154,9 @@ def draw(
             continue
         if not path.is_file():
             raise FileNotFoundError(f"no {path}; run `wball reproduce {name} --out {out}` first")
-        figure = made.draw(read_json(path)["data"])
+        figure = made.draw(_read(path, name)["data"])
         for kind in kinds:
-            target = (into or out) / f"{name}.{kind}"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            stamp = {"CreationDate": None} if kind == "pdf" else None
-            figure.savefig(target, metadata=stamp, bbox_inches="tight", dpi=160)
-            paths.append(target)
+            paths.append(save_figure(figure, (into or out) / f"{name}.{kind}", dpi=160))
     return paths
 
 
@@ -155,7 +165,9 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
 
     ``jobs`` processes share the recipes (and wait for parts that another one is at); times are measured afterwards.
     """
-    wanted = chosen(names)
+    wanted, _ = chosen(names), check_count("jobs", jobs)
+    if figures and any(RECIPES[name].draw is not None for name in wanted):
+        style()  # if figures cannot be drawn, say so before hours of work
     if jobs > 1 and len(wanted) > 1:
         return _in_parallel(wanted, settings, figures, jobs)
     shop, failed = Workshop(settings), []
@@ -164,7 +176,10 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
         print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
         try:
             content = reproduce(name, settings, shop)
-        except (FileNotFoundError, MissingModel, FolderInUse) as error:
+            for table in RECIPES[name].tables(content["data"]):
+                print("\n" + table.text())
+            drawn = draw([name], settings.out) if figures else []
+        except EXPECTED as error:
             if len(wanted) == 1:
                 raise
             failed.append(name)
@@ -176,9 +191,6 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
             failed.append(name)
             traceback.print_exc()
             continue
-        for table in RECIPES[name].tables(content["data"]):
-            print("\n" + table.text())
-        drawn = draw([name], settings.out) if figures else []
         written = ", ".join(str(p) for p in (settings.out / f"{name}.json", *drawn))
         print(f"\n  {time.perf_counter() - start:.1f} s; written: {written}\n", flush=True)
     if failed:
@@ -199,7 +211,7 @@ def _one(name: str, settings: Settings, figures: bool) -> int:
     """A recipe of several: its trouble is not the others'."""
     try:
         return run([name], settings, figures=figures)
-    except (FileNotFoundError, MissingModel, FolderInUse) as error:
+    except EXPECTED as error:
         print(f"{name} is not made: {error}\n", flush=True)
     except Exception:  # noqa: BLE001 (reported; the others go on)
         traceback.print_exc()

@@ -72,6 +72,8 @@ def measure(shop: Workshop) -> Data:
             }
             rows.append(row)
             shop.say(f"{TITLES[dataset]} x {len(x)}, {name}: {1e3 * row['seconds']:.2f} ms, {iterations} iterations")
+    if not rows:
+        raise FileNotFoundError("; ".join(left_out.values()))
     return {"rows": rows, "left_out": left_out}
 
 

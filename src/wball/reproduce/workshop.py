@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from wball import provenance
 from wball.checkpoint import load_weights
 from wball.data import dataset_info, load_dataset, load_sample
-from wball.evaluate.files import locked, read_json
-from wball.inputs import find_device
+from wball.evaluate.files import locked, read_json, read_tensors
+from wball.inputs import check_count, find_device
 from wball.models import build_model
 from wball.training.config import Evaluation, TrainConfig
 from wball.training.loop import train
@@ -61,6 +61,17 @@ class Settings:
     images: int | None = None
     may_train: bool = True
 
+    def __post_init__(self) -> None:
+        if self.images is not None:
+            check_count("images", self.images)
+        check_count("seed", self.seed, least=0)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        for name in ("data", "models", "out"):
+            folder = getattr(self, name)
+            if folder is not None:
+                object.__setattr__(self, name, Path(folder))
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -82,6 +93,8 @@ class Workshop:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.device = find_device(settings.device)
+        if settings.models is not None and not settings.models.is_dir():
+            raise FileNotFoundError(f"models {str(settings.models)!r} is no folder: give the one that holds the models")
         self.missing: dict[str, str] = {}
         self.spent = 0.0
         self._subjects: dict[str, Subject] = {}
@@ -222,6 +235,20 @@ class Workshop:
         folder = self.settings.out / "parts" / f"{name}.{digest}"
         with locked(folder, wait=True):
             yield folder
+
+    def kept(self, path: Path, *names: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Tensors and notes in a file of a part. A damaged file counts as none: it is measured again."""
+        if not path.is_file():
+            return None
+        try:
+            tensors, notes = read_tensors(path)
+        except ValueError as error:
+            self.say(f"measured again: {error}")
+            return None
+        if not set(names) <= set(tensors) or not isinstance(notes, dict):
+            self.say(f"measured again: {path} has not all of {', '.join(names)}")
+            return None
+        return tensors, notes
 
 
 def quick_config(config: TrainConfig) -> TrainConfig:

@@ -113,3 +113,11 @@ def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:
     size = max(1, MAX_ARC_ENTRIES // max(1, entries_per_image))
     for start in range(0, batch, size):
         yield slice(start, min(batch, start + size))
+
+
+def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
+    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    if ball.mass == "absolute":
+        return torch.ones_like(mass)
+    return mass.clamp(min=torch.finfo(torch.float64).tiny)

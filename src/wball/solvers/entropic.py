@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wball import kernels
 from wball.ground import DenseCost
-from wball.solvers.batch import result_dtype, spendable
+from wball.solvers.batch import result_dtype, spendable, unit_of
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
 from wball.solvers.projection import SWEEP_TOL
 
@@ -34,6 +34,9 @@ class EntropicProjection:
 
     ``mode="paper"`` solves without the box and clamps ``w - u``, as the original procedure does: such points are in no
     ball, and their ``cost`` is nan.
+
+    Attributes:
+        unit: what a cost is divided by to be in the unit of ``eps``: the image's mass, or 1.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class EntropicProjection:
         self._grid = self.x.float() if x.ndim == 4 else self.x.float()[:, None, None, :]
         self._moves = _moves(ball, self._grid)
         mass = self._grid.double().flatten(1).sum(1)
+        self.unit = unit_of(ball, self.x)
         self._tau = mass / reg
         self._u: Tensor | None = None
         self._psi = torch.full_like(mass, 0.1)
@@ -97,7 +101,7 @@ class EntropicProjection:
         part = object.__new__(EntropicProjection)
         part.__dict__.update(self.__dict__)
         part.ball = self.ball.take(index)
-        for name in ("x", "budget", "_grid", "_tau", "_psi"):
+        for name in ("x", "budget", "unit", "_grid", "_tau", "_psi"):
             setattr(part, name, getattr(self, name)[index])
         part._u = None if self._u is None else self._u[index]
         return part
