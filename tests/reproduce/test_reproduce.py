@@ -334,10 +334,32 @@ def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
     said = " ".join(MNIST_CURVES.remarks(data))
     assert "**falls**" in said and "from 80.0 % to 10.0 %" in said and "90.0 % of the paper's attack's" in said
     assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "20.0 %", "10.0 %"]
+    assert "first" not in said and "begins" not in said
+    early = {"eps": 0.05, "paper_attack": 0.9, "same_ball": 0.3, "standard_attack": 0.0}  # the curves begin at 0.1
+    fewer = {**curve(0.9, 0.1), "images": 5}
+    other = {**data, "models": [{**model, "standard_attack": fewer, "at": [early, *model["at"]]}]}
+    said = " ".join(MNIST_CURVES.remarks(other))
+    assert "from 80.0 % to 10.0 %" in said and "begins at eps 0.1" in said and "the first 5 of the 10 images" in said
+    assert [t.rows[0][-2] for t in MNIST_CURVES.tables(other)] == [None, None, None]
     pytest.importorskip("matplotlib")
     assert MNIST_CURVES.draw is not None
     titles = [axis.get_title() for axis in MNIST_CURVES.draw(data).axes]
     assert titles == ["the paper's attack (a)", "ours, valid examples (a)"]
+
+
+def test_remarks_say_no_more_than_their_data() -> None:
+    row = {"dataset": "mnist", "label": "standard", "paper": 0.9890, "accuracy": 0.9887}
+    nominal, digits = RECIPES["nominal-accuracies"], RECIPES["lambda-p"]
+    assert nominal.remarks({"rows": [row]}) == ["Less accurate than the paper's: MNIST standard (by 0.03 points)."]
+    assert nominal.remarks({"rows": [{**row, "accuracy": 0.9890}]})[0].startswith("Every model is at least as accurate")
+    cells = [{"lambda": 1.0, "p": 1.0, "radius": [0.3, None, 0.6, 0.4, 0.5]}]
+    (table,) = digits.tables({"cells": cells})
+    assert table.rows == [["1", "0.45 (4/5)"]]  # the median, not the upper one
+    pixels = [{"wasserstein": 1.0, "linf": 0.5}, {"wasserstein": 0.6, "linf": 0.2}]
+    assert "costs 1.5 times" in RECIPES["six-pixels"].remarks({"rows": pixels})[0]
+    fell = {"claim": "a", "eps": 0.1, "paper": 0.5, "paper_attack": 0.4, "same_ball": 0.3, "standard_attack": 0.2}
+    (table,) = RECIPES["headlines"].tables({"rows": [{**fell, "images": [10_000, 1_000]}]})
+    assert table.rows[0][-4:] == ["40.0 %", "30.0 %", "20.0 %", "10,000; 1,000"]
 
 
 def test_windows_and_certificates_from_their_data() -> None:
@@ -352,6 +374,7 @@ def test_windows_and_certificates_from_their_data() -> None:
     (table,) = windows.tables(data)
     assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
     assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
+    assert "it leaves here, at eps 0.10, 40.0 % with 3 x 3" in windows.remarks(data)[0]
     methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]
     seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
     lines = [

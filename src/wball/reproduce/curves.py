@@ -98,13 +98,19 @@ def _tables(data: Data) -> list[Table]:
         ("standard_attack", "ours in the ball of the paper's text, valid examples only"),
     ):
         rows = [
-            [m["label"], percent(m[key]["curve"][0]["accuracy"]), *(percent(point[key]) for point in m["at"])]
+            [m["label"], percent(m[key]["curve"][0]["accuracy"]), *(percent(_tried(m, key, p)) for p in m["at"])]
             for m in data["models"]
         ]
         about = data["models"][0][key]
         heading = f"Under {title} ({about['attack']}; {about['images']:,} images)"
         out.append(Table(["model", "clean", *(f"eps {r:g}" for r in radii)], rows, heading))
     return out
+
+
+def _tried(model: Data, key: str, point: Data) -> float | None:
+    """The accuracy at a radius; ``None`` below the first radius that the attack tried: it says nothing there."""
+    share: float = point[key]
+    return share if point["eps"] >= min(p["eps"] for p in model[key]["curve"] if p["eps"] > 0) - 1e-9 else None
 
 
 def _draw(data: Data) -> Figure:
@@ -120,7 +126,8 @@ def _draw(data: Data) -> Figure:
 def _remarks(data: Data) -> list[str]:
     said = []
     for m in data["models"]:
-        lower = [p for p in m["at"] if p["standard_attack"] < p["paper_attack"] - 0.01]
+        tried = [p for p in m["at"] if None not in (_tried(m, "paper_attack", p), _tried(m, "standard_attack", p))]
+        lower = [p for p in tried if p["standard_attack"] < p["paper_attack"] - 0.01]
         if lower:
             worst = max(lower, key=lambda p: p["paper_attack"] - p["standard_attack"])
             said.append(
@@ -128,6 +135,12 @@ def _remarks(data: Data) -> list[str]:
                 f"{percent(worst['paper_attack'])} to {percent(worst['standard_attack'])} "
                 f"({percent(worst['same_ball'])} in the very ball of the paper's attack)."
             )
+    theirs, ours = (data["models"][0][key]["images"] for key in ("paper_attack", "standard_attack"))
+    if theirs != ours:
+        said.append(f"StandardAttack was run on the first {ours:,} of the {theirs:,} images of the paper's attack.")
+    first = min(p["eps"] for m in data["models"] for p in m["paper_attack"]["curve"] if p["eps"] > 0)
+    if any(p["eps"] < first - 1e-9 for m in data["models"] for p in m["at"]):
+        said.append(f"The paper's attack begins at eps {first:g}: it says nothing about smaller radii.")
     off = [m["paper_attack"]["examples"] for m in data["models"]]
     found, lost = sum(e["found"] for e in off), sum(e["mass_off"] for e in off)
     if found:
@@ -296,6 +309,7 @@ def _draw_windows(data: Data) -> Figure:
 
 def _window_remarks(data: Data) -> list[str]:
     by = {(r["name"], r["window"], r["p"]): r["paper_attack"]["curve"][-1]["accuracy"] for r in data["rows"]}
+    last = data["rows"][0]["paper_attack"]["curve"][-1]["eps"]
     said = []
     for p in dict.fromkeys(r["p"] for r in data["rows"]):
         three, five = (by.get(("mnist-linf-provable", window, p)) for window in (3, 5))
@@ -307,7 +321,7 @@ def _window_remarks(data: Data) -> list[str]:
     if said:
         said[0] = (
             "The paper finds that only 3 x 3 plans are too small: its attack leaves 41 % of the l-inf robust model's "
-            f"images at eps 1.83. {said[0].replace('it leaves', 'it leaves here')}"
+            f"images at eps 1.83. {said[0].replace('it leaves', f'it leaves here, at eps {last:.2f},')}"
         )
     return said
 
@@ -358,6 +372,7 @@ def _measure_headlines(shop: Workshop) -> Data:
 
 def _headline_tables(data: Data) -> list[Table]:
     head = ["claim (accuracy that is left)", "eps", "paper", "its attack, here", "ours, same ball", "StandardAttack"]
+    head.append("images (its attack; ours)")
     return [
         Table(
             head,
@@ -369,6 +384,7 @@ def _headline_tables(data: Data) -> list[Table]:
                     percent(r["paper_attack"]),
                     percent(r["same_ball"]),
                     percent(r["standard_attack"]),
+                    "; ".join(f"{count:,}" for count in r["images"]),
                 ]
                 for r in data["rows"]
             ],

@@ -68,7 +68,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def remarks(data: Data) -> list[str]:
-    below = [r for r in data["rows"] if r["paper"] is not None and r["accuracy"] < r["paper"] - 0.0005]
+    below = [r for r in data["rows"] if r["paper"] is not None and r["accuracy"] < r["paper"] - 1e-9]
     if not below:
         return ["Every model is at least as accurate on clean images as the paper's."]
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,14 @@ def _draw_six(data: Data) -> Figure:
     return sums(rows)
 
 
+def _six_remark(moved: dict[str, Any], greyer: dict[str, Any]) -> str:
+    dear = (greyer["wasserstein"] / greyer["linf"]) / (moved["wasserstein"] / moved["linf"])
+    return (
+        f"For the same l-inf change, making pixels greyer costs {dear:.1f} times the Wasserstein distance that moving "
+        "them by one does."
+    )
+
+
 SIX_PIXELS = Recipe(
     "six-pixels",
     "Wasserstein and l-inf distance on six pixels",
@@ -79,7 +88,7 @@ SIX_PIXELS = Recipe(
     _measure_six,
     _six_tables,
     _draw_six,
-    lambda data: ["Each change is cheap in one distance and dear in the other, for its size."],
+    lambda data: [_six_remark(*data["rows"])],
 )
 
 
@@ -325,7 +334,7 @@ def _measure_grid(shop: Workshop) -> Data:
 def _cell(cell: dict[str, Any]) -> str:
     found = [r for r in cell["radius"] if r is not None]
     many = f"{len(found)}/{len(cell['radius'])}"
-    return many if not found else f"{sorted(found)[len(found) // 2]:.2f} ({many})"
+    return many if not found else f"{statistics.median(found):.2f} ({many})"
 
 
 def _grid_tables(data: Data) -> list[Table]:
