@@ -28,16 +28,16 @@ def test_linear_gain_is_the_support_function(eps: float) -> None:
     torch.testing.assert_close(linear_gain(g, x, ball, max_iter=60), exact, atol=1e-8, rtol=1e-8)
 
 
-def test_the_gradient_of_linear_gain_moves_mass() -> None:
-    g, x = rows(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_linear_gain_moves_mass_to_the_maximiser(dtype: torch.dtype) -> None:
+    """All of it, with the pixel that hesitates between two moves: otherwise rounding decides, and runs differ."""
+    g, x = (v.to(dtype) for v in rows(1))
     g.requires_grad_(True)
-    gain = linear_gain(g, x, WassersteinBall(0.2, GridCost(3), box=None), max_iter=60)
+    ball = WassersteinBall(0.2, GridCost(3), box=None)
+    gain = linear_gain(g, x, ball)
     (moved,) = torch.autograd.grad(gain.sum(), g)
-    torch.testing.assert_close(moved.sum((2, 3)), torch.zeros(4, 1, dtype=g.dtype), atol=1e-12, rtol=0)
-    assert bool((x + moved >= -1e-12).all())
-    # At the best price one pixel may hesitate between staying and moving; all others agree with the maximiser.
-    earned = (g * moved).flatten(1).sum(1)
-    assert bool((earned > 0.7 * gain).all()) and bool((earned < 1.3 * gain).all())
+    torch.testing.assert_close(x + moved, ball.support(x, g.detach()).point, atol=1e-4, rtol=0)
+    torch.testing.assert_close((g * moved).flatten(1).sum(1), gain, atol=1e-6, rtol=1e-6)
 
 
 def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:

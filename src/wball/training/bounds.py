@@ -130,9 +130,10 @@ def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
 def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16) -> Tensor:
     r"""The most that ``<g, z - x>`` can be over the ball without its box, ``(B,)``, differentiable in ``g``.
 
-    .. math:: \min_{\psi \ge 0}\; \psi E + \sum_i x_i \max_j \big( g_j - g_i - \psi C_{ij} \big)^+
+    .. math:: \max_z\; \langle g, z - x \rangle \quad\text{over the moves of the ball's window}
 
-    over the moves of the ball's window. ``psi`` is searched for without gradient: at the minimum it has none.
+    The gradient is ``z - x`` at the maximum (Danskin). ``z`` mixes two plans so that the budget is spent: a single plan
+    leaves one pixel undecided, and rounding would decide for it.
     """
     if isinstance(ball.cost, DenseCost):
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
@@ -140,14 +141,7 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
     with torch.no_grad():
         name = kernels.choose(x, moves, "linear_maximum")
         search = kernels.load(name).linear_maximum if name != "torch" else reference_support.linear_maximum
-        psi = search(g.detach(), x, budget, moves, max_iter=max_iter).psi.to(g.dtype)
-    reach = max((max(abs(r), abs(c)) for r, c, _ in moves), default=0)
-    height, width = g.shape[-2:]
-    around = F.pad(g, (reach,) * 4, value=-torch.inf)
-    rings: dict[float, Tensor] = {}
-    for r, c, cost in moves:
-        end = around[..., reach + r : reach + r + height, reach + c : reach + c + width]
-        rings[cost] = torch.maximum(rings[cost], end) if cost in rings else end
-    price = psi.view(-1, 1, 1, 1)
-    best = torch.stack([ring - price * cost for cost, ring in rings.items()]).amax(0)
-    return psi * budget.to(g.dtype) + ((best - g) * x).flatten(1).sum(1)
+        found = search(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
+        assert found.z is not None
+        moved = found.z.to(g.dtype) - x
+    return (g * moved).flatten(1).sum(1)
