@@ -24,6 +24,7 @@ from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, d
 from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
+from wball.reproduce.draw import curves
 from wball.reproduce.page import ASSETS, text, write
 from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
@@ -388,6 +389,19 @@ def test_windows_and_certificates_from_their_data() -> None:
     pytest.importorskip("matplotlib")
     assert windows.draw is not None and proofs.draw is not None
     assert len(windows.draw(data).axes) == 2 and len(proofs.draw(proved).axes[0].lines) == 3
+
+
+def test_curves_share_their_axis_and_one_legend() -> None:
+    pytest.importorskip("matplotlib")
+    small = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.001, 0.9), (0.1, 0.1))]
+    large = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.01, 0.5), (0.05, 0.2))]
+    figure = curves([("one", [("a", small)]), ("two", [("a", large), ("b", large)])], "px", log=True)
+    left, right = figure.axes
+    assert left.get_xlim() == right.get_xlim()  # the same radius at the same place
+    assert [t.get_text() for t in left.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
+    assert left.lines[0].get_xdata()[0] == right.lines[0].get_xdata()[0] == left.get_xticks()[0] < 0.001
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["a", "b"]  # b is in the second panel alone
 
 
 def test_results_of_another_format_are_refused(tmp_path: Path) -> None:

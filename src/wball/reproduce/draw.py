@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +29,17 @@ def curves(
     with style():
         columns = min(2, len(panels))
         lines = -(-len(panels) // columns)
-        figure = new_figure((WIDTH * columns, 0.72 * WIDTH * lines))
-        axes = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=share_radius and not log)
         order = list(dict.fromkeys(label for _, shown in panels for label, _ in shown))
+        figure = new_figure((WIDTH * columns, 0.72 * WIDTH * lines + 0.15 * -(-len(order) // 3)))
+        axes = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=share_radius)
+        radii = [p["eps"] for _, shown in panels for _, curve in shown for p in curve if p["eps"] > 0]
+        edge = min(radii, default=1.0) / 2  # on a logarithmic axis the clean accuracy stands at the left edge
+        known = {}
         for axis, (title, shown) in zip(axes.flat, panels, strict=False):
             for label, curve in shown:
                 number = order.index(label)
-                # On a logarithmic axis the clean accuracy stands at the left edge.
-                low = min((p["eps"] for _, c in shown for p in c if p["eps"] > 0), default=1.0)
-                eps = [max(p["eps"], low / 1.5) if log else p["eps"] for p in curve]
-                axis.plot(
+                eps = [max(p["eps"], edge) if log else p["eps"] for p in curve]
+                (known[label],) = axis.plot(
                     eps,
                     [100 * p["accuracy"] for p in curve],
                     label=label,
@@ -51,6 +53,9 @@ def curves(
             axis.set(ylim=(-2, 102))
             if log:
                 axis.set_xscale("log")
+                decades = [10.0**k for k in range(math.ceil(math.log10(edge)), math.ceil(math.log10(max(radii))) + 1)]
+                shown_at = [d for d in decades if d <= 1.5 * max(radii)]
+                axis.set_xticks([edge, *shown_at], ["0", *(f"{d:g}" for d in shown_at)])
             else:
                 axis.set_xlim(left=0)
         for axis in axes[:, 0]:
@@ -59,7 +64,8 @@ def curves(
             axis.set_xlabel(rf"radius $\epsilon$ ({unit})")
         for axis in list(axes.flat)[len(panels) :]:
             axis.set_visible(False)
-        axes[0, 0].legend(fontsize=6.5)
+        # Below the panels: inside it would hide lines, and no panel need have them all.
+        figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(3, len(known)), fontsize=6.5)
         return figure
 
 
@@ -71,13 +77,15 @@ def sums(
         images = [(unpack(a), unpack(b)) for _, a, b, _ in rows]
         top = scale or max(float(np.abs((b - a).sum(0)).max()) for a, b in images) or 1.0
         lines = -(-len(rows) // columns)
-        figure = new_figure((0.9 * WIDTH * columns, 0.33 * WIDTH * lines))
-        grid = figure.subplots(lines, 3 * columns, squeeze=False)
+        tall = max(0.4, *(x.shape[-2] / x.shape[-1] for x, _ in images))
+        figure = new_figure((0.9 * WIDTH * columns, 0.33 * WIDTH * lines * tall))
+        widths = ([1.0, 1.0, 1.0, 0.15] * columns)[:-1]  # a gap between one sum and the next
+        grid = figure.subplots(lines, len(widths), squeeze=False, width_ratios=widths)
         for axis in list(grid.flat):
             axis.set_visible(False)
         picture: Any = None
         for k, ((title, _, _, note), (x, z)) in enumerate(zip(rows, images, strict=True)):
-            line, column = k % lines, 3 * (k // lines)
+            line, column = k % lines, 4 * (k // lines)
             a, b, c = grid[line, column : column + 3]
             for axis in (a, b, c):
                 axis.set_visible(True)
@@ -89,7 +97,9 @@ def sums(
             c.set_title(note, fontsize=6.5, loc="right", pad=2)
             for axis, sign in ((b, "+"), (c, "=")):
                 axis.text(-0.12, 0.5, sign, transform=axis.transAxes, ha="center", va="center")
-        figure.colorbar(picture, ax=grid, shrink=0.7, aspect=25, pad=0.02).ax.tick_params(labelsize=6)
+        bar = figure.colorbar(picture, ax=grid, shrink=0.8, aspect=25 if tall > 0.5 else 8, pad=0.02)
+        bar.ax.tick_params(labelsize=6)
+        bar.set_label("change of a pixel", fontsize=6.5)
         return figure
 
 
