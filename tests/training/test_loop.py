@@ -361,9 +361,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="every must be"):
         Evaluation(every=0)
     attack = DualAveraging(WassersteinBall(0.1))
-    for name in ("", "a/b", "..", "checkpoint"):
+    for name in ("", "a/b", "..", "checkpoint", 5):
         with pytest.raises(ValueError, match="name must be a file name"):
             small_config(name=name)
+    for seed in (1.5, None, True, -1, 2**63):
+        with pytest.raises((TypeError, ValueError), match="seed must be"):
+            small_config(seed=seed)
     with pytest.raises(TypeError, match=r"adversary must be a wball.training.Adversary, got DualAveraging"):
         small_config(adversary=attack)
     with pytest.raises(ValueError, match="goes without an adversary"):

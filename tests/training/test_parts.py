@@ -174,6 +174,10 @@ def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
         override(preset("mnist-adversarial"), "adversary.attack.until_success", "no")
     with pytest.raises(ValueError, match="lr must be a number, got 'fast'"):
         override(preset("mnist-adversarial"), "optimisation.lr", "fast")
+    for path, value in (("optimisation.ema", None), ("adversary.low", None), ("optimisation.lr", True)):
+        with pytest.raises(ValueError, match=rf"(ema|low|lr) must be a number, got {value}"):
+            override(preset("mnist-adversarial"), path, value)
+    assert override(preset("mnist-adversarial"), "optimisation.clip", None).optimisation.clip is None
     with pytest.raises(ValueError, match="unknown preset"):
         preset("mnist")
 

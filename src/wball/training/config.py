@@ -298,7 +298,8 @@ class TrainConfig:
     summary: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name or self.name in (".", "..", "checkpoint") or any(c in self.name for c in "/\\\0"):
+        named = isinstance(self.name, str) and self.name not in ("", ".", "..", "checkpoint")
+        if not named or any(c in self.name for c in "/\\\0"):
             raise ValueError(
                 f'name must be a file name without folders, other than "checkpoint" (which is taken), got {self.name!r}'
             )
@@ -314,6 +315,8 @@ class TrainConfig:
             )
         inputs.check_count("epochs", self.epochs)
         inputs.check_count("batch_size", self.batch_size)
+        if inputs.check_count("seed", self.seed, least=0) >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         inputs.check_count("augment", self.augment, least=0)
         inputs.check_count("cutout", self.cutout, least=0)
         for name in ("noise", "affine"):

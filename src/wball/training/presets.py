@@ -284,8 +284,8 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     0.5
     """
     name, _, rest = path.partition(".")
-    if not dataclasses.is_dataclass(settings) or name not in {f.name for f in dataclasses.fields(settings)}:
-        known = [f.name for f in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
+    known = {f.name: str(f.type) for f in dataclasses.fields(settings)} if dataclasses.is_dataclass(settings) else {}
+    if name not in known:
         raise ValueError(f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}")
     inner = getattr(settings, name)
     if rest and inner is None:
@@ -294,6 +294,7 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     # Text that was meant for something else is mostly taken for true.
     if not rest and isinstance(inner, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
-    if not rest and isinstance(inner, (int, float)) and isinstance(value, str):
+    allowed = type(value) in (int, float) or (value is None and "None" in known[name])
+    if not rest and type(inner) in (int, float) and not allowed:
         raise ValueError(f"{name} must be a number, got {value!r}")
     return dataclasses.replace(settings, **{name: changed})  # type: ignore[type-var]
