@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ OTHERS = {
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
     parser.add_argument("--render", type=Path, metavar="JSON", help="only draw table and plot of an earlier run")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def measurements(given: argparse.Namespace, sources: list[Images], common: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -66,11 +66,12 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
         yield from projection.quality(sources[0], given.seed)
 
 
-def main() -> None:
-    if sys.argv[1:2] and sys.argv[1] in OTHERS:
-        OTHERS[sys.argv[1]](sys.argv[2:])
+def main(words: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if words is None else list(words)
+    if words and words[0] in OTHERS:
+        OTHERS[words[0]](words[1:])
         return
-    given = arguments()
+    given = arguments(words)
     if given.render is not None:
         found, about, remarks = report.read(given.render)
         remarks = remarks or targets.targets(found) + projection.ratios(found)  # none yet where a run was stopped

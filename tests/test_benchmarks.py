@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import oracle, peers, projection, report, targets, warm
+from benchmarks.__main__ import main
 from benchmarks.inputs import Images, cifar10, scenes
 from benchmarks.timing import Machine, Time, measure
 
@@ -51,6 +52,18 @@ def test_rows_of_both_works_and_the_report(tmp_path: Path, monkeypatch: pytest.M
     assert report.read(tmp_path / "out" / "bench.json")[0] == rows
     table = (tmp_path / "out" / "bench.md").read_text()
     assert "not measured" in table and "a remark" in table
+
+
+def test_the_command_takes_its_words_from_a_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wball bench` calls it so."""
+    monkeypatch.setattr(sys, "argv", ["wball", "bench", "--nonsense"])
+    monkeypatch.setattr("benchmarks.__main__.measurements", lambda *given: iter([{"work": "w", "method": "m"}]))
+    monkeypatch.setattr("benchmarks.__main__.machine", lambda device: CHIP)
+    main(["--device", "cpu", "--out", str(tmp_path / "bench"), "--quick"])
+    assert [row["method"] for row in report.read(tmp_path / "bench.json")[0]] == ["m"]
+    (tmp_path / "bench.md").unlink()
+    main(["--render", str(tmp_path / "bench.json")])
+    assert (tmp_path / "bench.md").is_file()
 
 
 def test_ratios_compare_the_same_batch_only() -> None:
