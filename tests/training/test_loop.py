@@ -255,7 +255,8 @@ def test_averaged_weights_can_be_trained_further() -> None:
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".checkpoint.safetensors.123.part").write_bytes(b"half")
+    for name in ("checkpoint.safetensors", "small.safetensors", "small.json"):
+        (tmp_path / f".{name}.123.part").write_bytes(b"half")
     train(small_config(epochs=1, adversary=None), small_data(32), model=small_model(), out=tmp_path)
     assert not list(tmp_path.glob("*.part")) and not list(tmp_path.glob(".*.part"))
 
@@ -302,7 +303,10 @@ def test_images_come_in_the_precision_of_the_model() -> None:
     single = train(config, (x, y), model=small_model())
     wide = train(config, (x.double(), y), (x.half(), y), model=small_model())
     assert torch.equal(weights(single.model), weights(wide.model))
-    assert weights(train(config, (x, y), (x, y), model=small_model().double()).model).dtype == torch.float64
+    double = train(small_config(epochs=1, batch_size=32), (x, y), (x, y), model=small_model().double())
+    assert weights(double.model).dtype == torch.float64
+    loss = torch.tensor(double.history[0]["loss"], dtype=torch.float64)
+    assert loss != loss.float()  # not by way of float32
     assert accuracy(small_model(), x.double(), y) == accuracy(small_model().double(), x, y)
     with pytest.raises(TypeError, match=r"bfloat16: train it with model.float\(\), and bf16"):
         train(config, (x, y), model=small_model().bfloat16())
@@ -343,6 +347,12 @@ def test_measurements_refuse_what_means_nothing() -> None:
         verified_accuracy(model, x, y, -0.1)
     with pytest.raises(TypeError, match="attack must be"):
         robust_accuracy(model, x, y, "pgd")  # type: ignore[arg-type]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(NotADirectoryError, match=r"out must be a folder, but .* is a file"):
+        train(small_config(), small_data(32), model=small_model(), out=tmp_path / "out")
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

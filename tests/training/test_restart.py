@@ -18,7 +18,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.worker import run, run_until_stopped, run_with_statistics, small_config, small_data, small_model
+from training.worker import (
+    kinds,
+    run,
+    run_kinds,
+    run_until_stopped,
+    run_with_statistics,
+    small_config,
+    small_data,
+    small_model,
+)
 from wball.training import state, train
 
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
@@ -111,6 +120,30 @@ def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path)
     assert cards[0]["training"]["processes"] == 2
 
 
+def test_two_processes_train_every_kind_of_model_as_one(tmp_path: Path) -> None:
+    assert [wait(p) for p in start_two(tmp_path / "two", run_kinds)] == [0, 0]
+    for kind, (config, model) in kinds().items():
+        whole = train(config, small_data(), small_data(1), model=model, out=tmp_path / "one" / kind)
+        assert largest_difference(tmp_path / "two" / kind, tmp_path / "one" / kind) < 1e-6, kind
+        lines = (tmp_path / "two" / kind / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["loss"] == pytest.approx(whole.history[-1]["loss"], abs=1e-5)
+
+
+def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> None:
+    config = small_config(adversary=None)
+
+    def stop(record: dict[str, object]) -> None:
+        if record["epoch"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, small_data(32), model=small_model(), out=tmp_path, on_epoch=stop)
+    (tmp_path / "metrics.jsonl").unlink()
+    result = train(config, small_data(32), model=small_model(), out=tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == result.history and len(lines) == 3
+
+
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.safetensors"
     state.save_state(path, {"a": torch.ones(2)}, {"step": 1})
@@ -118,7 +151,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatc
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         state.save_state(path, {"a": torch.zeros(2)}, {"step": 2})
     tensors, header = state.load_state(path)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wball import DualAveraging, WassersteinBall, load_sample
-from wball.training import Adversary, Evaluation, Optimisation, TrainConfig, distributed, train
+from wball.training import Adversary, Evaluation, Optimisation, Provable, Smooth, TrainConfig, distributed, train
 
 
 def small_model() -> nn.Module:
@@ -54,6 +54,38 @@ def run(out: str, environment: dict[str, str]) -> None:
     with distributed.launched("cpu"):
         data = small_data()
         train(small_config(), data, data, model=small_model(), out=out, checkpoint_every=1)
+
+
+class WithIdlePart(nn.Module):
+    """Some parameters have no part in the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.idle = small_model(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x)
+        return logits
+
+
+def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
+    """One short run of each kind, but for the adversarial one."""
+    plain = small_config(epochs=1, adversary=None)
+    return {
+        "idle": (plain, WithIdlePart()),
+        "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
+        "provable": (dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))), small_model()),
+        "smooth": (dataclasses.replace(plain, epochs=3, noise=0.01, smooth=Smooth(0.1, ramp=0.0)), small_model()),
+    }
+
+
+def run_kinds(out: str, environment: dict[str, str]) -> None:
+    """Each kind in a folder of its own, measured on a single image: less than one for each process."""
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    with distributed.launched("cpu"):
+        for kind, (config, model) in kinds().items():
+            train(config, small_data(), small_data(1), model=model, out=Path(out, kind))
 
 
 def run_until_stopped(out: str, environment: dict[str, str]) -> None:

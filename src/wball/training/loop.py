@@ -107,6 +107,8 @@ def train(
         )
     world, device = distributed.current(), torch.device(device)
     folder = None if out is None else Path(out)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
     with torch.random.fork_rng(devices=[]):
         # A loader that shuffles gives every process, and every restart, the images in the same order.
         torch.default_generator.manual_seed(config.seed)
@@ -133,7 +135,7 @@ def train(
     network: Any = torch.compile(model) if options.compile else model
     objective: nn.Module = Objective(network, config, x)
     if world.size > 1:
-        objective = DistributedDataParallel(objective)
+        objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
     opponent = None
     if config.adversary is not None:
         opponent = Opponent(config.adversary, options, network, len(x), config.seed)
@@ -327,7 +329,6 @@ class _Run:
             "history": self.history,
             "data": self.data,
             "init": self.origin,
-            "metrics": self.log.synced() if self.log is not None else 0,
             "torch": torch.__version__,
         }
         save_state(path, tensors, header)
@@ -340,7 +341,6 @@ class _Run:
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
         found = load_state(path) if path is not None and self.world.main and path.is_file() else None
         found = self.world.share(found)
-        header: dict[str, Any] = {}
         if found is not None:
             tensors, header = found
             _check_same(header["config"], describe(self.config), str(path))
@@ -362,9 +362,9 @@ class _Run:
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
-            for piece in self.folder.glob(".checkpoint.safetensors.*.part"):  # of a process killed while it wrote
+            for piece in self.folder.glob(".*.part"):  # of a process killed while it wrote; the folder is ours alone
                 piece.unlink()
-            self.log = MetricsLog(self.folder, header.get("metrics", 0), self.step)
+            self.log = MetricsLog(self.folder, self.history, self.step)
         self._tick = time.perf_counter()
         self.progress()
 
@@ -453,6 +453,14 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         ) from error
     check_classes(name, y, logits)
     return x
+
+
+def _idle(model: nn.Module, x: Tensor) -> bool:
+    """Whether some parameters have no part in the logits: their gradients must not be waited for."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
+        logits = ask(model.eval(), x[:2])
+        return any(g is None for g in torch.autograd.grad(logits.sum(), trained, allow_unused=True))
 
 
 def _seed(number: int, device: torch.device) -> None:

@@ -57,7 +57,7 @@ class Objective(nn.Module):
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=options.bf16):
             logits: Tensor = self.model(x)
-        return logits.float()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)

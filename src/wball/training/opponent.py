@@ -23,7 +23,7 @@ class Victim(nn.Module):
             z = z.contiguous(memory_format=torch.channels_last)
         with torch.autocast(z.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False):
             logits: Tensor = self.model(z)
-        return logits.float()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Opponent:

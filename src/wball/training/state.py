@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -104,34 +103,32 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 class MetricsLog:
     """Metrics as JSON lines, and in TensorBoard where that is installed.
 
-    The file only grows; a run that goes on from a checkpoint first cuts it to the length it had then, so that no step
-    appears twice.
+    The file only grows; a run that goes on from a checkpoint first writes it anew from the checkpoint's ``history``, so
+    that no epoch appears twice or not at all, whatever happened to the file.
     """
 
-    def __init__(self, folder: Path, length: int, step: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("ab")
-        self._file.truncate(length)
+    def __init__(self, folder: Path, history: list[dict[str, Any]], step: int) -> None:
+        path = folder / "metrics.jsonl"
+        write_whole(path, b"".join(map(_line, history)))
+        self._file = path.open("ab")
         self._board = _tensorboard(folder, step)
 
     def write(self, record: dict[str, Any]) -> None:
-        self._file.write((json.dumps(record) + "\n").encode())
+        self._file.write(_line(record))
         self._file.flush()
         if self._board is not None:
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(name, value, record["step"])
 
-    def synced(self) -> int:
-        """The length of the file, all of which is on the disk now."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END)
-
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record) + "\n").encode()
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
