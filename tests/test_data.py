@@ -321,6 +321,8 @@ def test_any_source_becomes_tensors() -> None:
     sources += [CountedStream(x), DataLoader(CountedStream(x), batch_size=2), Endless(x)]
     sources += [(x.numpy(), y.numpy().astype(kind)) for kind in ("uint8", "uint16", "int32", "float64")]
     sources += [(x.clone().requires_grad_(), y), [(image, np.array([label])) for image, label in tensors]]
+    named = [{"image": image, "label": int(label), "id": "a"} for image, label in tensors]
+    sources += [named, DataLoader(named, batch_size=3), {"x": x, "y": y}]  # type: ignore[list-item, arg-type]
     for source in sources:
         got_x, got_y = to_tensors(source)
         torch.testing.assert_close(got_x, x, rtol=0, atol=1e-7)
@@ -345,6 +347,8 @@ def test_to_tensors_refuses_with_a_reason() -> None:
         ([x[0], x[1], x[2]], TypeError, "pairs"),
         ([(x[0], 0), (x[0, :, 1:], 1)], ValueError, "different shapes"),
         ([("a.png", 1)], TypeError, "str"),
+        ([{"image": x[0], "x": x[0], "label": 1}], TypeError, "'image', 'x', 'label'.*not clear"),
+        ([{"picture": x[0], "label": 1}], TypeError, "'picture', 'label'.*not clear"),
         (3, TypeError, "got int"),
     ]:
         with pytest.raises(kind, match=message):
@@ -499,6 +503,30 @@ def test_complete_part_needs_no_bytes(tmp_path: Path, server: Server) -> None:
     (tmp_path / "mnist" / f"{name}.part").write_bytes(server.files[name])
     wball.download("mnist", tmp_path, source=source)
     assert (tmp_path / "mnist" / name).read_bytes() == server.files[name]
+
+
+@pytest.mark.parametrize("length", [100, 10**6])
+def test_a_part_of_something_else_is_no_obstacle(tmp_path: Path, server: Server, length: int) -> None:
+    """A single mirror, and a part that it did not send: shorter than the file, or longer."""
+    source = mnist_source(server)
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz.part").write_bytes(bytes(length))
+    wball.download("mnist", tmp_path, source=source)
+    assert len(load_dataset("mnist", tmp_path, "train")[1]) == 50
+
+
+def test_a_full_disk_is_not_taken_for_a_dead_line(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mnist_source(server, server.url, server.url)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        wball.download("mnist", tmp_path, source=source)
+    assert error.value.errno == 28 and len(server.requests) == 1
 
 
 def test_wrong_checksum_is_thrown_away_and_the_next_mirror_tried(tmp_path: Path, server: Server) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -33,6 +33,10 @@ PathLike = str | os.PathLike[str]
 CIFAR10_RECORDS = 10_000
 """Images in each file of CIFAR-10."""
 _CIFAR10_BYTES = 1 + 3 * 32 * 32
+
+# How dictionaries of public data sets call images and labels.
+_IMAGE_NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
+_LABEL_NAMES = ("label", "labels", "y", "target", "targets")
 
 # The MNIST label files: Fashion-MNIST uses the same file names, and taking one for the other shows nowhere else.
 _MNIST_LABELS = {
@@ -225,8 +229,8 @@ def to_tensors(
 
     Args:
         data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)``, a ``Dataset`` of (image, label) items or a
-            ``DataLoader`` of such batches. Single images are tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8)
-            or PIL images; bytes are divided by 255.
+            ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label": ...}``). Single images
+            are tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8) or PIL images; bytes are divided by 255.
         limit: take this many images at most.
         device: where the tensors go (default: where they are).
 
@@ -481,6 +485,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
 
 def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     """Batches of images and labels out of anything that can be iterated or indexed."""
+    data = [data] if isinstance(data, Mapping) else data
     # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
         source: Iterable[Any] = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
@@ -493,9 +498,8 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     labels: list[Tensor] = []
     count = 0
     for item in source:
-        if not isinstance(item, (tuple, list)) or len(item) < 2:
-            raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
-        image, label = _image(item[0]), _label(item[1])
+        given = _pair(item)
+        image, label = _image(given[0]), _label(given[1])
         if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
             image = image[None]
         images.append(image.detach())
@@ -506,6 +510,21 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     if not images:
         raise ValueError("data is empty")
     return images, labels
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    """Image and label out of an item or a batch: the first two of several, or by their usual names in a dictionary."""
+    if isinstance(item, Mapping):
+        images, labels = ([k for k in names if k in item] for names in (_IMAGE_NAMES, _LABEL_NAMES))
+        if len(images) != 1 or len(labels) != 1:
+            raise TypeError(
+                f"data gives dictionaries with {', '.join(map(repr, item))}, and which of them are image and label is "
+                "not clear: wrap it to give (image, label) pairs"
+            )
+        return item[images[0]], item[labels[0]]
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
+    return item[0], item[1]
 
 
 def _label(value: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import os
@@ -22,6 +23,8 @@ Progress = Callable[[str, int, int | None], None]
 _BLOCK = 1 << 16
 _CIFAR10_BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 _CIFAR10_BATCH_BYTES = CIFAR10_RECORDS * 3073
+_LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR}
+"""What a disk answers, and no server: another mirror would not help."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +129,19 @@ def _fetch(
     failures = []
     for mirror in mirrors:
         try:
-            _transfer(mirror + file, part, progress, timeout)
+            resumed = _transfer(mirror + file, part, progress, timeout)
+            if resumed and _md5(part) != md5:  # what was there already may be of another file
+                part.unlink()
+                _transfer(mirror + file, part, progress, timeout)
+            if _md5(part) == md5:
+                os.replace(part, target)
+                return target
+            part.unlink()
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if getattr(error, "errno", None) in _LOCAL:
+                raise
             failures.append(f"{mirror}: {_reason(error)}")
             continue
-        if _md5(part) == md5:
-            os.replace(part, target)
-            return target
-        part.unlink()
         failures.append(f"{mirror}: wrong checksum, so the file was thrown away")
     raise DownloadError(
         f"could not download {file} of {title}. Are you offline? Tried "
@@ -142,8 +150,8 @@ def _fetch(
     )
 
 
-def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> None:
-    """Append what is missing of ``url`` to ``part``; start over if the server cannot resume."""
+def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> bool:
+    """Append what is missing of ``url`` to ``part``, or start over if the server cannot resume. Whether it could."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(
         url, headers={"User-Agent": "wball", **({"Range": f"bytes={have}-"} if have else {})}
@@ -155,7 +163,7 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
             raise
         # Nothing is left to send: either it is all there, which the checksum will tell, or it is not this file.
         error.close()
-        return
+        return True
     with response:
         resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         if response.status == 206 and not resumed:
@@ -171,6 +179,7 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
                     progress(part.stem, done, total)
         if total is not None and done < total:
             raise ConnectionError(f"the connection broke after {done} of {total} bytes")
+    return resumed
 
 
 def _reason(error: Exception) -> str:
