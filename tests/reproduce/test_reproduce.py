@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ from torch import nn
 
 import wball
 from wball.attacks import PGD, GrowingRadius
-from wball.evaluate.files import read_json, write_json
+from wball.evaluate.files import locked, read_json, write_json
 from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, draw, overview, reproduce, run, workshop
 from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
@@ -434,6 +436,36 @@ def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""})
     assert (tmp_path / "six-pixels.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
+    words = [
+        "reproduce",
+        "mnist-curves",
+        "windows",
+        "--quick",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = subprocess.Popen([sys.executable, "-m", "wball.cli", *words], env=environment, stdout=subprocess.DEVNULL)
+    locks = [tmp_path / "parts" / f".{name}" for name in ("mnist-curves", "windows")]
+    while not all((lock / ".lock").exists() for lock in locks):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.send_signal(how)
+    assert command.wait(60) == (130 if how is signal.SIGTERM else -how)
+    for lock in locks:  # held until the process ends
+        with locked(lock, wait=True):
+            pass
+    assert not list(tmp_path.glob("*.json"))
 
 
 @pytest.mark.slow

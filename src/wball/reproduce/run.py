@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import platform
 import shlex
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +205,41 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
 def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs: int) -> int:
     alone = [name for name in wanted if name in ALONE]
     shared = sorted((name for name in wanted if name not in ALONE), key=lambda name: name not in LONG)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        codes = list(pool.map(partial(_one, settings=settings, figures=figures), shared))
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
+        try:
+            codes = list(pool.map(partial(_one, settings=settings, figures=figures), shared))
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a process was killed, perhaps for its memory: fewer --jobs need less, and the same command goes on"
+            ) from None
+        except BaseException:  # an interruption, which may have reached this process alone
+            _end([child for child in multiprocessing.active_children() if child not in others])
+            raise
     codes += [_one(name, settings, figures) for name in alone]
     return max(codes, default=0)
+
+
+def _end_with_parent() -> None:
+    """If the command is killed, let go of the folders: it will be given again."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End processes that may be at hours of work. They lose their current step or batch."""
+    for process in processes:
+        process.terminate()  # a training saves its state first
+    end = time.monotonic() + 10
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
 
 
 def _one(name: str, settings: Settings, figures: bool) -> int:
