@@ -34,7 +34,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
         if eps.ndim != 1:
             raise ValueError(f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}")
         eps = eps.detach().to(torch.float64)
-        if bool((~(eps >= 0) | eps.isinf()).any()):
+        if not recording(eps) and bool((~(eps >= 0) | eps.isinf()).any()):
             raise ValueError(f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}")
         return eps
     if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # an array of numpy, say
@@ -46,6 +46,11 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
     if not 0 <= value < math.inf:
         raise ValueError(f"eps must be finite and >= 0, got {value}")
     return value
+
+
+def recording(values: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded: nothing can be asked about the values then."""
+    return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_tensor(name: str, value: Tensor) -> Tensor:

@@ -129,6 +129,8 @@ class Climb:
         x, y, target: those images, their labels, and the target classes or ``None``.
         steps_done: gradient evaluations so far.
         kernel: which implementation served the ball so far; attacks report it.
+
+    With ``whole`` images that are done stay in, and keep what was found: a recording knows one batch.
     """
 
     def __init__(
@@ -141,10 +143,12 @@ class Climb:
         objective: objectives.Objective,
         until_success: bool,
         progress: Bar | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self.model, self.x, self.y, self.target = model, x, y, target
         self.within(ball)
-        self.objective, self.until_success = objective, until_success
+        self.objective, self.until_success, self._whole = objective, until_success, whole
         self.steps_done, self.kernel = 0, "none"
         self._proof: Proof | None = None
         self._all_proof: Proof | None = None
@@ -250,7 +254,7 @@ class Climb:
         return self._drop() if self.steps_done % self._every == 0 else None
 
     def _drop(self) -> Tensor | None:
-        if not self.until_success:
+        if self._whole or not self.until_success:
             return None
         kept = (~self._best.success).nonzero().squeeze(1)
         if kept.numel() == self._active.numel():

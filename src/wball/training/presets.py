@@ -66,6 +66,7 @@ def _mnist_adversarial_paper() -> TrainConfig:
         "mnist",
         "mnist-cnn",
         epochs=15,
+        optimisation=Optimisation(cuda_graph=True),
         adversary=Adversary(attack),
         evaluation=_measured(0.1, 0.3, 0.5),
         summary="The paper's network and adversarial training: projected Sinkhorn PGD, radius from 0.1 up to 2.1.",

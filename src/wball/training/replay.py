@@ -1,9 +1,10 @@
 """An attack recorded once as a CUDA graph and replayed on every batch.
 
 A step of an attack on a small network is a few hundred launches of microseconds each; a GPU waits for the host most
-of the time. An attack that keeps its batch and never asks the device for a value (:class:`~wball.DualAveraging` with
-``until_success=False``) always launches the same kernels: a graph of all its steps is one launch. The graph reads the
-network's parameters where they lie, so it attacks the network as it is at each replay.
+of the time. An attack that keeps its batch and never asks the device for a value always launches the same kernels: a
+graph of all its steps is one launch. :class:`~wball.DualAveraging` is of that kind, and so is :class:`~wball.PGD` where
+a fused kernel projects. Images that have fallen stay in the batch, which would be a waste on a large network. The graph
+reads the network's parameters where they lie, so it attacks the network as it is at each replay.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from wball.attacks import Attack, DualAveraging, objectives
+from wball.attacks import PGD, Attack, DualAveraging, objectives
 from wball.attacks.base import Climb
 from wball.attacks.model import as_found
+from wball.ball import WassersteinBall
+from wball.solvers.entropic import EntropicProjection
 
 WARM_UP = 3
 """Runs before the recording: kernels are compiled, algorithms chosen and tables built on the way."""
@@ -26,7 +29,10 @@ AGREEMENT = 0.1
 
 def can_replay(attack: Attack, x: Tensor) -> bool:
     """Whether ``attack`` on images like ``x`` may be recorded."""
-    return x.is_cuda and isinstance(attack, DualAveraging) and not attack.until_success
+    if isinstance(attack, PGD):
+        fused = isinstance(attack.ball, WassersteinBall) and EntropicProjection.serves(attack.ball, x, attack.reg)
+        return x.is_cuda and fused and attack.step != "wasserstein" and not attack.random_start
+    return x.is_cuda and isinstance(attack, DualAveraging)
 
 
 class Replay:
@@ -36,7 +42,7 @@ class Replay:
         RuntimeError: the attack could not be recorded, or the recording does not do what the attack does.
     """
 
-    def __init__(self, attack: DualAveraging, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    def __init__(self, attack: DualAveraging | PGD, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self._x, self._y = x.clone(), y.clone()
         self._draws = torch.Generator(x.device)
         self._model = model
@@ -72,12 +78,13 @@ class Replay:
 
     def _once(self) -> tuple[Tensor, Tensor]:
         attack = self._attack
-        climb = Climb(self._model, attack.ball, self._x, self._y, None, objectives.find(attack.objective), False)
+        objective = objectives.find(attack.objective)
+        climb = Climb(self._model, attack.ball, self._x, self._y, None, objective, attack.until_success, whole=True)
         attack.run(climb, self._draws)
         best = climb.finish()
         return best.z, best.success
 
-    def _check(self, attack: DualAveraging) -> None:
+    def _check(self, attack: DualAveraging | PGD) -> None:
         """Compare a replay with the attack itself at the largest radius."""
         x, y = self._x.clone(), self._y.clone()
         z, success = self(x, y, float(attack.ball.eps), seed=1)
@@ -98,7 +105,7 @@ def recorded(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Replay |
     """The attack as a graph, or ``None`` with a warning where that fails: the attack itself always works."""
     if not can_replay(attack, x):
         return None
-    assert isinstance(attack, DualAveraging)
+    assert isinstance(attack, (DualAveraging, PGD))
     try:
         return Replay(attack, model, x, y)
     except (RuntimeError, AttributeError) as error:
