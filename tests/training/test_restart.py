@@ -120,6 +120,21 @@ def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path)
     assert cards[0]["training"]["processes"] == 2
 
 
+def test_one_process_goes_on_where_two_were_killed(tmp_path: Path, undisturbed: Path) -> None:
+    processes = start_two(tmp_path, run)
+    while not (tmp_path / "checkpoint.safetensors").is_file() and all(p.is_alive() for p in processes):
+        time.sleep(0.01)
+    processes[1].kill()
+    assert [wait(p) for p in processes] == [1, -signal.SIGKILL]  # the other one does not wait for ever
+    step = state.load_state(tmp_path / "checkpoint.safetensors")[1]["step"]
+    result = train(small_config(), small_data(), small_data(), model=small_model(), out=tmp_path)
+    assert 0 < step < 18 and largest_difference(tmp_path, undisturbed) < 1e-5
+    whole = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    for mine, theirs in zip(result.history, whole, strict=True):
+        for name in ("step", "loss", "train_accuracy", "mean_radius"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-5)
+
+
 def test_two_processes_train_every_kind_of_model_as_one(tmp_path: Path) -> None:
     assert [wait(p) for p in start_two(tmp_path / "two", run_kinds)] == [0, 0]
     for kind, (config, model) in kinds().items():

@@ -247,9 +247,12 @@ class _Run:
         return share
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
-        """Account for a step. Stays on the device, because reading a value would stall a GPU (but for the first)."""
-        self.totals += torch.stack([loss.double() * images, right.double()])
-        self.step, self.images = self.step + 1, self.images + images
+        """Account for a step of all processes, so that any number of them can go on from the checkpoint.
+
+        Stays on the device, because reading a value would stall a GPU (but for the first).
+        """
+        self.totals += self.world.sum(torch.stack([loss.double() * images, right.double()]))
+        self.step, self.images = self.step + 1, self.images + images * self.world.size
         if self._first:
             self._first = False
             if self.totals.is_cuda:
@@ -260,8 +263,7 @@ class _Run:
         self, epoch: int, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
     ) -> None:
         """Measure, write the record, save."""
-        loss, right = self.world.sum(self.totals).tolist()
-        images = self.images * self.world.size
+        (loss, right), images = self.totals.tolist(), self.images
         if not math.isfinite(loss):
             raise ValueError(
                 f"the loss is {loss} in epoch {epoch + 1}: training diverged. Lower optimisation.lr (it is "
@@ -357,7 +359,6 @@ class _Run:
             unpack_optimizer(self.optimizer, part["optimizer"])
             if self.opponent is not None and self.opponent.radii.numel():
                 self.opponent.radii.copy_(tensors["radii"])
-            # Each process takes over the main one's part to stand for its own: only this epoch's mean loss sees it.
             self.totals.copy_(tensors["totals"])
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
