@@ -16,13 +16,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import nn
 
 import wball
 from wball.attacks import PGD, GrowingRadius
 from wball.evaluate.files import locked, read_json, write_json
-from wball.reproduce import RECIPES, MissingModel, Settings, Workshop, chosen, draw, overview, reproduce, run, workshop
+from wball.reproduce import (
+    RECIPES,
+    MissingModel,
+    Settings,
+    Workshop,
+    chosen,
+    draw,
+    overview,
+    reproduce,
+    run,
+    timings,
+    workshop,
+)
 from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
@@ -194,6 +206,18 @@ def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
     assert shop.subject("cifar10-linf-provable").origin == "models folder"
     with pytest.raises(MissingModel, match=r"cifar10-standard\.safetensors"):
         shop.subject("cifar10-standard")
+    for path in ("a/cifar10-linf-provable.pth", "b/cifar10-linf-provable-full-0/cifar10-linf-provable.safetensors"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        save_it = torch.save if path.endswith("pth") else save_file
+        save_it(small.state_dict(), tmp_path / path)
+        other = Workshop(replace(shop.settings, models=tmp_path / path[0])).subject("cifar10-linf-provable")
+        assert other.sha256 == shop.subject("cifar10-linf-provable").sha256
+    card = folder / "cifar10-linf-provable.json"
+    for wrong in ([], {"name": 1}, {"architecture": None}):
+        write_json(card, wrong)
+        with pytest.raises(ValueError, match="no card of a model"):
+            Workshop(shop.settings).subject("cifar10-linf-provable")
+    card.unlink()
     found = shop.subjects("cifar10-linf-provable", "cifar10-standard")
     assert [s.name for s in found] == ["cifar10-linf-provable"] and "cifar10-standard" in shop.missing
 
@@ -391,6 +415,17 @@ def test_windows_and_certificates_from_their_data() -> None:
     pytest.importorskip("matplotlib")
     assert windows.draw is not None and proofs.draw is not None
     assert len(windows.draw(data).axes) == 2 and len(proofs.draw(proved).axes[0].lines) == 3
+
+
+def test_the_time_of_compiling_is_not_counted(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, calls = timings._timed, []
+
+    def slow_at_first(way: object, device: torch.device) -> tuple[object, float]:
+        calls.append(way)
+        return work(way, device)[0], 0.25 if way in calls[:-1] else 100.0  # type: ignore[arg-type]
+
+    monkeypatch.setattr(timings, "_timed", slow_at_first)
+    assert {row["seconds"] for row in timings.measure(shop)["rows"]} == {0.25}
 
 
 def test_curves_share_their_axis_and_one_legend() -> None:

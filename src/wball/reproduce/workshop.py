@@ -32,6 +32,8 @@ from wball.training.loop import train
 from wball.training.presets import override, preset, presets
 from wball.zoo import list_models, load_model, model_card
 
+ENDINGS = (".safetensors", ".pth", ".pt")
+
 
 class MissingModel(ValueError):
     """A model that is neither in the zoo nor in the models' folder, and that must not be trained now."""
@@ -44,7 +46,8 @@ class Settings:
     Attributes:
         quick: few images, and tiny models where none are at hand: minutes on two cores. The numbers mean little.
         data: folder with the data sets; without it the bundled MNIST digits serve (quick runs only).
-        models: folder with trained models, ``NAME/NAME.safetensors``, for those that are not in the zoo.
+        models: folder with trained models, ``NAME/NAME.safetensors`` (or ``.pth``, and a card ``NAME.json`` where the
+            network is not the preset's), for those that are not in the zoo.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: of everything random.
         out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
@@ -193,23 +196,31 @@ class Workshop:
         if name not in presets():
             raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
         if not self.settings.may_train:
-            raise MissingModel(f"not in the zoo, and no {name}/{name}.safetensors in the models' folder")
+            where = (
+                "--models was not given" if self.settings.models is None else f"not in {self.settings.models}, either"
+            )
+            raise MissingModel(
+                f"{name} is not in the zoo ({where}: {name}/{name}.safetensors), and it must not be trained"
+            )
         kind = "quick" if self.quick else "full"
         folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
         with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
             config, data, test = self._training(name)
-            if not (folder / f"{name}.safetensors").is_file():
+            weights = folder / f"{name}.safetensors"
+            if not weights.is_file():
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
                 train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
-        model, architecture = _load(name, folder)
+        model, architecture = _load(name, weights)
         trained = "trained here, quick" if self.quick else "trained here by its preset"
         return model, architecture, trained
 
     def _stored(self, name: str) -> Path | None:
-        for folder in (self.settings.models, self.settings.models and self.settings.models / name):
-            if folder is not None and (folder / f"{name}.safetensors").is_file():
-                return folder
-        return None
+        """The file in the models' folder: there, in a folder of its own, or as an earlier run of recipes left it."""
+        if self.settings.models is None:
+            return None
+        left = [f"{name}-{kind}-{self.settings.seed}" for kind in ("full", *["quick"] * self.quick)]
+        places = (self.settings.models / folder / f"{name}{end}" for folder in (".", name, *left) for end in ENDINGS)
+        return next((path for path in places if path.is_file()), None)
 
     def _training(self, name: str) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
         config = preset(name, seed=self.settings.seed)
@@ -278,10 +289,13 @@ def quick_config(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _load(name: str, folder: Path) -> tuple[nn.Module, str]:
-    card = folder / f"{name}.json"
-    architecture = str(read_json(card)["architecture"]) if card.is_file() else preset(name).architecture
-    return load_weights(build_model(architecture), folder / f"{name}.safetensors"), architecture
+def _load(name: str, weights: Path) -> tuple[nn.Module, str]:
+    """A model with its card's architecture, or that of its preset where it has no card."""
+    path = weights.with_name(f"{name}.json")
+    card = read_json(path) if path.is_file() else {"architecture": preset(name).architecture}
+    if not isinstance(card, dict) or not isinstance(card.get("architecture"), str):
+        raise ValueError(f'{path} is no card of a model: it has no "architecture"; correct it or take it away')
+    return load_weights(build_model(card["architecture"]), weights), card["architecture"]
 
 
 class Clock:
