@@ -523,3 +523,7 @@ def test_a_missing_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert trained.origin == "trained here, quick"
     monkeypatch.setattr(workshop, "train", lambda *arguments, **options: pytest.fail("trained again"))
     assert Workshop(settings).subject("mnist-flow-noise").sha256 == trained.sha256
+    only = replace(settings, may_train=False)
+    assert Workshop(only).subject("mnist-flow-noise").sha256 == trained.sha256  # it is there
+    with pytest.raises(MissingModel, match="--no-train"):
+        Workshop(replace(only, seed=1)).subject("mnist-flow-noise")

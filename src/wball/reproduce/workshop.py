@@ -195,19 +195,17 @@ class Workshop:
             return model, architecture, "models folder"
         if name not in presets():
             raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
-        if not self.settings.may_train:
-            where = (
-                "--models was not given" if self.settings.models is None else f"not in {self.settings.models}, either"
-            )
-            raise MissingModel(
-                f"{name} is not in the zoo ({where}: {name}/{name}.safetensors), and it must not be trained"
-            )
         kind = "quick" if self.quick else "full"
         folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
+        weights = folder / f"{name}.safetensors"
+        if not weights.is_file() and not self.settings.may_train:
+            raise MissingModel(
+                f"neither in the zoo nor in a models' folder (--models DIR with {name}/{name}.safetensors), "
+                "and not to be trained (--no-train)"
+            )
         with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
-            config, data, test = self._training(name)
-            weights = folder / f"{name}.safetensors"
             if not weights.is_file():
+                config, data, test = self._training(name)
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
                 train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
         model, architecture = _load(name, weights)
