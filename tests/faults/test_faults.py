@@ -102,6 +102,21 @@ def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -
     assert same(tmp_path, undisturbed)
 
 
+def test_two_processes_of_a_group_share_the_work(tmp_path: Path, undisturbed: Path) -> None:
+    folder = tmp_path / "shared"
+    processes = [start(worker.in_a_group, folder, rank) for rank in range(2)]
+    assert [ended(p) for p in processes] == [0, 0]
+    assert same(folder, undisturbed)
+    rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
+    assert {row["rank"] for row in rows if row["event"] == "batch"} == {0, 1}
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".examples.safetensors.123.part").write_bytes(b"half")
+    worker.run(str(tmp_path))
+    assert not list(tmp_path.rglob("*.part"))
+
+
 def test_two_processes_and_one_folder(tmp_path: Path, undisturbed: Path) -> None:
     first = start(worker.run, tmp_path, 0.02)
     until_begun(tmp_path, first)

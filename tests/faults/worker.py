@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import wball
+import wball.kernels
 from wball.evaluate import evaluate
 from wball.evaluate.files import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
+
+wball.kernels.why_not("cpu")  # so that forked processes find it loaded
 
 
 class Halves(nn.Module):
@@ -63,6 +66,14 @@ def run(folder: str, delay: float = 0.0, dies_after: int = 10**9) -> None:
     attack = wball.DualAveraging(BALL, steps=6, random_start=1.0)
     model = Halves(delay, dies_after)
     evaluate(model, x, y, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
+
+
+def in_a_group(folder: str, rank: int) -> None:
+    """One of two processes that met without ``torchrun``."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=2)
+    run(folder)
+    torch.distributed.barrier()  # the user's own group is as it was
+    torch.distributed.destroy_process_group()
 
 
 def with_little_disk(folder: str, limit: int) -> None:

@@ -113,8 +113,8 @@ def evaluate(
         overwrite: start afresh even if ``out`` holds something.
         progress: show a bar with the time left.
 
-    Under ``torchrun`` each process takes its share of the batches (``out`` is then a folder all of them see), and all
-    return the whole result.
+    Under ``torchrun``, or in a process group of your own, each process takes its share of the batches (``out`` is then
+    a folder all of them see), and all return the whole result.
 
     >>> import wball
     >>> x, y = wball.load_sample()
@@ -162,6 +162,8 @@ def evaluate(
         if rank == 0:
             if overwrite:
                 _clear(folder)
+            for piece in folder.glob(".*.part"):  # of a process killed while it wrote; the folder is ours alone
+                piece.unlink()
             _begin(folder, {"settings": said, "provenance": origin}, batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():
@@ -511,21 +513,29 @@ def _warnings(model: Model, x: Tensor, y: Tensor) -> tuple[str, ...]:
     )
 
 
+def _place() -> tuple[int, int]:
+    """Which process of how many this is, as the process group tells it, or ``torchrun``."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def _team() -> Iterator[tuple[int, int, Callable[[], None]]]:
-    """Which process of how many this is, as ``torchrun`` tells it, and how to wait for the others."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Which process of how many this is, and how to wait for the others."""
+    rank, world = _place()
     if world == 1:
         yield 0, 1, lambda: None
         return
+    patience = timedelta(days=30)  # the slowest decides
     joined = torch.distributed.is_initialized()
     if not joined:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(days=30))  # the slowest decides
+        torch.distributed.init_process_group("gloo", timeout=patience)
+    group: Any = torch.distributed.new_group(backend="gloo", timeout=patience) if joined else None
     try:
-        yield rank, world, torch.distributed.barrier
+        yield rank, world, lambda: torch.distributed.barrier(group)
     finally:
-        if not joined:
-            torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group(group)
 
 
 @contextmanager
@@ -536,8 +546,8 @@ def _folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
             raise NotADirectoryError(f"out must be a folder, but {path} is a file")
         yield path
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("out must be given under torchrun: the processes meet in that folder")
+    if _place()[1] > 1:
+        raise ValueError("out must be given where several processes share the work: they meet in that folder")
     with tempfile.TemporaryDirectory(prefix="wball-") as folder:
         yield Path(folder)
 
