@@ -7,13 +7,12 @@ result is written after every case.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.origin import environment
+from benchmarks.origin import environment, keep
 from wball.data import load_dataset
 from wball.training import preset, train
 from wball.training.presets import override
@@ -52,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", help="cases whose title contains this")
     parser.add_argument("--out", type=Path, default=Path("results") / "epochs.json")
     given = parser.parse_args(arguments)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
+    if given.only is not None and not any(given.only in title for title in CASES):
+        parser.error(f"--only {given.only!r} is in no title; there are: {'; '.join(CASES)}")
     about = environment(given.device, given.data, given.out)
     rows = []
     for title, (name, changes, target) in CASES.items():
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
             took, images = seconds(name, changes, given)
             row = {"case": title, "preset": name, "changes": changes, "images": images, "seconds": round(took, 2)}
             rows.append(row | {"target_seconds": target})
-            given.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+            keep(given.out, {"environment": about, "rows": rows})
             print(rows[-1], flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Where a result comes from."""
+"""Where a result comes from, and how it is kept."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from wball import provenance
 from wball.ball import WassersteinBall
+from wball.whole import write_whole
 
 
 def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
@@ -18,3 +20,8 @@ def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
         if path is not None:
             about["command"] = about["command"].replace(str(path), name)
     return about | {"commit": provenance.commit()}
+
+
+def keep(path: Path, content: dict[str, Any]) -> None:
+    """Write a result that grows row by row: a run that is killed leaves the rows before, whole."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

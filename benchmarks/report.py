@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.origin import keep
 from benchmarks.timing import Machine, Time
 from wball.provenance import command, commit, device_name, versions
 
@@ -62,11 +63,8 @@ def environment(
 
 def save(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
     """The JSON alone. ``out`` names the files without their endings."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     plain = [{k: asdict(v) if isinstance(v, Time) else v for k, v in row.items()} for row in rows]
-    out.with_suffix(".json").write_text(
-        json.dumps({"environment": about, "rows": plain, "remarks": list(remarks)}, indent=1)
-    )
+    keep(out.with_suffix(".json"), {"environment": about, "rows": plain, "remarks": list(remarks)})
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
@@ -79,7 +77,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
 def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
     """JSON, table and plot."""
     save(out, rows, about, remarks)
-    out.with_suffix(".md").write_text(table(rows, about, remarks))
+    out.with_suffix(".md").write_text(table(rows, about, remarks), encoding="utf-8")
     plot(out.with_suffix(".png"), rows, about)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.origin import environment
+from benchmarks.origin import environment, keep
 from wball.data import load_dataset
 
 BLUR = 2.0
@@ -77,8 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
         "contested": contested,
         "ceiling": {eps: 1 - share / 2 for eps, share in contested.items()},
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(given.out, result)
     print(json.dumps({key: result[key] for key in ("distance", "contested", "ceiling")}))
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.origin import environment
+from benchmarks.origin import environment, keep
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certify import certified_radius, certify
@@ -165,7 +165,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so long")
     parser.add_argument("--out", type=Path, default=Path("results") / "soundness.json")
     given = parser.parse_args(arguments)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     about = environment(given.device, given.data, given.out, *map(Path, given.weights))
     about |= {"attack": "StandardAttack, standard, at the largest certified radius"}
     rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.is_file() else []
@@ -177,9 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
             break
         guess = next((v for k, v in FIRST.items() if k in name), 0.01)
         rows.append({"model": name, "method": method, **check(model, x, y, method, rounds, guess)})
-        given.out.write_text(
-            json.dumps({"environment": about, "summary": summary(rows), "rows": rows}, indent=1) + "\n"
-        )
+        keep(given.out, {"environment": about, "summary": summary(rows), "rows": rows})
         print(rows[-1], flush=True)
     total = summary(rows)
     print(total)

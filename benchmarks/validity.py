@@ -8,7 +8,6 @@ the ball, so all of them are audited: mass, box, and the exact transport distanc
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.origin import keep
 from wball import provenance
 from wball.attacks import PGD, Attack, DualAveraging, FrankWolfe, StandardAttack
 from wball.audit import DISTANCE_TOL, AuditReport, audit
@@ -135,9 +135,8 @@ def _workers(count: int) -> Iterator[Executor | None]:
 
 def write(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """What is known so far; ``out`` names the files without their endings."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
-    out.with_suffix(".md").write_text(table(about, rows))
+    keep(out.with_suffix(".json"), {"environment": about, "rows": rows})
+    out.with_suffix(".md").write_text(table(about, rows), encoding="utf-8")
 
 
 def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ def test_times_the_second_epoch_and_records_how(tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_case_is_a_preset_with_settings_it_has() -> None:
-    for name, changes, _ in epochs.CASES.values():
+    for title, (name, changes, _) in epochs.CASES.items():
         config = preset(name)
         for path, value in changes.items():
             config = override(config, path, value)
+        said = re.search(r"(\d+) steps", title)
+        assert said is None or config.adversary is not None and config.adversary.attack.steps == int(said[1])
+
+
+def test_a_case_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        epochs.main(["--data", str(tmp_path), "--only", "nothing"])
+    assert "CIFAR-10, ResNet-18, standard" in capsys.readouterr().err

@@ -38,6 +38,11 @@ def test_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Capture
     assert written["summary"] == {"models": 1, "images": 6, "contradictions": 0, "below_the_bound": 0}
     assert all(0 < row["bound_reached"] <= 1 and row["radius"]["median"] > 0 for row in written["rows"])
     before = out.read_text()
+    with pytest.MonkeyPatch.context() as patch:  # killed while it writes
+        patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            soundness.main([*QUICK, "--random", "2", "--out", str(out)])
+    assert out.read_text() == before
     soundness.main([*QUICK, "--out", str(out)])
     assert out.read_text() == before
 
