@@ -379,6 +379,9 @@ def test_remarks_say_no_more_than_their_data() -> None:
     nominal, digits = RECIPES["nominal-accuracies"], RECIPES["lambda-p"]
     assert nominal.remarks({"rows": [row]}) == ["Less accurate than the paper's: MNIST standard (by 0.03 points)."]
     assert nominal.remarks({"rows": [{**row, "accuracy": 0.9890}]})[0].startswith("Every model is at least as accurate")
+    shown = {**row, "images": 10_000, "architecture": "a", "linf": 0.1, "verified": 0.939}
+    assert nominal.tables({"rows": [shown]})[0].rows[0][-1] == "93.9 % of 1,000 at 0.1"
+    assert nominal.tables({"rows": [{**shown, "verified_images": 200}]})[0].rows[0][-1] == "93.9 % of 200 at 0.1"
     cells = [{"lambda": 1.0, "p": 1.0, "radius": [0.3, None, 0.6, 0.4, 0.5]}]
     (table,) = digits.tables({"cells": cells})
     assert table.rows == [["1", "0.45 (4/5)"]]  # the median, not the upper one
@@ -400,6 +403,7 @@ def test_windows_and_certificates_from_their_data() -> None:
     windows, proofs = RECIPES["windows"], RECIPES["certificates"]
     (table,) = windows.tables(data)
     assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
+    assert table.title == "Ten; ours is a"
     assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
     assert "it leaves here, at eps 0.10, 40.0 % with 3 x 3" in windows.remarks(data)[0]
     methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]

@@ -289,7 +289,8 @@ def _window_tables(data: Data) -> list[Table]:
                 *([None] * len(radii) if ours is None else [percent(p["accuracy"]) for p in ours["curve"][1:]]),
             ]
         )
-    return [Table(head, rows)]
+    title = f"{data['images'][:1].upper()}{data['images'][1:]}; ours is {data['rows'][0]['standard_attack']['attack']}"
+    return [Table(head, rows, title)]
 
 
 def _draw_windows(data: Data) -> Figure:
