@@ -148,11 +148,14 @@ def _read(path: Path, name: str) -> dict[str, Any]:
 
 
 def draw(
-    names: Iterable[str], out: Path, kinds: Sequence[str] = ("pdf", "png"), into: Path | None = None
+    names: Iterable[str],
+    out: str | os.PathLike[str],
+    kinds: Sequence[str] = ("pdf", "png"),
+    into: str | os.PathLike[str] | None = None,
 ) -> list[Path]:
     """Figures of stored results, beside them or ``into`` another folder. Needs matplotlib, and nothing else."""
-    paths = []
-    for name in names:
+    out, paths = Path(out), []
+    for name in [names] if isinstance(names, str) else names:
         made, path = recipe(name), out / f"{name}.json"
         if made.draw is None:
             continue
@@ -160,7 +163,7 @@ def draw(
             raise FileNotFoundError(f"no {path}; run `wball reproduce {name} --out {out}` first")
         figure = made.draw(_read(path, name)["data"])
         for kind in kinds:
-            paths.append(save_figure(figure, (into or out) / f"{name}.{kind}", dpi=160))
+            paths.append(save_figure(figure, Path(into or out) / f"{name}.{kind}", dpi=160))
     return paths
 
 
