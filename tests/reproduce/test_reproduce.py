@@ -38,7 +38,7 @@ from wball.reproduce import (
 from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
-from wball.reproduce.draw import curves
+from wball.reproduce.draw import bars, curves
 from wball.reproduce.page import ASSETS, text, write
 from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
@@ -237,7 +237,7 @@ def test_words_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.Cap
         (["page"], "no results in"),
         (["page", "six-pixels"], "page stands alone"),
         (["all", "--figures-only"], "nothing to draw"),
-        (["timings", "--figures-only"], "nothing to draw"),
+        (["timings", "--figures-only"], "run `wball reproduce timings"),
         (["timings"], "wball data cifar10"),  # nothing to time
         (["six-pixels", "--images", "0"], "images must be at least 1"),
         (["six-pixels", "--images", "-3"], "images must be at least 1"),
@@ -331,12 +331,12 @@ def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     names = ["six-pixels", "wasserstein-vs-linf", "timings"]
     paths = draw(names, results, into=tmp_path)
-    assert {p.name for p in paths} == {f"{n}.{k}" for n in names[:2] for k in ("pdf", "png")}
+    assert {p.name for p in paths} == {f"{n}.{k}" for n in names for k in ("pdf", "png")}
     assert (tmp_path / "six-pixels.png").read_bytes().startswith(b"\x89PNG")
     assert draw("six-pixels", str(results), into=str(tmp_path)) == paths[:2]
     page, *pictures = write(results, tmp_path / "docs" / "page.md")
     said = page.read_text(encoding="utf-8")
-    assert said == text(results) and len(pictures) == 2
+    assert said == text(results) and len(pictures) == 3
     assert "A quick run" in said and "Not measured yet" in said and "`mnist-curves`" in said
     assert f"{ASSETS}/six-pixels.png" in said and (tmp_path / "docs" / ASSETS / "six-pixels.png").is_file()
     with pytest.raises(FileNotFoundError, match="wball reproduce lambda-p"):
@@ -431,6 +431,15 @@ def test_the_time_of_compiling_is_not_counted(shop: Workshop, monkeypatch: pytes
 
     monkeypatch.setattr(timings, "_timed", slow_at_first)
     assert {row["seconds"] for row in timings.measure(shop)["rows"]} == {0.25}
+
+
+def test_every_recipe_has_a_figure_and_bars_say_their_values() -> None:
+    assert all(r.draw is not None for r in RECIPES.values())
+    pytest.importorskip("matplotlib")
+    figure = bars(["a", "b"], [("paper", [98.9, None]), ("here", [99.04, 7.0])], "accuracy (%)")
+    (axis,) = figure.axes
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["a", "b"]
+    assert sorted(t.get_text() for t in axis.texts) == ["7.0", "98.9", "99.0"] and len(axis.patches) == 3
 
 
 def test_curves_share_their_axis_and_one_legend() -> None:

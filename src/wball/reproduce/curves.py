@@ -402,12 +402,22 @@ def _headline_remarks(data: Data) -> list[str]:
     ]
 
 
+def _draw_headlines(data: Data) -> Figure:
+    from wball.reproduce.draw import bars
+
+    labels = [f"{r['claim'].split(':')[0]}, eps {r['eps']:g}" for r in data["rows"]]
+    named = {"paper": "paper", "paper_attack": "its attack, here", "same_ball": "ours, same ball"}
+    named["standard_attack"] = "StandardAttack"
+    series = [(title, [100 * r[key] for r in data["rows"]]) for key, title in named.items()]
+    return bars(labels, series, "accuracy that is left (%)")
+
+
 HEADLINES = Recipe(
     "headlines",
     "Headline figures of the text",
     "abstract and section 5",
     _measure_headlines,
     _headline_tables,
-    None,
+    _draw_headlines,
     _headline_remarks,
 )

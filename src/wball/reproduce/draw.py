@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,38 @@ def curves(
             axis.set_visible(False)
         # Below the panels: inside it would hide lines, and no panel need have them all.
         figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(3, len(known)), fontsize=6.5)
+        return figure
+
+
+def bars(
+    labels: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float | None]]],
+    unit: str,
+    *,
+    said: Callable[[float], str] = "{:.1f}".format,
+    log: bool = False,
+) -> Figure:
+    """What a table says, at a glance: a group of bars for each label, with their values. ``None`` has no bar."""
+    with style():
+        thick = 0.8 / len(series)
+        figure = new_figure((1.6 * WIDTH, 0.5 + 0.17 * len(labels) * (len(series) + 0.5)))
+        axis = figure.subplots()
+        for k, (name, values) in enumerate(series):
+            here = [(i + (k + 0.5) * thick - 0.4, v) for i, v in enumerate(values) if v is not None]
+            drawn = axis.barh(
+                [at for at, _ in here], [v for _, v in here], thick, label=name, color=COLOURS[k % len(COLOURS)]
+            )
+            axis.bar_label(drawn, [said(v) for _, v in here], padding=2, fontsize=6)
+        axis.set(yticks=range(len(labels)), yticklabels=labels, xlabel=unit)
+        axis.invert_yaxis()
+        axis.grid(False, axis="y")
+        axis.set_axisbelow(True)
+        axis.tick_params(axis="y", length=0)
+        axis.margins(x=0.08)
+        if log:
+            axis.set_xscale("log")
+        if len(series) > 1:
+            figure.legend(loc="outside lower center", ncols=len(series), fontsize=6.5)
         return figure
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from wball.reproduce import paper
 from wball.reproduce.measure import predicted
 from wball.reproduce.recipe import Data, Recipe
@@ -9,6 +11,9 @@ from wball.reproduce.tables import Table, percent
 from wball.reproduce.workshop import MissingModel, Workshop
 from wball.training.evaluate import verified_accuracy
 from wball.training.presets import preset, presets
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 
@@ -86,4 +91,13 @@ def remarks(data: Data) -> list[str]:
     ]
 
 
-RECIPE = Recipe("nominal-accuracies", "Clean accuracies", "Table 1", measure, tables, None, remarks)
+def draw(data: Data) -> Figure:
+    from wball.reproduce.draw import bars
+
+    labels = [f"{TITLES[row['dataset']]}, {row['label']}" for row in data["rows"]]
+    paper_says = [None if row["paper"] is None else 100 * row["paper"] for row in data["rows"]]
+    here = [100 * row["accuracy"] for row in data["rows"]]
+    return bars(labels, [("paper", paper_says), ("here", here)], "clean accuracy (%)", said="{:.2f}".format)
+
+
+RECIPE = Recipe("nominal-accuracies", "Clean accuracies", "Table 1", measure, tables, draw, remarks)

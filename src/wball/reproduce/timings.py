@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from wball.reproduce.tables import Table
 from wball.reproduce.workshop import Clock, Workshop
 from wball.result import ProjectionResult
 from wball.solvers.sinkhorn import paper_projection
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LONG = 30.0
 """Seconds of a call that is not repeated more than once."""
@@ -111,4 +114,12 @@ def remarks(data: Data) -> list[str]:
     ]
 
 
-RECIPE = Recipe("timings", "Time of a projection", "section 4.3 (0.02 s per iteration)", measure, tables, None, remarks)
+def draw(data: Data) -> Figure:
+    from wball.reproduce.draw import bars
+
+    labels = [f"{TITLES[row['dataset']]} x {row['batch']}, {row['way']}" for row in data["rows"]]
+    seconds = [row["seconds"] for row in data["rows"]]
+    return bars(labels, [("", seconds)], "time of a batch (s)", said=_ms, log=True)
+
+
+RECIPE = Recipe("timings", "Time of a projection", "section 4.3 (0.02 s per iteration)", measure, tables, draw, remarks)
