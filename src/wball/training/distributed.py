@@ -1,9 +1,9 @@
 """Several processes that train one model, started by ``torchrun``.
 
 Each global batch is cut into equal shards, one per process, and gradients are averaged; evaluation counts its shard and
-adds up. Everything random is drawn for the global batch from the same seeds on every process, so that the result does
-not depend on how many there are (up to rounding, attacks with random starts, layers such as dropout, and, on CPUs,
-batch normalisation: there each process normalises by its own shard, and the main one's running statistics are kept).
+adds up. Everything random is drawn for the global batch from the same seeds on every process, and batch normalisation
+sees the global batch, so that the result does not depend on how many there are (up to rounding, attacks with random
+starts, and layers such as dropout).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 
@@ -71,6 +72,58 @@ class World:
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over processes, differentiable as often as it takes: the gradient of each part is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply(gradient)
+        return total
+
+
+@contextmanager
+def shared_statistics(model: nn.Module, world: World) -> Iterator[None]:
+    """Batch normalisation by all processes' shards on CPUs; for GPUs torch has :class:`torch.nn.SyncBatchNorm`."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    here: list[Any] = [m for m in model.modules() if type(m) in kinds] if world.size > 1 else []
+    for module in here:
+        module.forward = partial(_normalised, module, world)
+    try:
+        yield
+    finally:
+        for module in here:
+            del module.forward
+
+
+def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
+    """What the module makes of the shard ``x`` if the other processes' shards stand beside it."""
+    if not module.training:
+        return type(module).forward(module, x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    others, shape = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2)
+    count = world.size * x.numel() // x.shape[1]
+    mean: Tensor = _Sum.apply(wide.sum(others)) / count
+    centred = wide - mean.view(shape)
+    variance: Tensor = _Sum.apply(centred.square().sum(others)) / count
+    if module.track_running_stats:
+        assert module.running_mean is not None and module.running_var is not None
+        assert module.num_batches_tracked is not None
+        module.num_batches_tracked.add_(1)
+        share = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
+        module.running_mean.lerp_(mean.detach(), share)
+        module.running_var.lerp_(variance.detach() * (count / max(1, count - 1)), share)
+    out = centred * (variance + module.eps).rsqrt().view(shape)
+    if module.affine:
+        out = out * module.weight.view(shape) + module.bias.view(shape)
+    return out.to(x.dtype)
 
 
 def current() -> World:

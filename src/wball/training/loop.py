@@ -145,6 +145,7 @@ def train(
     with (
         _fast(device, config.adversary),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        distributed.shared_statistics(model, world),
         run.opened(x, y, None if init is None else Path(init).name),
         run.stopping(),
         _bar(progress, world.main, config, per_epoch) as tick,
