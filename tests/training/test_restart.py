@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +158,40 @@ def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> No
     result = train(config, small_data(32), model=small_model(), out=tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == result.history and len(lines) == 3
+
+
+def test_tensorboard_keeps_what_the_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[int, float] = {}
+
+    class Writer:
+        """What a TensorBoard shows of the loss; what is not flushed is lost."""
+
+        def __init__(self, folder: str, purge_step: int) -> None:
+            self.waiting: dict[int, float] = {}
+            for step in [s for s in shown if s >= purge_step]:
+                del shown[step]
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if name == "loss":
+                self.waiting[step] = value
+
+        def flush(self) -> None:
+            shown.update(self.waiting)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    config = small_config(adversary=None)
+
+    def stop(record: dict[str, object]) -> None:
+        if record["epoch"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, small_data(32), model=small_model(), out=tmp_path, on_epoch=stop)
+    result = train(config, small_data(32), model=small_model(), out=tmp_path)
+    assert shown == {r["step"]: r["loss"] for r in result.history}
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ class MetricsLog:
             for name, value in record.items():
                 if isinstance(value, float):
                     self._board.add_scalar(name, value, record["step"])
+            self._board.flush()  # before the checkpoint that counts on it
 
     def close(self) -> None:
         self._file.close()
@@ -136,4 +137,4 @@ def _tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)  # what was written at this step stays
