@@ -222,6 +222,18 @@ def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
     assert [s.name for s in found] == ["cifar10-linf-provable"] and "cifar10-standard" in shop.missing
 
 
+def test_a_model_that_is_broken_is_right_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = halves().model
+    x, y = images(4)
+    assert torch.equal(measuring.predicted(model, x), y)
+    assert measuring.predicted(model, x[:0]).tolist() == []
+    assert set(measuring.predicted(lambda z: model(z) * math.nan, x).tolist()) == {-1}  # type: ignore[arg-type]
+    monkeypatch.setattr("wball.reproduce.pictures.predicted", lambda model, x: torch.full((len(x),), -1))
+    for name in ("wasserstein-vs-linf", "mnist-digits", "lambda-p"):
+        with pytest.raises(ValueError, match="none of the images right"):
+            reproduce(name, Settings(quick=True, device="cpu", out=tmp_path))
+
+
 def test_missing_data_say_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mnist-curves", "--out", str(tmp_path), "--device", "cpu"]) == 2
     assert "wball data mnist" in capsys.readouterr().err

@@ -240,9 +240,10 @@ class Lean(nn.Module):
 
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's classes, a few images at a time."""
+    """The model's classes, a few images at a time; NaN is no class (-1)."""
     size = (COLOUR_BATCH if x.shape[1] == 3 else BATCH).get(x.device.type, 100)
-    return torch.cat([model(part).argmax(1) for part in x.split(size)]) if len(x) else x.new_zeros(0).long()
+    logits = torch.cat([model(part) for part in x.split(size)]) if len(x) else x.new_zeros(0, 1)
+    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def _batches(folder: Path, x: Tensor, y: Tensor) -> list[tuple[Path, Tensor, Tensor]]:

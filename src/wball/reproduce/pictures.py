@@ -34,6 +34,14 @@ def _attacked(shop: Workshop, subject: Subject, label: str, attack: Attack, x: T
     return found
 
 
+def _some(right: Tensor, *subjects: Subject) -> Tensor:
+    """The numbers of the images that are read right."""
+    index = right.nonzero().squeeze(1)
+    if not len(index):
+        raise ValueError(f"{', '.join(s.name for s in subjects)} read none of the images right: nothing can be shown")
+    return index
+
+
 # ---- figure 1
 
 
@@ -99,7 +107,7 @@ def _measure_versus(shop: Workshop) -> Data:
     """The first 6 that falls to both attacks at the paper's radii."""
     subject = shop.subject("mnist-standard")
     x, y = shop.pool("mnist", 10_000, 500)
-    keep = ((y == 6) & (predicted(subject.model, x) == y)).nonzero().squeeze(1)[:20]
+    keep = _some((y == 6) & (predicted(subject.model, x) == y), subject)[:20]
     x, y = x[keep], y[keep]
     wide = PGD(LinfBall(0.3), steps=40, progress=False)
     moved = DualAveraging(WassersteinBall(0.4), steps=100, progress=False)
@@ -165,7 +173,7 @@ def _measure_digits(shop: Workshop) -> Data:
     labels = {m.name: m.label for m in paper.MNIST}
     x, y = shop.pool("mnist", 10_000, 500)
     x, y = x[y == 5][:30], y[y == 5][:30]
-    right = torch.stack([predicted(s.model, x) == y for s in subjects]).all(0).nonzero().squeeze(1)
+    right = _some(torch.stack([predicted(s.model, x) == y for s in subjects]).all(0), *subjects)
     right = right[: 4 if shop.quick else 12]
     x, y = x[right], y[right]
     rows: list[dict[str, Any]] = []
@@ -230,6 +238,7 @@ def _measure_gallery(shop: Workshop) -> Data:
     subject = shop.subject("cifar10-standard")
     x, y = shop.pool("cifar10", 10_000, 400)
     right = predicted(subject.model, x) == y
+    _some(right, subject)
     first = [
         int(here[0]) for c in range(10) if (here := ((y == c) & right).nonzero().squeeze(1)).numel()
     ]  # a quick model may get a class wrong throughout
@@ -302,7 +311,7 @@ def _measure_grid(shop: Workshop) -> Data:
     subject = shop.subject("mnist-standard")
     x, y = shop.pool("mnist", 10_000, 500)
     count = 2 if shop.quick else 8
-    keep = ((y == 5) & (predicted(subject.model, x) == y)).nonzero().squeeze(1)[:count]
+    keep = _some((y == 5) & (predicted(subject.model, x) == y), subject)[:count]
     x, y = x[keep], y[keep]
     lambdas, powers = ((10.0, 100.0, 1000.0), (1.0, 2.0, 5.0)) if shop.quick else (paper.LAMBDAS, paper.POWERS)
     cells: list[dict[str, Any]] = []
