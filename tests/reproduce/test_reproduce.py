@@ -39,7 +39,7 @@ from wball.reproduce import measure as measuring
 from wball.reproduce.__main__ import main
 from wball.reproduce.curves import MNIST_CURVES
 from wball.reproduce.draw import bars, curves
-from wball.reproduce.page import ASSETS, text, write
+from wball.reproduce.page import ASSETS, _section, text, write
 from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
 from wball.reproduce.workshop import Subject, quick_config
@@ -322,6 +322,26 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run(["six-pixels", "wasserstein-vs-linf"], replace(settings, images=None), figures=False) == 0
     assert run(["timings"], settings, figures=False) == 0
     return out
+
+
+def test_parts_of_another_commit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path, images=2)
+    x, y = images(2)
+    made = replace(RECIPES["six-pixels"], measure=lambda shop: {"rows": _fell(shop, x, y)})
+    monkeypatch.setitem(RECIPES, "six-pixels", made)
+    origins = []
+    for commit in ("a", "a", "b"):
+        monkeypatch.setattr("wball.provenance.commit", lambda commit=commit: commit)
+        origins.append(reproduce("six-pixels", settings)["provenance"])
+    assert [(o["commit"], o.get("earlier_commits")) for o in origins] == [("a", None), ("a", None), ("b", ["a"])]
+    content = {"quick": False, "missing": {}, "data": {"rows": [], "unit": "px", "original": None}}
+    content["provenance"] = origins[-1]
+    monkeypatch.setitem(RECIPES, "six-pixels", replace(made, tables=lambda data: [], remarks=lambda data: []))
+    assert "commit b, parts at a, " in _section("six-pixels", content)
+
+
+def _fell(shop: Workshop, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    return [measuring.under_standard_attack(shop, halves(), x, y, [0.1]).accuracy_at(0.1)]
 
 
 def test_results_are_data_with_their_origin(results: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.certify import FlowSmoothing, certify
 from wball.certify.certificate import Method
-from wball.evaluate.files import read_tensors, write_tensors
+from wball.evaluate.files import read_tensors
 from wball.reproduce.measure import Fall, predicted, under_standard_attack
 from wball.reproduce.recipe import Data, Recipe
 from wball.reproduce.tables import Table, percent
@@ -123,7 +123,7 @@ def _proved(
             holds = proof.certified.cpu()
             proved[index[holds]], possible[index[~holds]] = level, level - 1
             notes["seconds"] += clock.seconds()
-            write_tensors(path, state, notes)
+            shop.keep(path, state, notes)
     return torch.tensor([0.0, *radii], dtype=torch.float64)[proved], float(notes["seconds"])
 
 
@@ -141,7 +141,7 @@ def _smoothed(
             smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
             found = smooth.certify(x, samples, generator=generator)
             good = ~found.abstained & (found.prediction == y)
-            write_tensors(path, {"radius": torch.where(good, found.radius, -1.0)}, {"seconds": clock.seconds()})
+            shop.keep(path, {"radius": torch.where(good, found.radius, -1.0)}, {"seconds": clock.seconds()})
             part = read_tensors(path)
         state, notes = part
     radius = state["radius"]

@@ -23,7 +23,7 @@ from wball.attacks.standard import Version
 from wball.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall
 from wball.evaluate.check import audit_in_threads
-from wball.evaluate.files import read_tensors, write_tensors
+from wball.evaluate.files import read_tensors
 from wball.reproduce.workshop import Clock, Subject, Workshop
 from wball.training.config import describe
 
@@ -89,7 +89,7 @@ def under_paper_attack(
                     "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
                     "mass_error": torch.where(found.success & right, off, 0.0),
                 }
-                write_tensors(path, state, {"seconds": clock.seconds()})
+                shop.keep(path, state, {"seconds": clock.seconds()})
                 part = read_tensors(path)
             parts.append(part)
     radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
@@ -168,7 +168,7 @@ def _climb(
             state["radius"][left[good.cpu()]] = eps
         notes["done"] += 1
         notes["seconds"] += clock.seconds()
-        write_tensors(path, state, notes)
+        shop.keep(path, state, notes)
     return state, notes
 
 

@@ -59,9 +59,10 @@ def _section(name: str, content: dict[str, Any]) -> str:
         lines += ["", f"![{made.title}]({ASSETS}/{name}.png)"]
     where = f"{origin['device']}, kernel {origin['kernel']}, torch {origin['versions']['torch']}, seed {origin['seed']}"
     took = f"{origin['seconds']:g} s" + (f" ({origin['note']})" if "note" in origin else "")
+    commits = ", parts at ".join(map(_commit, (origin["commit"], *origin.get("earlier_commits", ()))))
     lines += [
         "",
-        f"<small>`{origin['command']}` on {where}; commit {_commit(origin['commit'])}, {took}.</small>",
+        f"<small>`{origin['command']}` on {where}; commit {commits}, {took}.</small>",
         "",
     ]
     return "\n".join(lines)

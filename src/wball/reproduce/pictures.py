@@ -13,7 +13,7 @@ from wball.attacks import PGD, DualAveraging, minimal_radius
 from wball.attacks.base import Attack, AttackResult
 from wball.ball import LinfBall, WassersteinBall
 from wball.data import dataset_info
-from wball.evaluate.files import read_tensors, write_tensors
+from wball.evaluate.files import read_tensors
 from wball.ground import GridCost
 from wball.reproduce import paper
 from wball.reproduce.curves import papers_attack
@@ -325,7 +325,7 @@ def _measure_grid(shop: Workshop) -> Data:
                 if part is None:
                     clock, found = Clock(x.device), attack(subject.model, x, y)
                     state = {"radius": torch.where(found.success, found.radius, math.inf), "images": found.images}
-                    write_tensors(path, state, {"seconds": clock.seconds()})
+                    shop.keep(path, state, {"seconds": clock.seconds()})
                     part = read_tensors(path)
                 stored, notes = part
             shop.spent += notes["seconds"]

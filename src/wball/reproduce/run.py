@@ -88,6 +88,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
     made = recipe(name)
     shop.missing.clear()
     shop.spent = 0.0
+    shop.commits.clear()
     with locked(settings.out / "parts" / f".{name}"):
         clock = Clock(shop.device)
         data = made.measure(shop)
@@ -100,7 +101,8 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
             "quick": settings.quick,
             "provenance": {
                 "command": command(name, settings),
-                "commit": provenance.commit(),
+                "commit": shop.commit,
+                **({"earlier_commits": earlier} if (earlier := sorted(shop.commits - {shop.commit})) else {}),
                 "device": provenance.device_name(shop.device),
                 "kernel": provenance.kernel_name(WassersteinBall(0.1), x),
                 "platform": f"{platform.system()} {platform.machine()}",

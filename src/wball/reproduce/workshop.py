@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from wball import provenance
 from wball.checkpoint import load_weights
 from wball.data import dataset_info, load_dataset, load_sample
-from wball.evaluate.files import locked, read_json, read_tensors
+from wball.evaluate.files import locked, read_json, read_tensors, write_tensors
 from wball.inputs import check_count, find_device
 from wball.models import build_model
 from wball.training.config import Evaluation, TrainConfig
@@ -100,6 +100,7 @@ class Workshop:
             raise FileNotFoundError(f"models {str(settings.models)!r} is no folder: give the one that holds the models")
         self.missing: dict[str, str] = {}
         self.spent = 0.0
+        self.commits: set[str] = set()
         self._subjects: dict[str, Subject] = {}
         self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
 
@@ -257,7 +258,17 @@ class Workshop:
         if not set(names) <= set(tensors) or not isinstance(notes, dict):
             self.say(f"measured again: {path} has not all of {', '.join(names)}")
             return None
+        self.commits.update(notes.get("commits", ()))
         return tensors, notes
+
+    def keep(self, path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write a file of a part. It remembers by which commits it was measured: another one may go on with it."""
+        notes["commits"] = sorted({*notes.get("commits", ()), self.commit})
+        write_tensors(path, tensors, notes)
+
+    @cached_property
+    def commit(self) -> str:
+        return provenance.commit()
 
 
 def quick_config(config: TrainConfig) -> TrainConfig:
