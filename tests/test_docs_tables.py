@@ -100,6 +100,18 @@ def test_figures_are_those_of_the_file(tables: ModuleType) -> None:
     assert sum("**not reached" in line for line in verdicts) == sum(line.startswith("not") for line in said)
 
 
+def test_results_that_are_damaged_or_lack_rows(
+    tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result, whole = root / "results" / "bench_cuda.json", (ROOT / "results" / "bench_cuda.json").read_text()
+    page(root, "<!-- table: cuda-oracle-window -->\n<!-- /table -->\n")
+    for damaged in (whole[: len(whole) // 2], json.dumps({**json.loads(whole), "rows": []}), "[]"):
+        result.write_text(damaged)
+        assert tables.main([], root) == 1
+        said = capsys.readouterr().err
+        assert "results/bench_cuda.json does not hold what the table shows" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

@@ -233,8 +233,11 @@ class Source:
         for path, file in zip(paths, self.files, strict=True):
             if not path.is_file():
                 raise BlockError(f"there is no results/{file}; take the block out, or make the result")
-        parts = [table.markdown() for table in self.make(*paths)]
         said = ", ".join(f"results/{file}" for file in self.files)  # each says where it comes from
+        try:
+            parts = [table.markdown() for table in self.make(*paths)]
+        except (LookupError, TypeError, ValueError, StopIteration) as error:
+            raise BlockError(f"{said} does not hold what the table shows ({error!r}); make the result again") from error
         if len(paths) == 1:
             said = origin(_content(paths[0]), self.files[0])
         return "\n\n".join([*parts, f"<small>{said}</small>"])
