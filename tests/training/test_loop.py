@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from training.worker import small_config, small_data, small_model
-from wball import PGD, DualAveraging, FrankWolfe, LinfBall, WassersteinBall
+from wball import PGD, DualAveraging, FrankWolfe, LinfBall, StandardAttack, WassersteinBall
 from wball.attacks import GrowingRadius
 from wball.checkpoint import save_weights
 from wball.evaluate import FolderInUse
@@ -90,6 +91,14 @@ def test_any_attack_and_any_loss(attack: PGD, kind: str) -> None:
     result = train(config, small_data(16), model=small_model())
     after = weights(result.model)
     assert after.isfinite().all() and not torch.equal(before, after)
+
+
+def test_an_ensemble_as_the_adversary_checks_nothing_at_each_step() -> None:
+    config = small_config(epochs=1, adversary=Adversary(StandardAttack(WassersteinBall(0.05), version="fast")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = train(config, small_data(16), model=small_model())
+    assert weights(result.model).isfinite().all()
 
 
 def test_noise_is_for_training_only() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from wball.attacks import Attack, StandardAttack
 from wball.training.config import Adversary, Optimisation
 from wball.training.distributed import World
 from wball.training.replay import Replay, recorded
@@ -36,6 +39,10 @@ class Opponent:
     def __init__(self, settings: Adversary, options: Optimisation, model: nn.Module, count: int, seed: int) -> None:
         device = next(model.parameters()).device
         self.settings, self.seed = settings, seed
+        # Checks of the model and bars are for one call, not for thousands.
+        self.attack: Attack = replace(settings.attack, progress=False)
+        if isinstance(self.attack, StandardAttack):
+            self.attack = replace(self.attack, check=False)
         self.victim = Victim(model, options)
         first = min(max(settings.low, settings.start), settings.eps)
         shape = (count if settings.radius == "per-image" else 0,)
@@ -65,8 +72,8 @@ class Opponent:
     def _attack(self, x: Tensor, y: Tensor, eps: float | Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images that the attack makes at radius ``eps``, and which of them succeed."""
         if self._record:
-            self._record, self._replay = False, recorded(self.settings.attack, self.victim, x, y)
+            self._record, self._replay = False, recorded(self.attack, self.victim, x, y)
         if self._replay is not None:
             return self._replay(x, y, eps, draws.initial_seed())
-        result = self.settings.attack.at(eps)(self.victim, x, y, generator=draws)
+        result = self.attack.at(eps)(self.victim, x, y, generator=draws)
         return result.images, result.success
