@@ -463,7 +463,10 @@ def test_the_time_of_compiling_is_not_counted(shop: Workshop, monkeypatch: pytes
         return SimpleNamespace(n_iter=torch.ones(1), kernel="k"), 0.25 if way in calls[:-1] else 100.0
 
     monkeypatch.setattr(timings, "_timed", slow_at_first)
-    assert {row["seconds"] for row in timings.measure(shop)["rows"]} == {0.25}
+    data = timings.measure(shop)
+    assert {row["seconds"] for row in data["rows"]} == {0.25}
+    row = {**data["rows"][0], "iterations": 10, "median_iterations": 4}
+    assert timings.tables({"rows": [row]})[0].rows[0][1:4] == ["250 ms", "4; 10", "25 ms"]
 
 
 def test_every_recipe_has_a_figure_and_bars_say_their_values() -> None:
