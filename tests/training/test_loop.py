@@ -347,8 +347,26 @@ def test_what_does_not_fit_the_model_is_found_before_training() -> None:
         train("mnist-standard", (x, y))  # type: ignore[arg-type]
 
 
+def test_measurements_take_any_model_and_leave_it_as_it_was() -> None:
+    model, (x, y) = small_model(), small_data(40)
+    attack = DualAveraging(WassersteinBall(0.1), steps=1)
+    model.train()
+    model[0].eval()  # as those do who freeze the statistics of a part
+    assert accuracy(lambda z: model(z), x, y) == accuracy(model, x, y)
+    assert robust_accuracy(lambda z: model(z), x, y, attack) == robust_accuracy(model, x, y, attack)
+    assert [m.training for m in model] == [False, True, True, True, True, True]
+
+    def silent(z: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(z), 10), torch.nan) * z.flatten(1).sum(1)[:, None]
+
+    zero = torch.zeros_like(y)  # where argmax finds NaN
+    assert accuracy(silent, x, zero) == robust_accuracy(silent, x, zero, attack) == 0.0
+
+
 def test_measurements_refuse_what_means_nothing() -> None:
     model, (x, y) = small_model(), small_data(4)
+    with pytest.raises(TypeError, match=r"got torch.uint8; for 8-bit images use x.float\(\) / 255"):
+        accuracy(model, (x * 255).byte(), y)
     for images, labels in ((x, y[:2]), (x[:0], y[:0])):
         with pytest.raises(ValueError, match="give one label per image, and some images"):
             accuracy(model, images, labels)

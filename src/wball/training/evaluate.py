@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.attacks import Attack
-from wball.attacks.model import ask
+from wball.attacks.model import Model, as_found, ask, top_class
 from wball.training.bounds import verified
 from wball.training.config import TrainConfig
 from wball.training.distributed import World, current
@@ -17,17 +17,16 @@ from wball.training.distributed import World, current
 CHUNK = 1000
 
 
-def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, world: World | None = None) -> float:
+def accuracy(model: Model, x: Tensor, y: Tensor, *, world: World | None = None) -> float:
     """The share of images that the model (in evaluation mode) gets right."""
-    with torch.no_grad():
-        return _counted(lambda a, b: ask(model, a).argmax(1) == b, model, x, y, world or current())
+    return _counted(lambda a, b: _right(model, a, b), model, x, y, world or current())
 
 
-def robust_accuracy(model: nn.Module, x: Tensor, y: Tensor, attack: Attack, *, world: World | None = None) -> float:
-    """The share of images that ``attack`` finds no adversarial example for."""
+def robust_accuracy(model: Model, x: Tensor, y: Tensor, attack: Attack, *, world: World | None = None) -> float:
+    """The share of images that the model gets right and ``attack`` finds no adversarial example for."""
     if not isinstance(attack, Attack):
         raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball), got {attack!r}")
-    return _counted(lambda a, b: ~attack(model, a, b).success, model, x, y, world or current())
+    return _counted(lambda a, b: ~attack(model, a, b).success & _right(model, a, b), model, x, y, world or current())
 
 
 def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float, *, world: World | None = None) -> float:
@@ -36,20 +35,22 @@ def verified_accuracy(model: nn.Module, x: Tensor, y: Tensor, eps: float, *, wor
     return _counted(lambda a, b: verified(model, a, b, eps), model, x, y, world or current(), chunk=200)
 
 
+@torch.no_grad()
+def _right(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    return top_class(ask(model, x)) == y
+
+
 def _counted(
-    right: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor, y: Tensor, world: World, chunk: int = CHUNK
+    right: Callable[[Tensor, Tensor], Tensor], model: Model, x: Tensor, y: Tensor, world: World, chunk: int = CHUNK
 ) -> float:
+    inputs.check_layout("x", x)
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels; give one label per image, and some images")
     mine, labels = world.strided(x), world.strided(y)
-    training = model.training
-    model.eval()
-    try:
-        count = torch.zeros(2, dtype=torch.float64, device=x.device)
+    count = torch.zeros(2, dtype=torch.float64, device=x.device)
+    with as_found(model, x.device):
         for a, b in zip(mine.split(chunk), labels.split(chunk), strict=True):
             count += torch.stack([right(a, b).sum().double(), count.new_tensor(len(b))])
-    finally:
-        model.train(training)
     count = world.sum(count)
     return float(count[0] / count[1].clamp(min=1))
 
