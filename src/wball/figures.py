@@ -126,7 +126,8 @@ def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
     """Write a figure whole, without the time of day: the same figure gives the same bytes."""
     kind, content = path.suffix.removeprefix("."), io.BytesIO()
     stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    figure.savefig(content, format=kind, metadata=stamp, bbox_inches="tight", dpi=dpi)
+    with style():  # which fonts are embedded, and how, is decided here
+        figure.savefig(content, format=kind, metadata=stamp, bbox_inches="tight", dpi=dpi)
     write_whole(path, content.getvalue())
     return path
 

@@ -366,6 +366,8 @@ def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> 
     paths = draw(names, results, into=tmp_path)
     assert {p.name for p in paths} == {f"{n}.{k}" for n in names for k in ("pdf", "png")}
     assert (tmp_path / "six-pixels.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "six-pixels.pdf").read_bytes()
+    assert b"/Type3" not in drawn and b"/CIDFontType2" in drawn  # text that can be searched, fonts that journals take
     assert draw("six-pixels", str(results), into=str(tmp_path)) == paths[:2]
     page, *pictures = write(results, tmp_path / "docs" / "page.md")
     said = page.read_text(encoding="utf-8")
