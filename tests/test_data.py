@@ -329,6 +329,9 @@ def test_any_source_becomes_tensors() -> None:
         assert torch.equal(got_y, y) and got_y.dtype == torch.long and not got_x.requires_grad
         assert [len(v) for v in to_tensors(source, limit=5)] == [5, 5]
     assert to_tensors([(x[0], 1), (x[1], 2)])[1].tolist() == [1, 2]
+    flat = TensorDataset(x[:, 0], y)
+    for source in (flat, *(DataLoader(flat, batch_size=size) for size in (1, 3, 7))):  # 3: the last batch is one image
+        assert torch.equal(to_tensors(source)[0], x[:, :1])
 
 
 def test_to_tensors_refuses_with_a_reason() -> None:

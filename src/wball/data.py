@@ -502,6 +502,8 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
         image, label = _image(given[0]), _label(given[1])
         if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
             image = image[None]
+        elif image.ndim == 3 and label.numel() == len(image):
+            image = image[:, None]  # a batch of images without channels, like the single ones
         images.append(image.detach())
         labels.append(label.reshape(-1))
         count += len(image)
