@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from wball.checkpoint import load_weights, read_metadata, save_weights
 from wball.models import Binarized, Normalized, ResNet18, SmallResNet, mnist_cnn
@@ -59,6 +60,16 @@ def test_a_shifted_row_of_equal_layers_keeps_its_order(tmp_path: Path, bias: boo
     # safetensors sorts names by letters: 1, 10, 11, 12, 2, ...
     save_file(state, tmp_path / "w.safetensors") if ending == "safetensors" else torch.save(state, tmp_path / "w.pth")
     assert equal(load_weights(loaded, tmp_path / f"w.{ending}"), saved)
+
+
+def test_averaged_weights_as_torch_saves_them(tmp_path: Path) -> None:
+    source, target = (ResNet18(width=2) for _ in range(2))
+    torch.save(AveragedModel(source).state_dict(), tmp_path / "swa.pth")
+    for model in (target, Normalized(target, 0.5, 0.5), AveragedModel(target)):
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        load_weights(model, tmp_path / "swa.pth")
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
 
 
 def test_wrapped_file_into_bare_model(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 # Under which names public training scripts store the weights.
 _PACKED_UNDER = ("state_dict", "model_state_dict", "net", "model", "weights", "params", "model_state", "state_dict_ema")
 _COUNTER = "num_batches_tracked"
+_AVERAGED = "n_averaged"  # of torch's AveragedModel, beside the weights
 
 
 def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
@@ -139,7 +140,7 @@ def _match(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> S
     if not source:
         return found
     matched = {key: found[other] for key, other in source.items()}
-    for key in wanted.keys() - source.keys():  # batch counters, where the file has them
+    for key in wanted.keys() - source.keys() - {_AVERAGED}:  # batch counters, where the file has them
         counter = source[key.replace(_COUNTER, "running_mean")].replace("running_mean", _COUNTER)
         if counter in found:
             matched[key] = found[counter]
@@ -159,8 +160,8 @@ def _sources(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) ->
 
 
 def _essential(state: StateDict) -> list[str]:
-    """The names that must be there. Batch counters are absent from old checkpoints and play no role in inference."""
-    return [key for key in state if not key.endswith(_COUNTER)]
+    """The names that must be there. Counters are absent from old checkpoints and play no role in inference."""
+    return [key for key in state if not key.endswith(_COUNTER) and key != _AVERAGED]
 
 
 def _without_prefix(keys: list[str]) -> dict[str, str]:

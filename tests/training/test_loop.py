@@ -336,6 +336,7 @@ def test_what_does_not_fit_the_model_is_found_before_training() -> None:
         ((x, y), (x, y + 1), "test has labels"),
         ((x, y), (x[..., 2:], y), r"\(1, 14, 12\), as in test"),
         ((x, y), (x[:0], y[:0]), "test has no images"),
+        ((x.permute(0, 2, 3, 1), y), None, r"\(14, 14, 1\), as in data.*channels come first"),
     ]:
         with pytest.raises(ValueError, match=message):
             train(config, data, test, model=small_model(), on_epoch=seen.append)

@@ -450,8 +450,10 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with as_found(model, x.device), torch.no_grad():
             logits = ask(model, x[:2])
     except RuntimeError as error:
+        last = x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3)
+        hint = "; channels come first: x.permute(0, 3, 1, 2)" if last else ""
         raise ValueError(
-            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}"
+            f"the model cannot take images of shape {tuple(x.shape[1:])}, as in {name}: {error}{hint}"
         ) from error
     check_classes(name, y, logits)
     return x
