@@ -10,6 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -523,6 +526,22 @@ def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""})
     assert (tmp_path / "six-pixels.json").is_file()
+
+
+def test_a_killed_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(ThreadPoolExecutor):
+        def __init__(self, jobs: int, *context: object) -> None:
+            super().__init__(jobs)
+
+        def map(self, *work: object) -> Iterator[int]:  # type: ignore[override]
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(sys.modules["wball.reproduce.run"], "ProcessPoolExecutor", Killed)
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    assert run(["six-pixels", "windows"], settings, figures=False, jobs=2) == 2
+    assert "fewer --jobs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -215,9 +215,8 @@ def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs:
         try:
             codes = list(pool.map(partial(_one, settings=settings, figures=figures), shared))
         except BrokenProcessPool:
-            raise RuntimeError(
-                "a process was killed, perhaps for its memory: fewer --jobs need less, and the same command goes on"
-            ) from None
+            print("a process was killed, perhaps for its memory: fewer --jobs need less, and the same command goes on")
+            return 2
         except BaseException:  # an interruption, which may have reached this process alone
             _end([child for child in multiprocessing.active_children() if child not in others])
             raise
