@@ -94,7 +94,7 @@ def project(
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     stencil = kernels.stencil(moves)
     kernel = kernels.choose_path(grid, stencil)
-    sweeps = init is None and not math.isinf(reg) and kernels.choose(grid, stencil, "projected_sinkhorn") == "cpu"
+    sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
