@@ -164,6 +164,8 @@ def test_reproduce_writes_data_figures_and_a_page(here: Path, capsys: pytest.Cap
 def test_bench_runs_the_checkouts_benchmarks(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in [n for n in sys.modules if n.startswith("benchmarks.")]:
+        monkeypatch.delitem(sys.modules, name)  # that another test has imported
     monkeypatch.setitem(sys.modules, "benchmarks", None)
     code, _, err = said(capsys, "bench")
     assert code == 2 and "checkout" in err and err.count("\n") == 1
