@@ -83,12 +83,10 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     scale = float(change.abs().max()) or 1.0
     figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.7))
     grid = figure.subplots(3, len(chosen), squeeze=False)
-    classes = evaluation.settings["data"]["classes"]
     picture: Any = None
     for k, i in enumerate(chosen.tolist()):
         image = int(index[i])
-        label, read_as = (int(evaluation.images[name][image]) for name in ("label", "read_as"))
-        label, read_as = (classes[k] if k < len(classes) else k for k in (label, read_as))
+        label, read_as = (evaluation.class_name(int(evaluation.images[name][image])) for name in ("label", "read_as"))
         for row, pixels in ((0, x[k]), (2, z[k])):
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
             grid[row, k].imshow(shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")

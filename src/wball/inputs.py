@@ -128,6 +128,13 @@ def check_count(name: str, value: int, least: int = 1) -> int:
     return value
 
 
+def check_seed(value: int) -> int:
+    """What every generator of torch takes."""
+    if check_count("seed", value, least=0) >= 2**63:
+        raise ValueError(f"seed must be below 2**63, got {value}")
+    return value
+
+
 def check_generator(generator: torch.Generator | None) -> None:
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_PART = ".part"
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` beside ``path``, flush it to the disk and rename it over ``path``.
@@ -13,7 +15,7 @@ def write_whole(path: Path, content: bytes) -> None:
     The file gets the permissions that the umask gives.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     try:
         with part.open("wb") as file:
             file.write(content)
@@ -28,3 +30,9 @@ def write_whole(path: Path, content: bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove what processes that were killed while they wrote have left in a folder that nobody else writes to."""
+    for part in folder.glob(f".*{_PART}"):
+        part.unlink()

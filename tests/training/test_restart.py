@@ -29,7 +29,7 @@ from training.worker import (
     small_data,
     small_model,
 )
-from wball.training import state, train
+from wball.training import TrainConfig, state, train
 
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -145,7 +145,8 @@ def test_two_processes_train_every_kind_of_model_as_one(tmp_path: Path) -> None:
         assert json.loads(lines[-1])["loss"] == pytest.approx(whole.history[-1]["loss"], abs=1e-5)
 
 
-def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> None:
+def stopped_after_two_epochs(out: Path) -> TrainConfig:
+    """Train in ``out`` until a signal comes in the second of three epochs."""
     config = small_config(adversary=None)
 
     def stop(record: dict[str, object]) -> None:
@@ -153,7 +154,12 @@ def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> No
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
-        train(config, small_data(32), model=small_model(), out=tmp_path, on_epoch=stop)
+        train(config, small_data(32), model=small_model(), out=out, on_epoch=stop)
+    return config
+
+
+def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> None:
+    config = stopped_after_two_epochs(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     result = train(config, small_data(32), model=small_model(), out=tmp_path)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -182,14 +188,7 @@ def test_tensorboard_keeps_what_the_checkpoint_has(tmp_path: Path, monkeypatch: 
             pass
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    config = small_config(adversary=None)
-
-    def stop(record: dict[str, object]) -> None:
-        if record["epoch"] == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, small_data(32), model=small_model(), out=tmp_path, on_epoch=stop)
+    config = stopped_after_two_epochs(tmp_path)
     result = train(config, small_data(32), model=small_model(), out=tmp_path)
     assert shown == {r["step"]: r["loss"] for r in result.history}
 

@@ -119,6 +119,13 @@ class Evaluation:
         """Share of images that the model classifies right as they are."""
         return _share(self.images["label"] == self.images["predicted"])
 
+    def class_name(self, number: int) -> str:
+        """What the data call a class."""
+        classes = self.settings["data"]["classes"]
+        if number < 0:
+            return "no class"
+        return str(classes[number]) if number < len(classes) else str(number)
+
     def accuracy_at(self, eps: float) -> float:
         """Share of images that are right and have no valid example at radius ``eps`` or below.
 

@@ -55,6 +55,7 @@ from wball.evaluate.result import (
 )
 from wball.result import Proof
 from wball.solvers.batch import result_dtype
+from wball.whole import clear_parts
 
 BATCHES = "batches"
 CPU_BATCH = 50
@@ -162,8 +163,7 @@ def evaluate(
         if rank == 0:
             if overwrite:
                 _clear(folder)
-            for piece in folder.glob(".*.part"):  # of a process killed while it wrote; the folder is ours alone
-                piece.unlink()
+            clear_parts(folder)
             _begin(folder, {"settings": said, "provenance": origin}, batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():

@@ -64,11 +64,6 @@ def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
     return list(dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"]))
 
 
-def _class(e: Evaluation, k: int) -> str:
-    classes = e.settings["data"]["classes"]
-    return str(classes[k]) if 0 <= k < len(classes) else str(k) if k >= 0 else "no class"
-
-
 def _run(e: Evaluation, name: str) -> dict[str, Any]:
     curve = e.curve()
     found = e.images["read_as"] >= 0
@@ -183,14 +178,14 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
             "run": run,
             "name": name,
             "index": i,
-            "label": _class(e, label),
-            "predicted": _class(e, predicted),
+            "label": e.class_name(label),
+            "predicted": e.class_name(predicted),
             "outcome": outcome,
             "original": image_uri(x),
             "radius": None,
             "distance": None,
             "bound": False,
-            "read_as": _class(e, predicted) if outcome == "wrong" else None,
+            "read_as": e.class_name(predicted) if outcome == "wrong" else None,
             "change": None,
             "adversarial": None,
             "certified": float(e.images["certified"][i]),
@@ -201,7 +196,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
                 "radius": float(e.images["radius"][i]),
                 "distance": float(e.images["distance"][i]),
                 "bound": int(e.images["proof"][i]) == PLAN,
-                "read_as": _class(e, int(e.images["read_as"][i])),
+                "read_as": e.class_name(int(e.images["read_as"][i])),
                 "change": change_uri(z - x, scale),
                 "adversarial": image_uri(z),
             }
@@ -232,7 +227,7 @@ def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
                 {
                     "z": image_uri(z),
                     "change": change_uri(z - x, scale),
-                    "read_as": _class(e, read_as),
+                    "read_as": e.class_name(read_as),
                     "wrong": read_as != label,
                     "arrows": [] if moves is None else moves.arrows,
                     "moved": None if moves is None else round(moves.moved, 5),
@@ -244,7 +239,7 @@ def _explorer(e: Evaluation, scale: float) -> dict[str, Any] | None:
         items.append(
             {
                 "index": i,
-                "label": _class(e, label),
+                "label": e.class_name(label),
                 "x": image_uri(x),
                 "radius": radius if math.isfinite(radius) else None,
                 "states": states,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.base import AttackResult
+from wball.attacks.model import top_class
 from wball.attacks.standard import Version
 from wball.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall
@@ -242,8 +243,7 @@ class Lean(nn.Module):
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The model's classes, a few images at a time; NaN is no class (-1)."""
     size = (COLOUR_BATCH if x.shape[1] == 3 else BATCH).get(x.device.type, 100)
-    logits = torch.cat([model(part) for part in x.split(size)]) if len(x) else x.new_zeros(0, 1)
-    return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
+    return torch.cat([top_class(model(part)) for part in x.split(size)]) if len(x) else x.new_zeros(0).long()
 
 
 def _batches(folder: Path, x: Tensor, y: Tensor) -> list[tuple[Path, Tensor, Tensor]]:

@@ -25,7 +25,7 @@ from wball import provenance
 from wball.checkpoint import load_weights
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.evaluate.files import locked, read_json, read_tensors, write_tensors
-from wball.inputs import check_count, find_device
+from wball.inputs import check_count, check_seed, find_device
 from wball.models import build_model
 from wball.training.config import Evaluation, TrainConfig
 from wball.training.loop import train
@@ -67,9 +67,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.images is not None:
             check_count("images", self.images)
-        check_count("seed", self.seed, least=0)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        check_seed(self.seed)
         for name in ("data", "models", "out"):
             folder = getattr(self, name)
             if folder is not None:

@@ -315,8 +315,7 @@ class TrainConfig:
             )
         inputs.check_count("epochs", self.epochs)
         inputs.check_count("batch_size", self.batch_size)
-        if inputs.check_count("seed", self.seed, least=0) >= 2**63:
-            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        inputs.check_seed(self.seed)
         inputs.check_count("augment", self.augment, least=0)
         inputs.check_count("cutout", self.cutout, least=0)
         for name in ("noise", "affine"):

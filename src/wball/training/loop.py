@@ -43,7 +43,7 @@ from wball.training.state import (
     save_state,
     unpack_optimizer,
 )
-from wball.whole import write_whole
+from wball.whole import clear_parts, write_whole
 
 Record = dict[str, Any]
 
@@ -364,8 +364,7 @@ class _Run:
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
-            for piece in self.folder.glob(".*.part"):  # of a process killed while it wrote; the folder is ours alone
-                piece.unlink()
+            clear_parts(self.folder)
             self.log = MetricsLog(self.folder, self.history, self.step)
         self._tick = time.perf_counter()
         self.progress()
