@@ -1,7 +1,8 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
 ``validity`` audits test sets, ``soundness`` attacks certificates, ``separation`` measures how far apart digits are,
-``epochs`` how long training takes: each has a ``--help`` of its own.
+``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes: each has a ``--help`` of its
+own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import epochs, oracle, projection, report, separation, soundness, targets, threads, validity, warm
+from benchmarks import (
+    epochs,
+    oracle,
+    projection,
+    report,
+    separation,
+    soundness,
+    strength,
+    targets,
+    threads,
+    validity,
+    warm,
+)
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
@@ -22,6 +35,7 @@ OTHERS = {
     "validity": validity.main,
     "soundness": soundness.main,
     "separation": separation.main,
+    "strength": strength.main,
     "epochs": epochs.main,
 }
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")

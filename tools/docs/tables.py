@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # `benchmarks` is not installed; 
 from benchmarks import report  # noqa: E402
 from benchmarks.timing import Time  # noqa: E402
 
-from wball.reproduce import certificates  # noqa: E402
+from wball.reproduce import certificates, curves  # noqa: E402
 from wball.reproduce.tables import Table, percent  # noqa: E402
 from wball.whole import write_whole  # noqa: E402
 
@@ -161,6 +161,11 @@ def certified(path: Path) -> list[Table]:
     return certificates.tables(_content(path)["data"])
 
 
+def defended(path: Path) -> list[Table]:
+    """The recipe's own tables."""
+    return curves.DEFENCES.tables(_content(path)["data"])
+
+
 def evaluation(path: Path) -> list[Table]:
     """What one evaluation found, how it was audited, how long it took."""
     found = _content(path)
@@ -191,15 +196,27 @@ def epochs(path: Path) -> list[Table]:
     return [Table(["one epoch", "images", "takes", "target"], rows)]
 
 
+def strength(path: Path) -> list[Table]:
+    """What withstands each adversary, and what that costs."""
+    found = _content(path)
+    rows = [[row["adversary"], percent(row["withstand"]), f"{row['seconds']:.0f} s"] for row in found["rows"]]
+    title = f"{found['images']} test digits, `{found['model']}`, eps {found['eps']:g}"
+    return [Table(["adversary", "withstand", "takes"], rows, title)]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def summary(curves: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
+def summary(mnist: Path, defences: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
     """What a reader should know first."""
-    standard = _content(curves)["data"]["models"][0]
+    standard = _content(mnist)["data"]["models"][0]
     at = next(point for point in standard["at"] if point["eps"] == 0.3)
+    trained = {
+        row["name"]: next(point["standard_attack"] for point in row["at"] if point["eps"] == 0.3)
+        for row in _content(defences)["data"]["sets"][0]["models"]
+    }
     digits = _content(proofs)["data"]["sets"][0]
     proved = {row["method"]: {p["eps"]: p["accuracy"] for p in row["curve"]} for row in digits["rows"]}
     cells = [
@@ -207,6 +224,11 @@ def summary(curves: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
             f"accuracy of the {standard['label']} MNIST network that an attack at eps {at['eps']:g} leaves",
             f"{percent(at['same_ball'])} (same ball, valid examples)",
             f"{percent(at['paper_attack'])} (the paper's attack)",
+        ],
+        [
+            "the same after adversarial training, under `StandardAttack`",
+            f"{percent(trained['mnist-adversarial'])} (`mnist-adversarial`)",
+            f"{percent(trained['mnist-adversarial-paper'])} (the paper's recipe)",
         ],
         [
             f"test digits of `{digits['name']}` proved safe at eps 0.05, whatever the plan",
@@ -256,10 +278,17 @@ TABLES = {
     "cpu-threads": Source(threads, "bench_cpu.json"),
     "cpu-targets": Source(targets, "bench_cpu.json"),
     "certified": Source(certified, "paper/certificates.json"),
+    "defences": Source(defended, "paper/defences.json"),
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
     "epochs": Source(epochs, "epochs.json"),
+    "strength": Source(strength, "strength.json"),
     "summary": Source(
-        summary, "paper/mnist-curves.json", "paper/certificates.json", "bench_cuda.json", "bench_cpu.json"
+        summary,
+        "paper/mnist-curves.json",
+        "paper/defences.json",
+        "paper/certificates.json",
+        "bench_cuda.json",
+        "bench_cpu.json",
     ),
 }
 
