@@ -11,7 +11,6 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.certify import FlowSmoothing, certify
 from wball.certify.certificate import Method
-from wball.evaluate.files import read_tensors
 from wball.reproduce.measure import Fall, predicted, under_standard_attack
 from wball.reproduce.recipe import Data, Recipe
 from wball.reproduce.tables import Table, percent
@@ -132,21 +131,19 @@ def _smoothed(
 ) -> dict[str, Any]:
     samples = QUICK_SAMPLES if shop.quick else SAMPLES
     scale = (preset(subject.name).noise if subject.name in presets() else 0.0) or NOISE
+
+    def measured() -> dict[str, Tensor]:
+        generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
+        smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
+        found = smooth.certify(x, samples, generator=generator)
+        good = ~found.abstained & (found.prediction == y)
+        return {"radius": torch.where(good, found.radius, -1.0)}
+
     with shop.part(f"{subject.name}.smoothing", [subject.sha256, len(x), samples, scale, shop.settings.seed]) as folder:
-        path = folder / "part.safetensors"
-        part = shop.kept(path, "radius")
-        if part is None:
-            clock = Clock(x.device)
-            generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
-            smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
-            found = smooth.certify(x, samples, generator=generator)
-            good = ~found.abstained & (found.prediction == y)
-            shop.keep(path, {"radius": torch.where(good, found.radius, -1.0)}, {"seconds": clock.seconds()})
-            part = read_tensors(path)
-        state, notes = part
-    radius = state["radius"]
-    shop.spent += float(notes["seconds"])
-    shop.say(f"flow smoothing{whose}: {_shares(radius, radii)} ({notes['seconds']:.1f} s)")
+        part, seconds = shop.once(folder / "part.safetensors", ["radius"], measured)
+    radius = part["radius"]
+    shop.spent += seconds
+    shop.say(f"flow smoothing{whose}: {_shares(radius, radii)} ({seconds:.1f} s)")
     curve = [{"eps": r, "accuracy": float((radius > r).double().mean())} for r in radii]
     at_zero = {"eps": 0.0, "accuracy": float((radius >= 0).double().mean())}
     return {
@@ -154,7 +151,7 @@ def _smoothed(
         "kind": "probable",
         "images": len(x),
         "curve": [at_zero, *curve],
-        "seconds": float(notes["seconds"]),
+        "seconds": seconds,
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from wball.attacks.standard import Version
 from wball.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall
 from wball.evaluate.check import audit_in_threads
-from wball.evaluate.files import read_tensors
 from wball.reproduce.workshop import Clock, Subject, Workshop
 from wball.training.config import describe
 
@@ -80,19 +80,8 @@ def under_paper_attack(
     parts = []
     with shop.part(f"{subject.name}.{label}", depends) as folder:
         for path, here, labels in _batches(folder, x, y):
-            part = shop.kept(path, "radius", "mass_error")
-            if part is None:
-                clock = Clock(x.device)
-                found = attacked(subject.model, attack, here, labels, shop.settings.seed)
-                right = predicted(subject.model, here) == labels
-                off = _mass_error(here, found.images)
-                state = {
-                    "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
-                    "mass_error": torch.where(found.success & right, off, 0.0),
-                }
-                shop.keep(path, state, {"seconds": clock.seconds()})
-                part = read_tensors(path)
-            parts.append(part)
+            make = partial(_radii_and_masses, subject.model, attack, here, labels, shop.settings.seed)
+            parts.append(shop.once(path, ("radius", "mass_error"), make))
     radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
     examples = (radius > 0) & radius.isfinite()
     checks = {
@@ -103,8 +92,17 @@ def under_paper_attack(
     }
     radii = tuple(float(attack.growth.at(attack.ball.eps, s)) for s in range(0, attack.steps, attack.growth.every))
     p = getattr(getattr(attack.ball, "cost", None), "p", 1.0)
-    fall = Fall(radius, radii, f"PGD.paper, p = {p:g}", checks, sum(notes["seconds"] for _, notes in parts))
+    fall = Fall(radius, radii, f"PGD.paper, p = {p:g}", checks, sum(seconds for _, seconds in parts))
     return _told(shop, subject, fall)
+
+
+def _radii_and_masses(model: nn.Module, attack: PGD, x: Tensor, y: Tensor, seed: int) -> dict[str, Tensor]:
+    found = attacked(model, attack, x, y, seed)
+    right = predicted(model, x) == y
+    return {
+        "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
+        "mass_error": torch.where(found.success & right, _mass_error(x, found.images), 0.0),
+    }
 
 
 def under_standard_attack(

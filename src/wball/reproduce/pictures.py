@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,13 @@ from wball.attacks import PGD, DualAveraging, minimal_radius
 from wball.attacks.base import Attack, AttackResult
 from wball.ball import LinfBall, WassersteinBall
 from wball.data import dataset_info
-from wball.evaluate.files import read_tensors
 from wball.ground import GridCost
 from wball.reproduce import paper
 from wball.reproduce.curves import papers_attack
 from wball.reproduce.measure import predicted
 from wball.reproduce.recipe import Data, Recipe
 from wball.reproduce.tables import Table, pack
-from wball.reproduce.workshop import Clock, Subject, Workshop
+from wball.reproduce.workshop import Subject, Workshop
 from wball.training.config import describe
 
 if TYPE_CHECKING:
@@ -320,15 +320,9 @@ def _measure_grid(shop: Workshop) -> Data:
             attack = papers_attack(shop, "mnist", ball=WassersteinBall(0.3, GridCost(5, p)), reg=reg)
             depends = ["digits", subject.sha256, describe(attack), keep.tolist(), shop.settings.seed, x.device.type]
             with shop.part(f"lambda-{reg:g}-p-{p:g}", depends) as folder:
-                path = folder / "part.safetensors"
-                part = shop.kept(path, "radius", "images")
-                if part is None:
-                    clock, found = Clock(x.device), attack(subject.model, x, y)
-                    state = {"radius": torch.where(found.success, found.radius, math.inf), "images": found.images}
-                    shop.keep(path, state, {"seconds": clock.seconds()})
-                    part = read_tensors(path)
-                stored, notes = part
-            shop.spent += notes["seconds"]
+                path, make = folder / "part.safetensors", partial(_radii_and_images, subject, attack, x, y)
+                stored, seconds = shop.once(path, ("radius", "images"), make)
+            shop.spent += seconds
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})
         shop.say(f"lambda {reg:g}: " + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :]))
@@ -338,6 +332,11 @@ def _measure_grid(shop: Workshop) -> Data:
     about = {"shown": shown, "original": pack(x[shown]), "label": int(y[shown]), **subject.about()}
     packed = [{**c, "image": pack(c["image"][shown])} for c in cells]
     return {"cells": packed, "unit": WassersteinBall(1.0).unit, **about}
+
+
+def _radii_and_images(subject: Subject, attack: Attack, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    found = attack(subject.model, x, y)
+    return {"radius": torch.where(found.success, found.radius, math.inf), "images": found.images}
 
 
 def _cell(cell: dict[str, Any]) -> str:

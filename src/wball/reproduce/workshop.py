@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -263,6 +263,19 @@ class Workshop:
         """Write a file of a part. It remembers by which commits it was measured: another one may go on with it."""
         notes["commits"] = sorted({*notes.get("commits", ()), self.commit})
         write_tensors(path, tensors, notes)
+
+    def once(
+        self, path: Path, names: Sequence[str], measure: Callable[[], dict[str, Tensor]]
+    ) -> tuple[dict[str, Tensor], float]:
+        """The tensors ``names`` that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part."""
+        part = self.kept(path, *names)
+        if part is not None:
+            return part[0], float(part[1]["seconds"])
+        clock = Clock(self.device)
+        tensors = {name: tensor.cpu() for name, tensor in measure().items()}
+        seconds = clock.seconds()
+        self.keep(path, tensors, {"seconds": seconds})
+        return tensors, seconds
 
     @cached_property
     def commit(self) -> str:
