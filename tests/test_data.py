@@ -9,6 +9,7 @@ import re
 import struct
 import tarfile
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -230,7 +231,6 @@ def test_folder(tmp_path: Path) -> None:
     for name, array in arrays.items():
         save_image(tmp_path / name, array)
     (tmp_path / "cat" / "notes.txt").write_text("not an image")
-    (tmp_path / "empty").mkdir()
     x, y, classes = load_folder(tmp_path)
     assert classes == ("cat", "dog") and y.tolist() == [0, 0, 1, 1] and x.shape == (4, 3, 6, 5)
     np.testing.assert_array_equal((x[3] * 255).round().numpy().transpose(1, 2, 0), arrays["dog/1.png"])
@@ -272,6 +272,48 @@ def test_folder_order_and_flat_folder(tmp_path: Path) -> None:
     (tmp_path / "void").mkdir()
     with pytest.raises(FileNotFoundError, match="no images"):
         load_folder(tmp_path / "void")
+
+
+def test_folder_with_what_programs_leave_behind(tmp_path: Path) -> None:
+    for c in ("a", "b"):
+        save_image(tmp_path / c / "1.png", np.full((2, 2), 9, np.uint8))
+    (tmp_path / "a" / "._1.png").write_bytes(b"resource fork")
+    (tmp_path / "a" / "manual.pdf").write_bytes(b"%PDF-1.4")  # Pillow writes such files and cannot read them
+    save_image(tmp_path / ".ipynb_checkpoints" / "1.png", np.zeros((2, 2), np.uint8))
+    (tmp_path / "__MACOSX" / "a").mkdir(parents=True)
+    x, y, classes = load_folder(tmp_path)
+    assert classes == ("a", "b") and y.tolist() == [0, 1] and len(x) == 2
+
+
+def test_folder_never_moves_a_class_number_in_silence(tmp_path: Path) -> None:
+    for c in ("0", "2"):
+        save_image(tmp_path / "digits" / c / "1.png", np.full((2, 2), 9, np.uint8))
+    _, y, classes = load_folder(tmp_path / "digits")
+    assert classes == ("0", "1", "2") and y.tolist() == [0, 2]
+    (tmp_path / "digits" / "1").mkdir()
+    for inside in (None, "deeper"):  # nothing, and images one level too deep
+        if inside is not None:
+            save_image(tmp_path / "digits" / "1" / inside / "1.png", np.zeros((2, 2), np.uint8))
+        with pytest.raises(ValueError, match=r"digits/1 has no images directly inside"):
+            load_folder(tmp_path / "digits")
+    for folder in ("²", "1"):  # a digit that is no number
+        save_image(tmp_path / "odd" / folder / "1.png", np.zeros((2, 2), np.uint8))
+    assert load_folder(tmp_path / "odd")[2] == ("1", "²")
+
+
+def test_hostile_images_are_refused_by_name(tmp_path: Path) -> None:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    # PostScript is a program: no interpreter may be started for it, whatever its name says.
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n%%EndComments\nshowpage\n"
+    (tmp_path / "a").mkdir()
+    for content, reason in ((bomb, "decompression bomb"), (program, "cannot identify")):
+        (tmp_path / "a" / "1.png").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"1\.png cannot be read as an image.*{reason}"):
+            load_folder(tmp_path)
 
 
 class Arrays(Dataset):
@@ -329,9 +371,25 @@ def test_any_source_becomes_tensors() -> None:
         assert torch.equal(got_y, y) and got_y.dtype == torch.long and not got_x.requires_grad
         assert [len(v) for v in to_tensors(source, limit=5)] == [5, 5]
     assert to_tensors([(x[0], 1), (x[1], 2)])[1].tolist() == [1, 2]
+    bytes_ = (x * 255).round().to(torch.uint8).numpy()
+    for source in ((x, y.tolist()), (x, y[:, None]), [(image, i) for i, image in enumerate(bytes_)]):
+        assert torch.equal(to_tensors(source)[0], x) and torch.equal(to_tensors(source)[1], y)
+    square = bytes_[:5, 0]  # as many images as columns: each axis could be the batch
+    assert torch.equal(to_tensors([(square, y[:5].numpy())])[0], x[:5, :1])
     flat = TensorDataset(x[:, 0], y)
     for source in (flat, *(DataLoader(flat, batch_size=size) for size in (1, 3, 7))):  # 3: the last batch is one image
         assert torch.equal(to_tensors(source)[0], x[:, :1])
+
+
+def test_pil_images_of_few_colours() -> None:
+    image = pytest.importorskip("PIL.Image")
+    colours = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
+    palette = image.fromarray(colours).quantize(20)
+    x, _ = to_tensors([(palette, 1)])
+    np.testing.assert_array_equal((x[0] * 255).round().numpy(), np.asarray(palette.convert("RGB")).transpose(2, 0, 1))
+    bits = image.fromarray(colours[..., 0]).convert("1")
+    x, _ = to_tensors([(bits, 1)])
+    np.testing.assert_array_equal(x[0, 0].numpy(), np.asarray(bits).astype(np.float32))
 
 
 def test_to_tensors_refuses_with_a_reason() -> None:
@@ -346,6 +404,7 @@ def test_to_tensors_refuses_with_a_reason() -> None:
         ([(x[0], None)], TypeError, "label None"),
         ((x, y[:3]), ValueError, r"labels \(3,\)"),
         ((x.long(), y), TypeError, "int64"),
+        ((x, torch.eye(4)), ValueError, r"one-hot labels give their argmax\(1\)"),
         ([], ValueError, "empty"),
         ([x[0], x[1], x[2]], TypeError, "pairs"),
         ([(x[0], 0), (x[0, :, 1:], 1)], ValueError, "different shapes"),

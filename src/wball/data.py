@@ -38,6 +38,9 @@ _CIFAR10_BYTES = 1 + 3 * 32 * 32
 _IMAGE_NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
 _LABEL_NAMES = ("label", "labels", "y", "target", "targets")
 
+_NO_CLASS = ("__MACOSX", "__pycache__")
+"""Folders that programs leave beside one's own."""
+
 # The MNIST label files: Fashion-MNIST uses the same file names, and taking one for the other shows nowhere else.
 _MNIST_LABELS = {
     "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
@@ -160,8 +163,9 @@ def load_folder(
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     """Images in one sub-folder per class, as ``(x, y, class names)``. Needs Pillow (``pip install wball[images]``).
 
-    Classes are numbered in alphabetical order, or by number if all folder names are numbers. A folder that holds images
-    directly is one class.
+    Classes are numbered in alphabetical order. Folder names that are numbers from 0 on are the class numbers
+    themselves, so that a missing one moves no other; other numbers are put in their order. A folder that holds images
+    directly is one class. Hidden files and folders are left alone.
 
     Args:
         root: the folder.
@@ -175,48 +179,48 @@ def load_folder(
             raise TypeError(f"size must be a number of pixels or (height, width), got {size!r}")
         height, width = (inputs.check_count("size", side) for side in sides)
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise ImportError("load_folder needs Pillow: pip install wball[images]") from error
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder")
-    readable = set(Image.registered_extensions())
-    found = {p: _images_in(p, readable) for p in [root, *sorted(p for p in root.iterdir() if p.is_dir())]}
-    classes = [p for p, files in found.items() if files and p != root]
+    # What a file is, is told by its content, and Pillow hands EPS over to another program, which executes it.
+    endings = Image.registered_extensions()  # loads the formats
+    formats = sorted(set(Image.OPEN) - {"EPS"})
+    readable = {ending for ending, kind in endings.items() if kind in formats}
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name not in _NO_CLASS and p.name[0] != ".")
+    found = {p: _images_in(p, readable) for p in [root, *folders]}
+    filled = [p for p in folders if found[p]]
     if found[root]:
-        if classes:
-            raise ValueError(f"{root} has images beside class folders ({classes[0].name}, ...): move them into a class")
-        classes = [root]
-    if not classes:
+        if filled:
+            raise ValueError(f"{root} has images beside class folders ({filled[0].name}, ...): move them into a class")
+        folders = filled = [root]
+    if not filled:
         raise FileNotFoundError(f"no images in {root} or its sub-folders; expected CLASS/IMAGE.png and the like")
-    if all(p.name.isdigit() for p in classes):
-        classes.sort(key=lambda p: int(p.name))
+    if len(filled) < len(folders):
+        without = next(p for p in folders if not found[p])
+        raise ValueError(
+            f"{without} has no images directly inside it, but class numbers follow the folders: put images there, or "
+            "move the folder out if it is no class"
+        )
+    names = _class_names([p.name for p in folders])
     pixels, labels, first = [], [], None
-    for label, folder in enumerate(classes):
+    for folder in sorted(folders, key=lambda p: names.index(p.name)):
         for path in found[folder]:
-            try:
-                with Image.open(path) as opened:
-                    # Pillow would cut off what is above 255.
-                    if opened.mode in ("I", "F"):
-                        raise ValueError(f"{path} has pixels of 32 bits, whose range is unknown: save it with 8 or 16")
-                    wide = opened.mode.startswith("I;16")
-                    image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
-                    image = image.convert("L" if grey else "RGB")
-            except (UnidentifiedImageError, OSError, SyntaxError) as error:
-                raise ValueError(f"{path} cannot be read as an image ({error}): corrupted or truncated") from error
+            image = _read_image(path, formats, grey)
             if size is not None:
                 image = image.resize((width, height), Image.Resampling.BILINEAR)
             first = first or (path, image.size)
             if image.size != first[1]:
                 raise ValueError(
                     f"{path} is {image.size[1]} x {image.size[0]}, but {first[0]} is {first[1][1]} x {first[1][0]}; "
-                    "pass size=(height, width) to resize them all"
+                    "pass size=(height, width) (--size) to resize them all"
                 )
             pixels.append(_from_array(np.asarray(image)))
-            labels.append(label)
+            labels.append(names.index(folder.name))
     x = _floats(torch.stack(pixels), device, torch.float32)
-    return x, torch.tensor(labels, device=device), tuple(p.name for p in classes)
+    return x, torch.tensor(labels, device=device), names
 
 
 def to_tensors(
@@ -228,9 +232,10 @@ def to_tensors(
     """Any source of images and labels as ``(x, y)``.
 
     Args:
-        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)``, a ``Dataset`` of (image, label) items or a
-            ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label": ...}``). Single images
-            are tensors, NumPy arrays (``H x W``, ``H x W x C`` if uint8) or PIL images; bytes are divided by 255.
+        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a ``Dataset`` of (image,
+            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label":
+            ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C`` if uint8, unless only the first
+            axis has 1, 3 or 4 entries) or PIL images; bytes are divided by 255.
         limit: take this many images at most.
         device: where the tensors go (default: where they are).
 
@@ -241,8 +246,9 @@ def to_tensors(
     """
     if limit is not None:
         inputs.check_count("limit", limit)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(v, (Tensor, np.ndarray)) for v in data):
-        images, labels = ([torch.as_tensor(v)[:limit].detach()] for v in data)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], (Tensor, np.ndarray)):
+        images, labels = [torch.as_tensor(data[0])[:limit].detach()], [_label(data[1])[:limit].detach()]
+        labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
     else:
         images, labels = _collect(data, limit)
     shapes = {tuple(image.shape[1:]) for image in images}
@@ -256,6 +262,7 @@ def to_tensors(
         raise TypeError(f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]")
     if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
         hint = "; images without channels need an axis for them: x[:, None]" if x.ndim == 3 and len(x) == len(y) else ""
+        hint = "; for one-hot labels give their argmax(1)" if x.ndim == 4 and y.ndim == 2 and len(x) == len(y) else hint
         raise ValueError(
             f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
             + hint
@@ -465,7 +472,33 @@ def _remedy(info: DatasetInfo, root: PathLike) -> str:
 
 
 def _images_in(folder: Path, endings: set[str]) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in endings)
+    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in endings and p.name[0] != ".")
+
+
+def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path, formats=formats) as opened:
+            known = opened.mode not in ("I", "F")  # Pillow would cut off what is above 255
+            wide = opened.mode.startswith("I;16")
+            image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
+            image = image.convert("L" if grey else "RGB")
+    except Exception as error:  # damaged bytes make decoders raise anything
+        raise ValueError(f"{path} cannot be read as an image ({error}): corrupted, truncated or too large") from error
+    if not known:
+        raise ValueError(f"{path} has pixels of 32 bits, whose range is unknown: save it with 8 or 16")
+    return image
+
+
+def _class_names(folders: list[str]) -> tuple[str, ...]:
+    """The name of each class number, out of the names of its folders in alphabetical order."""
+    if not all(name.isdecimal() for name in folders):
+        return tuple(folders)
+    numbers = {int(name): name for name in folders}
+    if len(numbers) < len(folders) or 0 not in numbers or max(numbers) >= 10_000:  # 1 and 01, counted from 1, dates
+        return tuple(sorted(folders, key=int))
+    return tuple(numbers.get(k, str(k)) for k in range(max(numbers) + 1))
 
 
 def _bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -478,8 +511,9 @@ def _floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> T
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> Tensor:
-    """``H x W`` or ``H x W x C`` bytes as ``C x H x W``."""
-    planes = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+    """``H x W`` or ``H x W x C`` bytes as ``C x H x W``, which they may be already."""
+    first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
+    planes = array[None] if array.ndim == 2 else array if first else array.transpose(2, 0, 1)
     return torch.from_numpy(planes.copy())
 
 
@@ -499,7 +533,8 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     count = 0
     for item in source:
         given = _pair(item)
-        image, label = _image(given[0]), _label(given[1])
+        label = _label(given[1])
+        image = _image(given[0], single=label.numel() == 1)
         if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
             image = image[None]
         elif image.ndim == 3 and label.numel() == len(image):
@@ -536,11 +571,15 @@ def _label(value: Any) -> Tensor:
         raise TypeError(f"data has a label {value!r}; they must be class numbers 0, 1, 2, ...") from error
 
 
-def _image(value: Any) -> Tensor:
+def _image(value: Any, single: bool) -> Tensor:
+    """One image or, if not ``single``, a batch, as a tensor."""
     if isinstance(value, Tensor):
         return value if value.ndim > 2 else value[None]
+    mode = getattr(value, "mode", None)  # of PIL's images
+    if mode in ("1", "P", "PA"):  # bits, and numbers of colours
+        value = value.convert("L" if mode == "1" else "RGB")
     array = np.asarray(value)
-    if array.dtype == np.uint8 and array.ndim in (2, 3):
+    if array.dtype == np.uint8 and array.ndim in (2, 3) and (single or array.ndim == 2):
         return _from_array(array)
     if array.dtype.kind not in "uif":
         raise TypeError(f"data has an image of type {type(value).__name__}; give a tensor, an array or a PIL image")
