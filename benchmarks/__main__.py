@@ -1,8 +1,8 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates, ``separation`` measures how far apart digits are,
-``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes: each has a ``--help`` of its
-own.
+``validity`` audits test sets, ``soundness`` attacks certificates, ``proving`` measures what they cost, ``exact`` what
+compiled exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what an adversary of a few steps
+misses, ``epochs`` how long training takes: each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 
 from benchmarks import (
     epochs,
+    exact,
     oracle,
     projection,
+    proving,
     report,
     separation,
     soundness,
@@ -34,6 +36,8 @@ from benchmarks.timing import Time, machine
 OTHERS = {
     "validity": validity.main,
     "soundness": soundness.main,
+    "proving": proving.main,
+    "exact": exact.main,
     "separation": separation.main,
     "strength": strength.main,
     "epochs": epochs.main,

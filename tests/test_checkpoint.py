@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -145,6 +146,61 @@ def test_a_misfit_names_what_is_wrong_and_changes_nothing(tmp_path: Path) -> Non
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+def test_tensors_of_another_kind_are_no_weights(tmp_path: Path) -> None:
+    state = mnist_cnn().state_dict()
+    bias = state["7.bias"]
+    for kind, value in {
+        "integer": (100 * bias).int(),
+        "complex": bias.to(torch.complex64),
+        "sparse": bias.to_sparse(),
+        "quantized": torch.quantize_per_tensor(bias, 0.1, 0, torch.qint8),
+        "meta": bias.to("meta"),
+    }.items():
+        torch.save(state | {"7.bias": value}, tmp_path / "w.pth")
+        model = mnist_cnn()
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        with pytest.raises(ValueError, match=f"wrong type: 7.bias is .*{kind}"):
+            load_weights(model, tmp_path / "w.pth")
+        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+class Remembers(nn.Sequential):
+    """Keeps something beside its tensors, as torch lets modules do."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def test_what_modules_keep_beside_tensors_is_left_alone(tmp_path: Path) -> None:
+    saved, loaded = Remembers(*mnist_cnn()), Remembers(*mnist_cnn())
+    save_weights(saved, tmp_path / "w.safetensors")
+    torch.save(saved.state_dict(), tmp_path / "w.PTH")
+    torch.save(mnist_cnn().state_dict(), tmp_path / "other.pth")
+    for name in ("w.safetensors", "w.PTH"):
+        load_weights(loaded, tmp_path / "other.pth")
+        load_weights(loaded, tmp_path / name)
+        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+    with pytest.raises(ValueError, match="call it on an image first"):
+        load_weights(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), tmp_path / "w.PTH")
+
+
+def test_files_that_contain_themselves(tmp_path: Path) -> None:
+    state: dict[str, Any] = mnist_cnn().state_dict()
+    circle: dict[str, Any] = {"net": []}
+    circle["net"] += [circle, state]
+    many: Any = [state | {"extra": torch.zeros(1)}]
+    for _ in range(40):  # 2 ** 40 ways to the same state dict
+        many = [many, many]
+    torch.save(circle, tmp_path / "circle.pth")
+    torch.save({"net": many}, tmp_path / "many.pth")
+    load_weights(mnist_cnn(), tmp_path / "circle.pth")
+    with pytest.raises(ValueError, match="unexpected extra"):
+        load_weights(mnist_cnn(), tmp_path / "many.pth")
+
+
 @pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
 @pytest.mark.parametrize("kind", ["zip.pth", "legacy.pth", "w.safetensors"])
 def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
@@ -157,6 +213,22 @@ def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
     path.write_bytes(content[: int(keep * len(content)) if keep < 1 else int(keep)])
     with pytest.raises(ValueError, match="truncated or not that format"):
         load_weights(mnist_cnn(), path)
+
+
+def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+    model, random = nn.Sequential(nn.Linear(3, 2)), np.random.default_rng(0)
+    for kind in ("zip.pth", "legacy.pth"):
+        torch.save(model.state_dict(), tmp_path / kind, _use_new_zipfile_serialization=kind == "zip.pth")
+        good, refused = (tmp_path / kind).read_bytes(), 0
+        for _ in range(150):
+            bad = np.frombuffer(good, np.uint8).copy()
+            bad[random.integers(0, len(bad), 4)] = random.integers(0, 256, 4)
+            (tmp_path / kind).write_bytes(bad.tobytes())
+            try:
+                load_weights(model, tmp_path / kind)
+            except ValueError:
+                refused += 1
+        assert refused > 50
 
 
 @pytest.mark.parametrize("content", [b"hello world, no weights", bytes(range(256)) * 20])

@@ -196,6 +196,38 @@ def epochs(path: Path) -> list[Table]:
     return [Table(["one epoch", "images", "takes", "target"], rows)]
 
 
+def exact(path: Path) -> list[Table]:
+    """Processor time of one thread by the reference and compiled."""
+    found = _content(path)
+    rows: dict[tuple[str, str, float], dict[str, float]] = {}
+    for row in found["rows"]:
+        key = row["work"], row["images"], row["eps"]
+        rows.setdefault(key, {})[row["kernel"]] = row["processor_ms_per_image"]
+    cells = [
+        [
+            f"{work}, {TITLES[images]}, eps {eps:g}",
+            duration(t["torch"]),
+            duration(t["cpu"]),
+            factor(t["torch"] / t["cpu"]),
+        ]
+        for (work, images, eps), t in rows.items()
+    ]
+    return [Table([f"processor time an image, gap {found['gap']:g}", "torch", "compiled", "factor"], cells)]
+
+
+def proving(path: Path) -> list[Table]:
+    """For each network and way the radii across: what is proved, and how long an image takes."""
+    rows: dict[tuple[float, ...], list[list[str | None]]] = {}
+    cases: dict[str, list[Row]] = {}
+    for row in _content(path)["rows"]:
+        cases.setdefault(f"{row['case']}, {row['images']} image{'s' * (row['images'] > 1)}", []).append(row)
+    for case, found in cases.items():
+        body = rows.setdefault(tuple(row["eps"] for row in found), [])
+        body.append([case, *(percent(row["certified"]) for row in found)])
+        body.append(["processor time an image", *(duration(1e3 * row["seconds_per_image"]) for row in found)])
+    return [Table(["certified", *(f"eps {eps:g}" for eps in radii)], body) for radii, body in rows.items()]
+
+
 def strength(path: Path) -> list[Table]:
     """What withstands each adversary, and what that costs."""
     found = _content(path)
@@ -281,6 +313,8 @@ TABLES = {
     "defences": Source(defended, "paper/defences.json"),
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
     "epochs": Source(epochs, "epochs.json"),
+    "exact": Source(exact, "exact.json"),
+    "proving": Source(proving, "proving.json"),
     "strength": Source(strength, "strength.json"),
     "summary": Source(
         summary,

@@ -1,0 +1,61 @@
+"""``python -m benchmarks proving``: what certificates of one image cost, and what the refinement adds.
+
+Digits by ``mnist-certified``, with plain CROWN and as ``certify`` does it by itself; and one colour image by the small
+ResNet with random weights, at radii from hopeless to certain: there a proof takes longest just before it succeeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wball
+from benchmarks.inputs import scenes
+from benchmarks.origin import environment, keep
+
+DIGITS = (0.01, 0.02, 0.03, 0.05)
+COLOUR = (1e-3, 1e-4, 1e-5)
+
+
+def cases(count: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, tuple[float, ...], dict[str, bool]]]:
+    """Title, model, images, labels, radii, and what is asked of ``certify``."""
+    model = wball.load_model("mnist-certified")
+    x, y = (part[:count] for part in wball.load_sample("mnist"))
+    yield "`mnist-certified`, plain CROWN", model, x, y, DIGITS, {"refine": False}
+    yield "`mnist-certified`, `certify` as it is", model, x, y, DIGITS, {}
+    torch.manual_seed(0)
+    model = wball.build_model("cifar10-resnet-small").eval()
+    x = scenes(1, 32)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    yield "`cifar10-resnet-small`, random weights, plain CROWN", model, x, y, COLOUR, {"refine": False}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks proving", description=__doc__)
+    parser.add_argument("--images", type=int, default=60, help="of the bundled digits")
+    parser.add_argument("--out", type=Path, default=Path("results") / "proving.json")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    about = environment("cpu", None, given.out) | {"seed": 0}
+    rows: list[dict[str, Any]] = []
+    for case, model, x, y, radii, asked in cases(given.images):
+        wball.certify(model, x[:1], y[:1], wball.WassersteinBall(radii[0]), **asked)  # compiles
+        for eps in radii:
+            begin = time.process_time()
+            found = wball.certify(model, x, y, wball.WassersteinBall(eps), **asked)
+            took = (time.process_time() - begin) / len(x)
+            share = float(found.certified.double().mean())
+            rows.append({"case": case, "images": len(x), "eps": eps, "certified": share, "seconds_per_image": took})
+            keep(given.out, {"environment": about, "rows": rows})
+            print(rows[-1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
