@@ -122,8 +122,8 @@ class LinfBounds:
 def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     """Which images are proved right over the l-inf ball, by intervals or by CROWN on them (bool, ``(B,)``)."""
     bounds = LinfBounds(model, x)
-    wrong = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
-    best = [bounds.margins(x, y, eps, crown).masked_fill(wrong, torch.inf).amin(1) for crown in (0.0, 1.0)]
+    own = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
+    best = [bounds.margins(x, y, eps, crown).masked_fill(own, torch.inf).amin(1) for crown in (0.0, 1.0)]
     return torch.maximum(*best) > 0
 
 

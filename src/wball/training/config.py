@@ -264,12 +264,14 @@ class TrainConfig:
 
     Attributes:
         name: of the run and of the model it makes; files are called so.
-        dataset: a named data set; only the command line uses it, :func:`~wball.training.train` takes tensors.
+        dataset: the data set that the command line and :mod:`wball.reproduce` load; :func:`~wball.training.train`
+            takes tensors.
         architecture: a name of :func:`wball.build_model`.
         epochs: passes over the training images.
         batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
         seed: of everything random.
-        augment: shift by up to so many pixels, and mirror if ``flip``.
+        augment: shift by up to so many pixels, 0 for none.
+        flip: mirror half of the images.
         affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
         cutout: side of a random square that is blackened, 0 for none.
         noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none. Not with an

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -116,16 +116,7 @@ def train(
         tests = None if test is None else to_tensors(test, device=device)
     per_epoch = _batches_per_epoch(config, len(x), world.size)
 
-    if model is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            model = build_model(config.architecture)
-    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
-        raise TypeError(f"model must be a torch.nn.Module with parameters to train, got {model!r}")
-    if init is not None:
-        load_weights(model, init)
-    options = config.optimisation
-    model.to(device, memory_format=torch.channels_last if options.channels_last else torch.preserve_format)  # type: ignore[call-overload]
+    options, model = config.optimisation, _start(config, model, init, device)
     x = _fitting("data", model, x, y)
     tests = None if tests is None else (_fitting("test", model, *tests), tests[1])
     if world.size > 1 and device.type == "cuda":
@@ -437,6 +428,22 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
     return images // config.batch_size
 
 
+def _start(
+    config: TrainConfig, model: nn.Module | None, init: str | os.PathLike[str] | None, device: torch.device
+) -> nn.Module:
+    """The network that training begins with."""
+    if model is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = build_model(config.architecture)
+    if not isinstance(model, nn.Module) or not any(p.requires_grad for p in model.parameters()):
+        raise TypeError(f"model must be a torch.nn.Module with parameters to train, got {model!r}")
+    if init is not None:
+        load_weights(model, init)
+    layout = torch.channels_last if config.optimisation.channels_last else torch.preserve_format
+    return model.to(device, memory_format=layout)  # type: ignore[call-overload]
+
+
 def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The images in the model's precision, if it takes them and has a logit for each label: hours later is too late."""
     if len(x) == 0:
@@ -499,22 +506,18 @@ def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generato
     return chosen
 
 
-@contextmanager
-def _fast(device: torch.device, adversary: Adversary | None) -> Iterator[None]:
+def _fast(device: torch.device, adversary: Adversary | None) -> AbstractContextManager[None]:
     """On a GPU: convolution algorithms chosen by trial, and float32 products in TF32.
 
     An attack that drops images brings a new batch size every few steps, and a trial for each takes seconds.
     """
     drops = adversary is not None and getattr(adversary.attack, "until_success", True)
-    with _products(device, "high", benchmark=not drops):
-        yield
+    return _products(device, "high", benchmark=not drops)
 
 
-@contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
+def _exact(device: torch.device) -> AbstractContextManager[None]:
     """Float32 products in float32, for measuring: bounds and attacks see the network that is saved."""
-    with _products(device, "highest", benchmark=False):
-        yield
+    return _products(device, "highest", benchmark=False)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from wball.ball import WassersteinBall
 from wball.certify.graph import UnsupportedModule
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
+from wball.training.network import AsTrained
 
 
 class Objective(nn.Module):
@@ -20,15 +21,8 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
         super().__init__()
-        self.model, self.config = model, config
-        self._bounds = LinfBounds(model, like) if config.provable is not None else None
-        for name, module in model.named_modules() if self._bounds is not None else ():
-            # Traced once, it would stay as it was then: other bounds than those of the network that is trained.
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                raise UnsupportedModule(
-                    f"provable training has no bound for {name!r} ({type(module).__name__}), whose statistics change; "
-                    "use a network without batch normalisation, such as mnist-cnn or cifar10-resnet-small"
-                )
+        self.config, self._logits = config, AsTrained(model, config.optimisation)
+        self._bounds = _bounds(model, like) if config.provable is not None else None
 
     def forward(self, x: Tensor, z: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         if self._bounds is not None:
@@ -50,14 +44,6 @@ class Objective(nn.Module):
         if two:
             loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(clean, y)
         return loss, right
-
-    def _logits(self, x: Tensor) -> Tensor:
-        options = self.config.optimisation
-        if options.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=options.bf16):
-            logits: Tensor = self.model(x)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
@@ -84,6 +70,18 @@ class Objective(nn.Module):
         kappa = 1 + share * (settings.kappa - 1)
         others = margins.scatter(1, y[:, None], torch.inf)
         return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), (others.amin(1) > 0).sum()
+
+
+def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
+    bounds = LinfBounds(model, like)
+    for name, module in model.named_modules():
+        # Traced once, it would stay as it was then: other bounds than those of the network that is trained.
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UnsupportedModule(
+                f"provable training has no bound for {name!r} ({type(module).__name__}), whose statistics change; "
+                "use a network without batch normalisation, such as mnist-cnn or cifar10-resnet-small"
+            )
+    return bounds
 
 
 def _divergence(clean: Tensor, hard: Tensor) -> Tensor:

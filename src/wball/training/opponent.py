@@ -10,23 +10,9 @@ from torch import Tensor, nn
 from wball.attacks import Attack, StandardAttack
 from wball.training.config import Adversary, Optimisation
 from wball.training.distributed import World
+from wball.training.network import AsTrained
 from wball.training.replay import Replay, recorded
 from wball.training.state import generator
-
-
-class Victim(nn.Module):
-    """The network as an attack sees it: in its training precision and layout."""
-
-    def __init__(self, model: nn.Module, options: Optimisation) -> None:
-        super().__init__()
-        self.model, self.options = model, options
-
-    def forward(self, z: Tensor) -> Tensor:
-        if self.options.channels_last:
-            z = z.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(z.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False):
-            logits: Tensor = self.model(z)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Opponent:
@@ -43,7 +29,7 @@ class Opponent:
         self.attack: Attack = replace(settings.attack, progress=False)
         if isinstance(self.attack, StandardAttack):
             self.attack = replace(self.attack, check=False)
-        self.victim = Victim(model, options)
+        self.victim = AsTrained(model, options)
         first = min(max(settings.low, settings.start), settings.eps)
         shape = (count if settings.radius == "per-image" else 0,)
         self.radii = torch.full(shape, first, dtype=torch.float64, device=device)
