@@ -215,6 +215,7 @@ def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
         load_weights(mnist_cnn(), path)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
     model, random = nn.Sequential(nn.Linear(3, 2)), np.random.default_rng(0)
     for kind in ("zip.pth", "legacy.pth"):

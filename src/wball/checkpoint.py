@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from wball.whole import write_whole
 
@@ -39,7 +40,7 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
     is as before. Its dtype and device stay (half-precision files are widened).
     """
     path = Path(path)
-    wanted = model.state_dict()
+    wanted = _tensors_of(model)
     candidates = list(_state_dicts(_read(path)))
     if not candidates:
         raise ValueError(
@@ -62,9 +63,17 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mappi
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {path}")
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _tensors_of(model).items()}
     # save_file would make a file that only its owner can read.
     write_whole(path, save(tensors, metadata=dict(metadata) if metadata else None))
+
+
+def _tensors_of(model: nn.Module) -> StateDict:
+    """The model's state without what modules of its own keep beside tensors (``get_extra_state``)."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if lazy := [name for name, value in state.items() if is_lazy(value)]:
+        raise ValueError(f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first")
+    return state
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -85,23 +94,14 @@ def _safetensors(path: Path) -> Any:
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no weights file at {path}")
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         with _safetensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    if path.suffix not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
+    if path.suffix.lower() not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
         raise ValueError(f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        RuntimeError,
-        EOFError,
-        OSError,
-        LookupError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        pickle.PickleError,
-    ) as error:
+    except Exception as error:  # damaged bytes make it raise anything
         # torch wraps the reason in advice to switch the protection off, which is not ours to pass on.
         if isinstance(error, pickle.UnpicklingError) and (refused := re.search(r"GLOBAL ([\w.]+)", str(error))):
             raise ValueError(
@@ -112,17 +112,25 @@ def _read(path: Path) -> Any:
 
 
 def _state_dicts(content: Any) -> Iterator[StateDict]:
-    """Every state dict inside a loaded object, outermost and first in a list first."""
-    if isinstance(content, Mapping):
-        tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
-        nested = [content[k] for k in _PACKED_UNDER if k in content and not isinstance(content[k], Tensor)]
-        for inner in nested:
-            yield from _state_dicts(inner)
-        if tensors and not nested:
-            yield tensors
-    elif isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        for inner in content:
-            yield from _state_dicts(inner)
+    """Every state dict inside a loaded object, outermost and first in a list first.
+
+    Files may hold objects that contain themselves, or each other a million times: each is looked at once.
+    """
+    left, seen = [content], set()
+    while left:
+        content = left.pop()
+        if id(content) in seen:
+            continue
+        seen.add(id(content))
+        inside: Sequence[Any] = ()
+        if isinstance(content, Mapping):
+            inside = [content[k] for k in _PACKED_UNDER if k in content and not isinstance(content[k], Tensor)]
+            tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
+            if tensors and not inside:
+                yield tensors
+        elif isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+            inside = content
+        left.extend(reversed(inside))
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -200,12 +208,25 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
         for key in _essential(wanted)
         if key in found and found[key].shape != wanted[key].shape
     ]
+    types = [
+        f"{key} is {_kind(found[key])} in the file"
+        for key in _essential(wanted)
+        if key in found and _kind(found[key]) != _kind(wanted[key])
+    ]
     said = [f"missing {_some(missing)}"] if missing else []
     said += [f"unexpected {_some(unexpected)}"] if unexpected else []
     said += [f"wrong shape: {_some(shapes, '; ')}"] if shapes else []
+    said += [f"wrong type: {_some(types, '; ')}"] if types else []
     if any(re.search(r"(^|\.)(mean|std|mu|sigma)$", key) for key in unexpected):
         said.append("the file has normalisation constants: wrap the model in wball.Normalized with them")
     return "; ".join(said)
+
+
+def _kind(value: Tensor) -> str:
+    """What cannot be turned into something else without loss, or without knowing more."""
+    if value.is_quantized or value.is_meta or value.layout != torch.strided:
+        return "quantized" if value.is_quantized else "on no device (meta)" if value.is_meta else "sparse"
+    return "complex" if value.is_complex() else "floating point" if value.is_floating_point() else "integer"
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
