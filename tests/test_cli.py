@@ -184,6 +184,35 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert code == 0 and "Usage: wball " + command in out
 
 
+def test_train_says_each_epoch_and_writes_the_model(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = wball.load_sample("mnist")
+    monkeypatch.setattr("wball.data.load_dataset", lambda name, root, split, device: (x[:50], y[:50]))
+    command = ["train", "mnist-adversarial", "--epochs", "2", "--limit", "40", "--device", "cpu", "--name", "mine"]
+    for change in (
+        "architecture=mnist-cnn",
+        "batch_size=20",
+        "adversary.attack.steps=2",
+        "evaluation.attack.steps=2",
+        "evaluation.every=2",
+        "optimisation.bf16=False",
+    ):
+        command += ["--set", change]
+    code, out, _ = said(capsys, *command, "--out", "out")
+    first, second = (json.loads(row) for row in (here / "out/metrics.jsonl").read_text().splitlines())
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 3 and lines[2] == "written: out/mine.safetensors"
+    assert lines[0].startswith("epoch   1") and "clean" not in lines[0] and "clean_accuracy" not in first
+    assert f"clean {100 * second['clean_accuracy']:.2f} %  eps 0.1: {100 * second['robust_accuracy_0.1']:.1f} %" in out
+    assert f"mean radius {second['mean_radius']:.3f}" in lines[1] and second["step"] == 4
+    card = json.loads((here / "out/mine.json").read_text())
+    assert card["training"]["batch_size"] == 20 and card["training"]["optimisation"]["bf16"] is False
+    model = wball.load_weights(wball.build_model(card["architecture"]), here / "out/mine.safetensors").eval()
+    assert float((model(x[:50]).argmax(1) == y[:50]).double().mean()) == pytest.approx(card["clean_accuracy"])
+    assert said(capsys, *command, "--out", "quiet", "--quiet") == (0, "", "")
+
+
 BAD = {
     "unknown command": (["evalute"], "evalute"),
     "unknown option": (["evaluate", "mnist-standard", "--epsilon", "1"], "--epsilon"),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from training.worker import small_config, small_data, small_model
 from wball import DualAveraging, LinfBall, Normalized, WassersteinBall, certify
 from wball.certify.graph import UnsupportedModule
+from wball.cli.choices import setting
 from wball.models import SmallResNet
 from wball.training import (
     Adversary,
@@ -25,7 +26,6 @@ from wball.training import (
     train,
     verified_accuracy,
 )
-from wball.training.__main__ import parsed
 from wball.training.bounds import LinfBounds, verified
 from wball.training.losses import Objective
 from wball.training.presets import override
@@ -183,7 +183,7 @@ def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
 
 
 def test_settings_of_the_command_line_may_be_spelled_as_in_python() -> None:
-    read = [parsed(text) for text in ("flip=False", "flip=true", "clip=None", "name=a", "eps=[0.1]", "lr=1e-3")]
+    read = [setting(text) for text in ("flip=False", "flip=true", "clip=None", "name=a", "eps=[0.1]", "lr=1e-3")]
     assert read == [("flip", False), ("flip", True), ("clip", None), ("name", "a"), ("eps", [0.1]), ("lr", 1e-3)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -161,6 +162,17 @@ def attack(name: str, threat: WassersteinBall, steps: int | None) -> Attack:
     makers: dict[str, Any] = {"dual-averaging": DualAveraging, "pgd": PGD, "frank-wolfe": FrankWolfe}
     made: Attack = makers[name](threat, **settings)
     return made
+
+
+def setting(assignment: str) -> tuple[str, Any]:
+    """``path=value`` with a JSON value, one of Python's ``True``, ``False``, ``None``, or a plain string."""
+    path, equals, text = assignment.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"expected PATH=VALUE, got {assignment!r}")
+    try:
+        return path, json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+    except json.JSONDecodeError:
+        return path, text
 
 
 def folder_name(name: str) -> str:

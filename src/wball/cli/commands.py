@@ -385,13 +385,12 @@ def train(
     from wball.training import distributed, presets
     from wball.training import preset as find
     from wball.training import train as run
-    from wball.training.__main__ import line, parsed
     from wball.training.presets import override
 
     if preset not in presets():
         raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
     config = find(preset, seed=seed)
-    given = [parsed(c) for c in change or []]
+    given = [choices.setting(c) for c in change or []]
     given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
     for path, value in given:
         config = override(config, path, value)
@@ -401,13 +400,29 @@ def train(
 
         def say(record: dict[str, Any]) -> None:
             if not quiet:
-                print(line(record), flush=True)
+                print(_epoch(record), flush=True)
 
         data = x[:limit], y[:limit]
         run(config, data, tests, init=init, out=out, device=here, time_limit=time_limit, on_epoch=say)
         if distributed.current().main and not quiet:
             print(f"written: {out / config.name}.safetensors", flush=True)
     return 0
+
+
+def _epoch(record: dict[str, Any]) -> str:
+    """An epoch's record for people."""
+    shown = [f"epoch {record['epoch']:3d}", f"{record['seconds']:7.1f} s"]
+    shown += [f"loss {record['loss']:.4f}", f"train {100 * record['train_accuracy']:.2f} %"]
+    if "clean_accuracy" in record:
+        shown.append(f"clean {100 * record['clean_accuracy']:.2f} %")
+    if "verified_accuracy" in record:
+        shown.append(f"verified {100 * record['verified_accuracy']:.2f} %")
+    shown += [
+        f"eps {k.rsplit('_', 1)[1]}: {100 * v:.1f} %" for k, v in record.items() if k.startswith("robust_accuracy")
+    ]
+    if "mean_radius" in record:
+        shown.append(f"mean radius {record['mean_radius']:.3f}")
+    return "  ".join(shown)
 
 
 @app.command()
