@@ -86,9 +86,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
     """
     shop = shop or Workshop(settings)
     made = recipe(name)
-    shop.missing.clear()
-    shop.spent = 0.0
-    shop.commits.clear()
+    shop.begin()
     with locked(settings.out / "parts" / f".{name}"):
         clock = Clock(shop.device)
         data = made.measure(shop)
@@ -174,37 +172,44 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
 
     ``jobs`` processes share the recipes (and wait for parts that another one is at); times are measured afterwards.
     """
-    wanted, _ = chosen(names), check_count("jobs", jobs)
+    check_count("jobs", jobs)
+    wanted = chosen(names)
     if figures and any(RECIPES[name].draw is not None for name in wanted):
         style()  # if figures cannot be drawn, say so before hours of work
     if jobs > 1 and len(wanted) > 1:
         return _in_parallel(wanted, settings, figures, jobs)
-    shop, failed = Workshop(settings), []
-    for name in wanted:
-        start = time.perf_counter()
-        print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
-        try:
-            content = reproduce(name, settings, shop)
-            for table in RECIPES[name].tables(content["data"]):
-                print("\n" + table.text())
-            drawn = draw([name], settings.out) if figures else []
-        except EXPECTED as error:
-            if len(wanted) == 1:
-                raise
-            failed.append(name)
-            print(f"  not made: {error}\n", flush=True)
-            continue
-        except Exception:  # one recipe's trouble is not the others'
-            if len(wanted) == 1:
-                raise
-            failed.append(name)
-            traceback.print_exc()
-            continue
-        written = ", ".join(str(p) for p in (settings.out / f"{name}.json", *drawn))
-        print(f"\n  {time.perf_counter() - start:.1f} s; written: {written}\n", flush=True)
+    shop = Workshop(settings)
+    if len(wanted) == 1:
+        _make(wanted[0], settings, figures, shop)
+        return 0
+    failed = [name for name in wanted if not _made(name, settings, figures, shop)]
     if failed:
         print(f"not made: {', '.join(failed)}", flush=True)
     return 2 if failed else 0
+
+
+def _make(name: str, settings: Settings, figures: bool, shop: Workshop) -> None:
+    start = time.perf_counter()
+    print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
+    content = reproduce(name, settings, shop)
+    for table in RECIPES[name].tables(content["data"]):
+        print("\n" + table.text())
+    drawn = draw([name], settings.out) if figures else []
+    written = ", ".join(str(p) for p in (settings.out / f"{name}.json", *drawn))
+    print(f"\n  {time.perf_counter() - start:.1f} s; written: {written}\n", flush=True)
+
+
+def _made(name: str, settings: Settings, figures: bool, shop: Workshop | None = None) -> bool:
+    """Whether a recipe of several could be made: its trouble is not the others'."""
+    try:
+        _make(name, settings, figures, shop or Workshop(settings))
+    except EXPECTED as error:
+        print(f"{name} is not made: {error}\n", flush=True)
+    except Exception:  # noqa: BLE001 (reported; the others go on)
+        traceback.print_exc()
+    else:
+        return True
+    return False
 
 
 def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs: int) -> int:
@@ -213,15 +218,15 @@ def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs:
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         try:
-            codes = list(pool.map(partial(_one, settings=settings, figures=figures), shared))
+            made = list(pool.map(partial(_made, settings=settings, figures=figures), shared))
         except BrokenProcessPool:
             print("a process was killed, perhaps for its memory: fewer --jobs need less, and the same command goes on")
             return 2
         except BaseException:  # an interruption, which may have reached this process alone
             _end([child for child in multiprocessing.active_children() if child not in others])
             raise
-    codes += [_one(name, settings, figures) for name in alone]
-    return max(codes, default=0)
+    made += [_made(name, settings, figures) for name in alone]
+    return 0 if all(made) else 2
 
 
 def _end_with_parent() -> None:
@@ -244,14 +249,3 @@ def _end(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
         process.kill()
-
-
-def _one(name: str, settings: Settings, figures: bool) -> int:
-    """A recipe of several: its trouble is not the others'."""
-    try:
-        return run([name], settings, figures=figures)
-    except EXPECTED as error:
-        print(f"{name} is not made: {error}\n", flush=True)
-    except Exception:  # noqa: BLE001 (reported; the others go on)
-        traceback.print_exc()
-    return 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from wball.ball import WassersteinBall
 from wball.reproduce import paper
@@ -37,27 +38,7 @@ def measure(shop: Workshop) -> Data:
             continue
         generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
         w = x + 0.1 * torch.randn(x.shape, generator=generator, device=x.device).sign()
-        ball = WassersteinBall(eps)
-
-        def algorithm(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
-            return paper_projection(ball, x, w, ball.budget(x), reg=reg, tol=1e-4, max_iter=400)
-
-        def same(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
-            return ball.project(x, w, reg, tol=1e-4, mode="paper")
-
-        def boxed(ball: WassersteinBall = ball, x: Any = x, w: Any = w, reg: float = reg) -> ProjectionResult:
-            return ball.project(x, w, reg, tol=1e-4)
-
-        def exact(ball: WassersteinBall = ball, x: Any = x, w: Any = w) -> ProjectionResult:
-            return ball.project(x, w, tol=1e-4)
-
-        ways: dict[str, Callable[[], ProjectionResult]] = {
-            "Algorithm 2 in torch": algorithm,
-            "its limit by our kernel, then its clamp": same,
-            "entropic, box inside": boxed,
-            "exact (no entropy), box inside": exact,
-        }
-        for name, way in ways.items():
+        for name, way in _ways(WassersteinBall(eps), x, w, reg).items():
             result, first = _timed(way, x.device)  # may compile, and is not counted
             repeats = 1 if shop.quick or first > LONG else 5
             times = [_timed(way, x.device)[1] for _ in range(repeats)]
@@ -78,6 +59,16 @@ def measure(shop: Workshop) -> Data:
     if not rows:
         raise FileNotFoundError("; ".join(left_out.values()))
     return {"rows": rows, "left_out": left_out}
+
+
+def _ways(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float) -> dict[str, Callable[[], ProjectionResult]]:
+    """Projections of ``w``, by name."""
+    return {
+        "Algorithm 2 in torch": lambda: paper_projection(ball, x, w, ball.budget(x), reg=reg, tol=1e-4, max_iter=400),
+        "its limit by our kernel, then its clamp": lambda: ball.project(x, w, reg, tol=1e-4, mode="paper"),
+        "entropic, box inside": lambda: ball.project(x, w, reg, tol=1e-4),
+        "exact (no entropy), box inside": lambda: ball.project(x, w, tol=1e-4),
+    }
 
 
 def _timed(way: Callable[[], ProjectionResult], device: torch.device) -> tuple[ProjectionResult, float]:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,11 +96,16 @@ class Workshop:
         self.device = find_device(settings.device)
         if settings.models is not None and not settings.models.is_dir():
             raise FileNotFoundError(f"models {str(settings.models)!r} is no folder: give the one that holds the models")
+        self.begin()
+        self._images: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._subjects: dict[str, Subject] = {}
+        self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def begin(self) -> None:
+        """A new recipe: which models it misses, what its parts took, and the commits that measured them."""
         self.missing: dict[str, str] = {}
         self.spent = 0.0
         self.commits: set[str] = set()
-        self._subjects: dict[str, Subject] = {}
-        self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
 
     @property
     def quick(self) -> bool:
@@ -130,8 +135,12 @@ class Workshop:
     def _bundled(self, dataset: str) -> bool:
         return self.settings.data is None and dataset == "mnist"
 
-    @lru_cache(maxsize=8)  # noqa: B019 (a workshop lives as long as the process)
-    def _loaded(self, dataset: str, split: str) -> tuple[Tensor, Tensor]:
+    def _loaded(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+        if (dataset, split) not in self._images:
+            self._images[dataset, split] = self._load(dataset, split)
+        return self._images[dataset, split]
+
+    def _load(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
         if self._bundled(dataset):
             if not self.quick:
                 raise FileNotFoundError(
@@ -146,7 +155,7 @@ class Workshop:
                 f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --root data` "
                 "and give --data data"
             )
-        return load_dataset(dataset, self.settings.data, "train" if split == "train" else "test", device=self.device)
+        return load_dataset(dataset, self.settings.data, split, device=self.device)
 
     def fingerprint(self, x: Tensor, y: Tensor) -> str:
         """Which images these are. Whole test sets take a while to digest, and they stay where they are."""
