@@ -107,6 +107,20 @@ def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, un
     torch.testing.assert_close(replace(attack, until_success=until_success)(model, x, y).images, found.images)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 9), (3, 7, 1), (1, 1, 1), (9,)], ids=str)
+@pytest.mark.parametrize("window", [3, 31])
+def test_images_of_one_row_or_column(shape: tuple[int, ...], window: int) -> None:
+    x = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3))
+    ball = WassersteinBall(0.2, GridCost(window))
+    attack = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)
+    found = attack(model, x, torch.arange(4) % 3)
+    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert torch.allclose(report.distance, found.distance, atol=1e-6)
+
+
 def test_attacks_that_have_no_plan_say_nothing() -> None:
     ball = BALLS["grid"]
     x = images(ball)

@@ -151,7 +151,8 @@ class _Moves:
         down, right = self.window
         padded = F.pad(values.reshape(-1, *self.grid), (right, right, down, down), value=outside)
         windows = padded.unfold(1, 2 * down + 1, 1).unfold(2, 2 * right + 1, 1)  # much faster than F.unfold on a CPU
-        return windows.permute(0, 3, 4, 1, 2).reshape(len(values), self.count, self.grid[0] * self.grid[1])
+        moved = windows.permute(0, 3, 4, 1, 2).reshape(len(values), self.count, self.grid[0] * self.grid[1])
+        return moved.contiguous()  # in images of one row or column the windows are still views that overlap
 
     def arrived(self, flow: Tensor) -> Tensor:
         """``(N, K, n) -> (N, 1, n)``: what each pixel receives."""
