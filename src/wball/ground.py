@@ -45,6 +45,10 @@ class Arcs(ABC):
     def stay(self) -> Tensor:
         """``(K, H, W)``, bool: the moves that go nowhere."""
 
+    def free(self) -> Tensor:
+        """``(K, H, W)``, bool: the moves that cost nothing. Most costs have none but those that stay."""
+        return self.allowed & (self.cost == 0)
+
 
 class StencilArcs(Arcs):
     """The moves of a stencil cost: the same list of offsets at every pixel."""

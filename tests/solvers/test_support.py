@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import wball
-from problems import Problem, problems, random_problem, reference_support
+from problems import Problem, problems, random_problem, reference_projection, reference_support
 
 
 def bounds_hold(problem: Problem, optimum: float, **options: float) -> None:
@@ -84,6 +84,30 @@ def test_zero_direction_and_flat_costs() -> None:
     assert float(result.gap.abs().max()) == pytest.approx(0.0, abs=1e-12)
     alone = wball.WassersteinBall(0.1, wball.GridCost(window=1)).support(x, torch.rand_like(x))
     torch.testing.assert_close(alone.point, x)
+
+
+@pytest.mark.parametrize("box", [(0.0, 1.0), None], ids=str)
+@pytest.mark.parametrize("reg", [math.inf, 100.0])
+@pytest.mark.parametrize("kind", ["stencil", "matrix"])
+def test_free_moves_need_no_budget(kind: str, reg: float, box: tuple[float, float] | None) -> None:
+    """At radius 0 mass may still go where it costs nothing, and bounds must know it."""
+    inf = math.inf
+    cost: wball.StencilCost | wball.DenseCost = wball.StencilCost(((inf, 0, inf), (1, 0, 1), (inf, 2, inf)))
+    if kind == "matrix":
+        cost = wball.DenseCost(
+            torch.randint(0, 3, (12, 12), generator=torch.Generator().manual_seed(0)).fill_diagonal_(0)
+        )
+    random = torch.Generator().manual_seed(1)
+    x, g = torch.rand(2, 2, 3, 4, generator=random), torch.randn(2, 2, 3, 4, generator=random)
+    ball = wball.WassersteinBall(0.0, cost, box=box)
+    result, projection = ball.support(x, g, reg), ball.project(x, g, reg)
+    for k in range(2):
+        best = reference_support(ball, x[k : k + 1], g[k : k + 1]).objective
+        assert float(result.value[k]) <= best + 1e-5 <= float(result.upper[k]) + 2e-5
+        assert float(result.value[k]) >= best - 1e-5 or not bool(result.converged[k]) or reg < inf
+        nearest = reference_projection(ball, x[k : k + 1], g[k : k + 1], reg).objective
+        assert float(projection.objective[k] - projection.gap[k]) <= nearest + 1e-5
+        assert not bool(projection.converged[k]) or float(projection.objective[k]) <= nearest * (1 + 1e-4)
 
 
 def test_linf_ball_answers_the_same_questions() -> None:

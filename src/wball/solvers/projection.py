@@ -205,8 +205,8 @@ def _swept(
         x, w, spend, stencil, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
     )
     gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
-    # Where all of the budget is held back, the sweeps saw a ball of one point, and their prices say nothing about this.
-    held = (spend <= 0) & (budget > 0)
+    # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
+    held = (spend <= 0) & ((budget > 0) | _escapes(moves, x))
     return _Solved(
         point=answer.z,
         flow=flow,
@@ -218,6 +218,11 @@ def _swept(
         n_iter=answer.n_iter,
         status=statuses((gap <= answer.allowed) & ~held),
     )
+
+
+def _escapes(moves: Arcs, x: Tensor) -> Tensor:
+    """Whether some of an image's mass can leave its pixel at no cost, per image."""
+    return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
 
 
 def _offset(x: Tensor, tau: Tensor) -> Tensor:
@@ -269,10 +274,11 @@ class _Projection:
         start = w - x if init is None else init.beta
         tau_start = torch.maximum((0.25 if init is None else 0.02) * scale, self.tau)
         n_iter = torch.zeros_like(scale, dtype=torch.long)
-        # A ball of one point: no mass, or no budget.
+        # Without mass or budget the centre is the answer, and the only point unless there are free moves.
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-        self.dual = torch.where(single, self.primal, self._bound_without_prices())
+        alone = single & ~_escapes(self.moves, x)
+        self.dual = torch.where(alone, self.primal, self._bound_without_prices())
         todo = (~single).nonzero().squeeze(1)
         if todo.numel() and init is None and bool(self.tau.any()):
             todo = self._sweep(todo, start, n_iter)

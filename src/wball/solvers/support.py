@@ -127,9 +127,11 @@ class _Support:
         # The entropic problem's own bound decides when it is solved; upper bounds the exact maximum.
         self.upper, self.dual = torch.full_like(mass, math.inf), torch.full_like(mass, math.inf)
         self.n_iter = torch.zeros_like(mass, dtype=torch.long)
+        # Without mass or budget the centre is the answer, and the only point unless there are free moves.
         self.single = (budget <= 0) | (mass <= 0)
-        self.upper = torch.where(self.single, self.primal, self.upper)
-        self.dual = torch.where(self.single, self.primal, self.dual)
+        if bool(self.single.any()):
+            reached = dot(x, torch.where(moves.free(), moves.gather(g), -math.inf).amax(2))
+            self.upper, self.dual = (torch.where(self.single, reached, bound) for bound in (self.upper, self.dual))
 
     def run(self, max_iter: int) -> _Support:
         todo = (~self.single).nonzero().squeeze(1)
@@ -140,7 +142,7 @@ class _Support:
             self._kink(todo, max_iter)
         elif todo.numel():
             self._unboxed(todo)
-        left = (~self.done).nonzero().squeeze(1)
+        left = (~self.done & ~self.single).nonzero().squeeze(1)
         if left.numel() and self.box is not None:
             self._follow_path(left, max_iter)
         return self
