@@ -272,6 +272,16 @@ def test_a_model_may_work_in_place(name: str, net: nn.Module, images: Tensor) ->
     assert torch.equal(images, before)
 
 
+def test_scripted_traced_and_frozen_models(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    net.eval()
+    images, labels = images[:3], labels[:3]
+    script = torch.jit.script(net)
+    frozen = torch.jit.freeze(script)  # its modules have no mode, and no parameters
+    for model in (script, torch.jit.trace(net, images), frozen):
+        result = ATTACKS["fast"](model, images, labels)
+        assert_same(result, ATTACKS["fast"](net, images, labels))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_model_and_images_may_differ_in_precision(
     dtype: torch.dtype, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid

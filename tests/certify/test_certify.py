@@ -256,6 +256,15 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
         certify(net, x, y, ball, "dual", optimise=True)
 
 
+def test_optimisation_raises_what_is_still_open() -> None:
+    net, x = dense_net(1, 4, (12, 10), 4, 3), images(6, 1, 4, 3)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.8, wball.GridCost(7))
+    before, after = (certify(net, x, y, ball, steps=steps).margin for steps in (None, 10))
+    gained = after - before
+    assert bool((gained[before <= 0] >= 0).all()) and float(gained.max()) > 1e-3
+    assert bool((gained[before > 0] == 0).all())  # what is proved is left alone
+
+
 def test_linf_ball_matches_its_closed_form_on_a_linear_model() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(9, 2))
@@ -317,6 +326,40 @@ def test_wrappers_are_looked_into() -> None:
     plain = certify(net, x, y, ball, refine=False).margin
     for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
         assert torch.equal(certify(wrapped, x, y, ball, refine=False).margin, plain)
+
+
+def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
+    class Normalised(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.sub_(0.1).div_(0.3))
+
+    net, x = conv_net(2), images(2, 1, 16, 2)
+    y, ball, before = net((x - 0.1) / 0.3).argmax(1), wball.WassersteinBall(0.02), x.clone()
+    radius = certified_radius(Normalised(net), x, y, ball, rounds=3, refine=False)
+    assert torch.equal(x, before)
+    assert bool(certify(Normalised(net), x, y, ball.at(radius), refine=False).certified.all())
+    assert bool((radius > 0).all())
+
+
+def test_a_hook_that_changes_little_is_seen() -> None:
+    net, x = conv_net(3), images(2, 1, 16, 3)
+    y = net(x).argmax(1)
+    net[-1].register_forward_hook(lambda _, __, out: 1.01 * out)  # another function, one percent away
+    with pytest.raises(UnsupportedModule, match="hooks"):
+        certify(net, x, y, wball.WassersteinBall(0.01))
+
+
+def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
+    x, y, ball = images(2, 1, 4, 0), torch.zeros(2, dtype=torch.long), wball.WassersteinBall(0.01)
+    with pytest.raises(ValueError, match="at least two classes"):
+        certify(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), x, y, ball)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    with pytest.raises(UnsupportedModule, match="symbolically"):
+        certify(torch.jit.freeze(torch.jit.script(net)), x, y, ball)
 
 
 def test_precision_of_images_and_model_may_differ() -> None:
@@ -402,10 +445,14 @@ class Careless(nn.Module):
             h = h.to(torch.int32).to(torch.float32)
         elif self.kind == "batch":
             h = torch.relu(h - h.mean(0, keepdim=True))
+        elif self.kind == "all":
+            h = torch.relu(h - h.mean())
+        elif self.kind == "scaled":
+            h = self.second(h.mul_(2.0).sub_(0.5))
         return self.head(h.flatten(1))
 
 
-@pytest.mark.parametrize("kind", ["relu_", "module", "add_"])
+@pytest.mark.parametrize("kind", ["relu_", "module", "add_", "scaled"])
 def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
     torch.manual_seed(0)
     net, x = Careless(kind), images(3, 1, 4, 1)
@@ -418,7 +465,14 @@ def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("alias", "in place"), ("dropout", "dropout"), ("floor", "div"), ("int", "to"), ("batch", "mean.*mixes images")],
+    [
+        ("alias", "in place"),
+        ("dropout", "dropout"),
+        ("floor", "div"),
+        ("int", "to"),
+        ("batch", "mean.*mixes images"),
+        ("all", "mean.*mixes"),
+    ],
 )
 def test_what_symbols_do_not_show_is_refused(kind: str, message: str) -> None:
     torch.manual_seed(0)

@@ -25,10 +25,10 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, ask, check_classes
+from wball.attacks.model import Model, as_found, ask, check_classes, with_modes
 
 
 class ModelWarning(UserWarning):
@@ -68,7 +68,7 @@ def check_model(model: Model, x: Tensor, y: Tensor, *, limit: int = 64) -> tuple
     x, y = x[:limit].detach(), y[:limit]
     if x.shape[0] == 0:
         return ()
-    if isinstance(model, nn.Module) and any(module.training for module in model.modules()):
+    if any(module.training for module in with_modes(model)):
         found[TrainModeWarning] = "a module is in training mode; the attack evaluates the model in evaluation mode"
     with as_found(model, x.device), torch.inference_mode(False):
         logits, gradient = _evaluate(model, x.clone(), y)

@@ -58,22 +58,35 @@ def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
         raise ValueError(f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes")
 
 
+def with_modes(model: Model) -> list[nn.Module]:
+    """The model's modules that can be in training mode: those of a frozen script cannot."""
+    return [m for m in model.modules() if hasattr(m, "training")] if isinstance(model, nn.Module) else []
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """The model in evaluation mode, and every module in its own mode afterwards."""
+    modes = [(module, module.training) for module in with_modes(model)]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 @contextmanager
 def as_found(model: Model, device: torch.device) -> Iterator[None]:
     """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    modes, flags = [m.training for m in modules], [p.requires_grad for p in parameters]
+    flags = [p.requires_grad for p in parameters]
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), evaluating(model):
         try:
-            for module in modules:
-                module.training = False
             for parameter in parameters:
                 parameter.requires_grad_(False)
             yield
         finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
             for parameter, flag in zip(parameters, flags, strict=True):
                 parameter.requires_grad_(flag)

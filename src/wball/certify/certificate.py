@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
+from wball.attacks.model import ask, check_classes, evaluating
 from wball.ball import Ball, LinfBall, Plans, WassersteinBall
 from wball.certify.first_layer import FirstLayer
 from wball.certify.graph import Graph, trace
@@ -208,18 +209,9 @@ def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[T
 @torch.no_grad()
 def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """``logit[y] - best other logit`` of the images themselves, in evaluation mode."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        dtype = next((p.dtype for p in model.parameters()), x.dtype)
-        logits = model(x.to(dtype)).to(torch.float64)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    if not bool(((y >= 0) & (y < logits.shape[1])).all()):
-        raise ValueError(
-            f"y has labels from {int(y.min())} to {int(y.max())}, but the model has {logits.shape[1]} classes"
-        )
+    with evaluating(model):
+        logits = ask(model, x).to(torch.float64)
+    check_classes("y", y, logits)
     own = logits.gather(1, y[:, None])[:, 0]
     return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 

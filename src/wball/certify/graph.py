@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from wball.attacks.model import evaluating
 from wball.certify.rows import Rows, add, transposed, trim
 
 Shape = tuple[int, ...]
@@ -348,29 +349,26 @@ def trace(model: nn.Module, x: Tensor) -> Graph:
         raise TypeError(f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}")
     while isinstance(inner := getattr(model, "_orig_mod", None) or _wrapped(model), nn.Module):
         model = inner
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     attributes = set(vars(model))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
-    try:
+    with torch.no_grad(), evaluating(model):
         try:
-            traced = fx.Tracer().trace(model)
-        except UnsupportedModule:
-            raise
-        except Exception as error:
-            raise UnsupportedModule(
-                f"{type(model).__name__}.forward cannot be followed symbolically ({error}); "
-                "write it without branches that depend on the values of tensors"
-            ) from error
-        with torch.no_grad():
-            graph = _Builder(model, traced, x.new_zeros((1, *x.shape[1:]), dtype=dtype)).build()
+            graph = _Builder(model, _symbols(model), x.new_zeros((1, *x.shape[1:]), dtype=dtype)).build()
             _compare(model, graph, x.to(dtype))
-        return graph
-    finally:
-        for name in set(vars(model)) - attributes:  # constants that the tracer left there
-            delattr(model, name)
-        for module, mode in training.items():
-            module.training = mode
+            return graph
+        finally:
+            for name in set(vars(model)) - attributes:  # constants that the tracer left there
+                delattr(model, name)
+
+
+def _symbols(model: nn.Module) -> fx.Graph:
+    try:
+        return fx.Tracer().trace(model)
+    except Exception as error:
+        raise UnsupportedModule(
+            f"{type(model).__name__}.forward cannot be followed symbolically ({error}); "
+            "write it without branches that depend on the values of tensors"
+        ) from error
 
 
 def _wrapped(model: nn.Module) -> nn.Module | None:
@@ -378,8 +376,11 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
     return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else None
 
 
-ALIKE = 0.02
-"""Share of the largest logit by which a model and its graph may differ: low precision does, another function more."""
+ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Share of the largest logit by which a model and its graph may differ, by the model's precision on a CPU."""
+
+ROUGHLY_ALIKE = 0.02
+"""That share in half precision, and on GPUs, whose convolutions round float32 to half of its digits."""
 
 
 def _compare(model: nn.Module, graph: Graph, x: Tensor) -> None:
@@ -388,11 +389,13 @@ def _compare(model: nn.Module, graph: Graph, x: Tensor) -> None:
     Symbols do not show everything: a tensor that is changed in place under another name, a hook, a random layer.
     """
     noise = torch.rand((4, *x.shape[1:]), generator=torch.Generator().manual_seed(0)).to(x)
+    alike = ROUGHLY_ALIKE if x.is_cuda else ALIKE.get(x.dtype, ROUGHLY_ALIKE)
     for images in (noise, x[:4]) if x.shape[0] else (noise,):
-        expected = model(images.clone()).to(torch.float64)
+        with torch.autocast(x.device.type, enabled=False):
+            expected = model(images.clone()).to(torch.float64)
         found = graph.logits(images.to(torch.float64))
         finite = bool(torch.isfinite(expected).all())  # a broken model is none of the tracer's business
-        if finite and not bool(((found - expected).abs() <= ALIKE * expected.abs().amax()).all()):
+        if finite and not bool(((found - expected).abs() <= alike * expected.abs().amax()).all()):
             raise UnsupportedModule(
                 f"{type(model).__name__}.forward computes something else than its symbols say: look for tensors that "
                 "are changed in place (+=, inplace=True) and read again, for hooks, and for random layers"
@@ -504,7 +507,8 @@ class _Builder:
         """The node as a function of its image-dependent inputs, or that with its constants' absolute values."""
 
         def function(*values: Tensor) -> Tensor:
-            known = dict(zip(sources, values, strict=True))
+            given = (value.clone() for value in values) if self._in_place(node) else values
+            known = dict(zip(sources, given, strict=True))
 
             def cast(value: Any) -> Any:
                 if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -560,8 +564,10 @@ class _Builder:
         self.values[node] = value
         if not sources or not isinstance(value, Tensor):
             return  # a constant, or a size
-        if value.shape[0] != 1:
-            raise UnsupportedModule(f"{self._title(node)} mixes images of a batch: its output has shape {value.shape}")
+        if value.shape[:1] != (1,):
+            raise UnsupportedModule(
+                f"{self._title(node)} mixes images of a batch: its output has shape {tuple(value.shape)}"
+            )
         self._append(node, sources, self._operation(node, sources, args, kwargs, tuple(value.shape[1:])))
         if self._in_place(node) and node.args[:1] == (sources[0],):
             self.place[sources[0]] = self.place[node]  # whoever reads it from here on

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball import inputs
+from wball.attacks.model import ask, evaluating
 from wball.solvers.batch import result_dtype
 
 Metric = Literal["euclidean", "manhattan"]
@@ -143,25 +144,16 @@ class FlowSmoothing:
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
-        training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             if x.shape[0] == 0:
-                return torch.zeros((0, self._logits(x).shape[1]), dtype=torch.long, device=x.device)
+                return torch.zeros((0, ask(self.model, x).shape[1]), dtype=torch.long, device=x.device)
             return torch.stack([self._votes(image[None], samples, generator) for image in x])
-        finally:
-            for module, mode in training.items():
-                module.training = mode
-
-    def _logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x.to(next((p.dtype for p in self.model.parameters()), x.dtype)))
-        return logits
 
     def _votes(self, image: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
         total: Tensor | None = None
         for start in range(0, samples, self.batch_size):
             copies = image.expand(min(self.batch_size, samples - start), -1, -1, -1)
-            logits = self._logits(flow_noise(copies, self.scale, generator))
+            logits = ask(self.model, flow_noise(copies, self.scale, generator))
             counts = torch.bincount(logits.argmax(1), minlength=logits.shape[1])
             total = counts if total is None else total + counts
         assert total is not None
