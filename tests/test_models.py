@@ -75,6 +75,12 @@ def test_small_resnet_halves_the_image_twice() -> None:
     assert sizes == [(16, 32, 32), (16, 32, 32), (16, 32, 32), (32, 16, 16), (64, 8, 8)]
 
 
+def test_small_resnet_names_each_of_its_parameters_in_public_checkpoints() -> None:
+    names = SmallResNet.public_names()
+    assert sorted(names.values()) == sorted(SmallResNet().state_dict()) and len(names) == 30
+    assert names["4.Ws.0.weight"] == "blocks.0.shortcut.weight" and names["16.Ws.2.bias"] == "blocks.3.conv2.bias"
+
+
 def _stages(model: SmallResNet, x: torch.Tensor) -> list[torch.Tensor]:
     out = [model.stem(x)]
     for block in model.blocks:

@@ -76,6 +76,13 @@ def test_an_even_vote_is_an_abstention() -> None:
     assert not bool(FlowSmoothing(Threshold(0.3), 0.02).predict(x, generator=generator).abstained)
 
 
+def test_every_sample_is_one_vote_whatever_the_batches() -> None:
+    x = torch.rand(3, 1, 4, 4)
+    for batch_size in (1, 7, 20, 50):
+        votes = FlowSmoothing(nn.Flatten(), 0.05, batch_size=batch_size).votes(x, 20)
+        assert votes.shape == (3, 16) and votes.sum(1).tolist() == [20, 20, 20]
+
+
 def test_settings_are_checked_and_the_mode_is_restored() -> None:
     with pytest.raises(ValueError, match="scale"):
         FlowSmoothing(nn.Identity(), 0.0)

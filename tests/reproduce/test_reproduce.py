@@ -116,6 +116,7 @@ def test_standard_attack_counts_valid_examples_only(shop: Workshop, monkeypatch:
         fell = fall.radius <= eps
         assert bool(fell[can_fall].all()) and not bool(fell[cannot].any())
     assert fall.checks["rejected"] == 0 and fall.checks["checked_exactly"] > 0
+    assert fall.checks["found"] == 11 - int(fall.radius.isinf().sum())
     curve = fall.about()["curve"]
     assert curve[0]["accuracy"] == pytest.approx(11 / 12) and curve[-1]["accuracy"] == fall.accuracy_at(0.5)
 

@@ -81,12 +81,13 @@ def normalised_model() -> nn.Module:
 
 def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
     """One short run of each kind."""
-    plain = small_config(epochs=1, adversary=None)
+    plain, attack = small_config(epochs=1, adversary=None), small_config().adversary.attack  # type: ignore[union-attr]
     return {
         "idle": (plain, WithIdlePart()),
         "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
         "normalised": (dataclasses.replace(plain, adversary=small_config().adversary), normalised_model()),
         "provable": (dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))), small_model()),
+        "uniform": (dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform", low=0.1)), small_model()),
         "smooth": (dataclasses.replace(plain, epochs=3, noise=0.01, smooth=Smooth(0.1, ramp=0.0)), small_model()),
     }
 
