@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from rich.console import Console
 
 import wball
 from wball.cli import main
@@ -56,6 +58,24 @@ def slow():
 
 broken = 3
 
+class Stumbles(nn.Module):
+    def forward(self, x):
+        return {}["weights"]
+
+class Talks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = halves()
+    def forward(self, x):
+        print("hello")
+        return self.net(x)
+
+def leaves():
+    raise SystemExit(3)
+
+def unreadable():
+    return ({}[i] for i in range(3))
+
 def raises():
     raise RuntimeError("no weights")
 """
@@ -68,6 +88,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of the user's, as the working directory."""
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "raising.py").write_text("def net(:")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(4)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WBALL_DATA", raising=False)
     return tmp_path
@@ -230,6 +251,12 @@ BAD = {
     "a function that raises": (["evaluate", "mine.py:raises"], "mine.py:raises: the call raised RuntimeError: no"),
     "data that raise": (["evaluate", "mine.py:halves", "--data", "mine.py:raises"], "the call raised RuntimeError"),
     "a module that raises": (["evaluate", "raising.py:net"], "cannot import raising.py (SyntaxError"),
+    "a function that ends the process": (["evaluate", "mine.py:leaves"], "the call raised SystemExit: 3"),
+    "a module that ends the process": (["evaluate", "leaving.py:net"], "cannot import leaving.py (SystemExit: 4)"),
+    "a model that raises": (["evaluate", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
+    "an attack on it": (["attack", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
+    "data that raise later": (["attack", "mine.py:halves", "--data", "mine.py:unreadable"], "reading it raised KeyE"),
+    "huge seed": (["attack", "mine.py:halves", "--data", "mine.py:data", "--seed", str(2**63)], "--seed"),
     "no such data": (["evaluate", "mnist-standard", "--data", "nowhere"], "--data nowhere"),
     "data not downloaded": (["evaluate", "mnist-standard", "--data", "mnist"], "wball data mnist"),
     "labels out of range": (["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"], "2 classes"),
@@ -267,6 +294,85 @@ def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.Captur
     assert "Traceback" not in out and err.count("\n") == 1 and err.startswith("wball: ")
     assert expected in err
     assert not (here / "out").exists()
+
+
+def test_a_models_file_may_import_what_lies_beside_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "far").mkdir()
+    (here / "far" / "beside.py").write_text(MINE)
+    (here / "far" / "uses.py").write_text("from beside import halves as net, data")
+    line = ["attack", "far/uses.py:net", "--data", "far/uses.py:data", "--quiet"]
+    assert said(capsys, *line) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "attack", "certify"])
+def test_json_is_alone_on_stdout(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [*QUICK, "--no-report", "--out", "o"] if command == "evaluate" else ["--eps", "0.1"]
+    code, out, err = said(capsys, command, "mine.py:Talks", "--data", "mine.py:data", "--json", *more)
+    assert code == 0 and json.loads(out) and "hello" in err
+
+
+def test_names_are_no_markup(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label in ("a", "b"):
+        (here / "set [bold]" / label).mkdir(parents=True)
+        image.new("L", (6, 6), 99).save(here / "set [bold]" / label / "1.png")
+    for command, more in (("evaluate", [*QUICK, "--no-report", "-o", "o"]), ("attack", []), ("certify", [])):
+        code, out, _ = said(capsys, command, "mine.py:halves", "-d", "set [bold]", "--grey", *more)
+        assert code == 0 and out.count("images of set [bold]") == (2 if command == "evaluate" else 1)
+    x, y = torch.rand(2, 1, 6, 6), torch.zeros(2, dtype=torch.long)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    result = wball.evaluate(model, x, y, wball.WassersteinBall(0.1), attack="fast", name="a[/b]", progress=True)
+    stream = io.StringIO()
+    Console(file=stream).print(result.table())
+    assert "a[/b]" in stream.getvalue() and "a[/b]" in capsys.readouterr().err
+
+
+def test_without_the_packages_of_the_report(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--out", "o"]
+    for name in ("jinja2", "plotly", "PIL"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            code, _, err = said(capsys, *line)
+            assert code == 0 and (here / "o" / "results.json").is_file()
+            assert err.startswith("wball: there will be no report.html: reports need jinja2, plotly and Pillow")
+            assert f"{name} is missing: pip install wball[report]" in err
+            code, _, err = said(capsys, "report", "o")
+            assert code == 2 and err.count("\n") == 1 and "pip install wball[report]" in err
+    assert not list(here.rglob("report.html"))
+
+
+def test_warnings_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--attack", "fast", "-n", "1")
+    assert code == 0 and err.count("\n") == 1 and err.startswith("wball: warning: the model has 2 classes")
+
+
+@pytest.mark.slow
+def test_a_reader_that_had_enough() -> None:
+    line = [sys.executable, "-m", "wball.cli", "models"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_locale_without_letters(here: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label in ("漢字", "é"):
+        (here / "bilder ü" / label).mkdir(parents=True)
+        image.new("L", (6, 6), 99).save(here / "bilder ü" / label / "1.png")
+    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:halves", "-d", "bilder ü", "--grey", *QUICK]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [*line, "-o", "o"], cwd=here, env=environment | {"PYTHONUTF8": "0", "PYTHONIOENCODING": ""}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (here / "o" / "report.html").read_text(encoding="utf-8")
+    assert "bilder ü" in page and "original: 漢字" in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

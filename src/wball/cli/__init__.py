@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import TextIO
 
 import typer
 
@@ -27,10 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from wball.cli.commands import app
 
+    line = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(
-            args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False, prog_name="wball"
-        )
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(args=line, standalone_mode=False, prog_name="wball")
         code = code if isinstance(code, int) else 0
     except typer.Exit as done:
         code = done.exit_code
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` had enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)
         return 0
+    except SystemExit as done:
+        return 0 if done.code == 1 else _ended(done)  # 1: rich's answer to a broken pipe
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
         return _fail(*_sorted(error))
     if code == INTERRUPTED:
@@ -60,6 +65,25 @@ def entry() -> None:
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _ended(done: SystemExit) -> int:
+    """The exit code of code that ended the process by itself."""
+    if done.code is None or isinstance(done.code, int):
+        return done.code or 0
+    return _fail(str(done.code), BAD_INPUT)
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning in one line, like errors."""
+    print(f"wball: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

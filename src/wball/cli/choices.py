@@ -5,14 +5,16 @@ Modules that take long to import are imported inside the functions, so that ``wb
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -74,7 +76,7 @@ def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, 
         made, name = load_model(spec), spec
     else:
         near = difflib.get_close_matches(spec, [*list_models(), *architectures()], 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"the zoo has {', '.join(list_models())}"
+        hint = f"did you mean {near[0]}?" if near else f"the zoo has {', '.join(list_models())}."
         raise typer.BadParameter(
             f"unknown model {spec!r}: {hint} Or give an architecture with --weights FILE, or package.module:function"
         )
@@ -114,7 +116,13 @@ def data(
         name = Path(spec).name
     elif ":" in spec:
         made = _imported(spec)
-        x, y = to_tensors(_called(spec, made) if callable(made) else made, limit=limit)
+        made = _called(spec, made) if callable(made) else made
+        try:
+            x, y = to_tensors(made, limit=limit)
+        except (ValueError, TypeError, OSError):
+            raise
+        except Exception as error:
+            raise typer.BadParameter(f"--data {spec}: reading it raised {_said(error)}") from error
         name = spec.rsplit(":", 1)[1]
     else:
         raise typer.BadParameter(
@@ -194,6 +202,7 @@ def _imported(spec: str) -> Any:
             assert found is not None and found.loader is not None
             loaded = importlib.util.module_from_spec(found)
             sys.modules.setdefault(path.stem, loaded)
+            sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does: modules beside the file
             found.loader.exec_module(loaded)
         else:
             if "" not in sys.path:
@@ -201,10 +210,11 @@ def _imported(spec: str) -> Any:
             loaded = importlib.import_module(module)
     except typer.BadParameter:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise typer.BadParameter(f"{spec}: cannot import {module} ({_said(error)})") from error
     if not hasattr(loaded, attribute):
-        near = difflib.get_close_matches(attribute, vars(loaded), 1, 0.5)
+        own = [name for name, value in vars(loaded).items() if name[0] != "_" and not isinstance(value, ModuleType)]
+        near = difflib.get_close_matches(attribute, own, 1, 0.5)
         raise typer.BadParameter(
             f"{spec}: {module} has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
         )
@@ -219,12 +229,19 @@ def _called(spec: str, function: Any) -> Any:
         )
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise typer.BadParameter(f"{spec}: the call raised {_said(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+@contextlib.contextmanager
+def prints_aside(aside: bool) -> Iterator[None]:
+    """What the user's own code prints goes to stderr, where stdout is for JSON alone."""
+    with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
+        yield
 
 
 def main_process() -> bool:

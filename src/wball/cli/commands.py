@@ -92,7 +92,7 @@ Steps = Annotated[
     int | None, typer.Option(min=1, help="gradient steps, where the attack has such a number", rich_help_panel="Attack")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-Seed = Annotated[int, typer.Option(min=0, help="of everything random")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of everything random")]
 Batch = Annotated[int | None, typer.Option("--batch-size", min=1, help="images at a time (default: by device)")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and nothing else")]
@@ -166,18 +166,25 @@ def evaluate(
     `torchrun -m wball.cli evaluate ...` shares the work. The folder gets results.json, examples.safetensors,
     report.html and log.jsonl.
     """
+    from rich.markup import escape
+
     from wball.evaluate.run import evaluate as run
+    from wball.report import why_not
 
     start, console = time.perf_counter(), _console(quiet, as_json)
     points = choices.radii(eps)
     threat = choices.ball(points[-1], window, p, mass)
     where = choices.device(device)
-    made = [choices.model(spec, weights, where) for spec in models]
-    if len({name for _, name in made}) < len(made):
-        raise typer.BadParameter("two of the models have the same name; evaluate them into folders of their own")
-    x, y, title, classes = choices.data(data, root, _split(split), limit, size, grey, where)
+    with choices.prints_aside(as_json):
+        made = [choices.model(spec, weights, where) for spec in models]
+        if len({name for _, name in made}) < len(made):
+            raise typer.BadParameter("two of the models have the same name; evaluate them into folders of their own")
+        x, y, title, classes = choices.data(data, root, _split(split), limit, size, grey, where)
     searched = choices.attack(attack, threat, steps)
     base = out or (Path("out") / choices.folder_name(made[0][1]) if len(made) == 1 else Path("out"))
+    if report and (missing := why_not()) is not None:  # now, and not after hours
+        report = False
+        print(f"wball: there will be no report.html: {missing}", file=sys.stderr)
     console.print(
         f"{', '.join(name for _, name in made)} on {len(x)} images of {title}; {attack} attack"
         f"{' for the smallest radius up to' if minimal else ' at'} eps "
@@ -187,29 +194,30 @@ def evaluate(
     results: list[Evaluation] = []
     for net, name in made:
         folder = base if len(made) == 1 else base / choices.folder_name(name)
-        result = run(
-            net,
-            x,
-            y,
-            threat,
-            "minimal" if minimal else points,
-            searched,
-            certify=method if certify else False,
-            exact="all" if exact else "sample",
-            out=folder,
-            seed=seed,
-            batch_size=batch_size,
-            name=name,
-            data=title,
-            classes=classes,
-            overwrite=overwrite,
-            progress=not (quiet or as_json),
-        )
+        with choices.prints_aside(as_json):
+            result = run(
+                net,
+                x,
+                y,
+                threat,
+                "minimal" if minimal else points,
+                searched,
+                certify=method if certify else False,
+                exact="all" if exact else "sample",
+                out=folder,
+                seed=seed,
+                batch_size=batch_size,
+                name=name,
+                data=title,
+                classes=classes,
+                overwrite=overwrite,
+                progress=not (quiet or as_json),
+            )
         results.append(result)
         console.print(result.table())
         console.print(result.verdict(), markup=False)
         for warning in result.warnings:
-            console.print(f"[yellow]warning[/]: {warning}")
+            console.print(f"[yellow]warning[/]: {escape(warning)}")
     written = [str(base if len(made) == 1 else base / choices.folder_name(name)) for _, name in made]
     if report and choices.main_process():
         written.append(str(results[0].report(base / "report.html", *results[1:])))
@@ -249,28 +257,31 @@ def attack(
         wball attack mnist-standard --eps 0.2 --limit 5
     """
     import torch
+    from rich.markup import escape
     from rich.table import Table
 
     from wball.attacks.base import AttackStatus
     from wball.attacks.model import ask, top_class
     from wball.audit import audit
     from wball.evaluate.files import write_tensors
+    from wball.evaluate.run import probe
 
     if out is not None and out.suffix != ".safetensors":
         raise typer.BadParameter(f"--out {out}: the file must end in .safetensors")
     console = _console(quiet, as_json)
     threat, where = choices.ball(eps, window, p, mass), choices.device(device)
-    net, name = choices.model(model, weights, where)
-    x, y, title, _ = choices.data(data, root, _split(split), limit, size, grey, where)
-    goal = None if target is None else torch.full_like(y, target)
-    generator = torch.Generator(where).manual_seed(seed)
-    found = choices.attack(attack, threat, steps)(net, x, y, target=goal, generator=generator)
-    checked = audit(threat, x, found.images)
-    with torch.no_grad():
-        read_as = top_class(ask(net, found.images))
-    table = Table(
-        title=f"{attack} on {name}, {len(x)} images of {title}, eps {eps:g} {threat.unit}", title_justify="left"
-    )
+    with choices.prints_aside(as_json):
+        net, name = choices.model(model, weights, where)
+        x, y, title, _ = choices.data(data, root, _split(split), limit, size, grey, where)
+        probe(net, x, y)
+        goal = None if target is None else torch.full_like(y, target)
+        generator = torch.Generator(where).manual_seed(seed)
+        found = choices.attack(attack, threat, steps)(net, x, y, target=goal, generator=generator)
+        checked = audit(threat, x, found.images)
+        with torch.no_grad():
+            read_as = top_class(ask(net, found.images))
+    heading = f"{attack} on {name}, {len(x)} images of {title}, eps {eps:g} {threat.unit}"
+    table = Table(title=escape(heading), title_justify="left")
     for column in ("image", "label", "read as", f"distance ({threat.unit})", "steps", "audit", "status"):
         table.add_column(column, justify="left" if column == "status" else "right")
     for i in range(len(x)):
@@ -332,6 +343,7 @@ def certify(
 
         wball certify mnist-standard --limit 4 --eps 0.005,0.01
     """
+    from rich.markup import escape
     from rich.table import Table
 
     from wball.certify import certify as prove
@@ -339,14 +351,16 @@ def certify(
     console = _console(quiet, as_json)
     points, where = choices.radii(eps), choices.device(device)
     threat = choices.ball(points[-1], window, p, mass)
-    net, name = choices.model(model, weights, where)
-    x, y, title, _ = choices.data(data, root, _split(split), limit, size, grey, where)
-    table = Table(title=f"{method} on {name}, {len(x)} images of {title}, {plans} plans", title_justify="left")
+    with choices.prints_aside(as_json):
+        net, name = choices.model(model, weights, where)
+        x, y, title, _ = choices.data(data, root, _split(split), limit, size, grey, where)
+    table = Table(title=escape(f"{method} on {name}, {len(x)} images of {title}, {plans} plans"), title_justify="left")
     table.add_column(f"eps ({threat.unit})", justify="right")
     table.add_column("certified", justify="right")
     rows = []
     for r in points:
-        proof = prove(net, x, y, threat.at(r), method, plans)  # type: ignore[arg-type]
+        with choices.prints_aside(as_json):
+            proof = prove(net, x, y, threat.at(r), method, plans)  # type: ignore[arg-type]
         share = float(proof.certified.double().mean())
         rows.append({"eps": r, "certified": share, "margin": proof.margin.tolist()})
         table.add_row(f"{r:g}", f"{100 * share:.1f} %")

@@ -230,9 +230,11 @@ class Evaluation:
 
     def table(self) -> Table:
         """The accuracies for a terminal."""
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"{self.name}: {len(self)} images of {self.settings['data']['name']}", title_justify="left")
+        heading = f"{self.name}: {len(self)} images of {self.settings['data']['name']}"
+        table = Table(title=escape(heading), title_justify="left")
         table.add_column(f"eps ({self.unit})", justify="right")
         table.add_column("accuracy", justify="right")
         proved = self.settings["certify"] is not None

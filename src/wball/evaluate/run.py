@@ -137,7 +137,7 @@ def evaluate(
     inputs.check_count("seed", seed, 0)
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
-    logits = _probe(model, x, y)
+    logits = probe(model, x, y)
     if method is not None:
         _check_provable(model, x, method)
     said: dict[str, Any] = {
@@ -472,18 +472,21 @@ def _predict(model: Model, x: Tensor) -> Tensor:
         return torch.cat([top_class(ask(model, part)) for part in x.split(_batch_size(x))])
 
 
-def _probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
+def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
     """The logits of one image: the model takes such images, and it has the labels' classes."""
     if not callable(model):
         raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
     with torch.no_grad(), as_found(model, x.device):
         try:
             logits = ask(model, x[:2])
-        except RuntimeError as error:  # torch's word for everything, wrong shapes above all
+        except (ValueError, TypeError, MemoryError):
+            raise
+        except Exception as error:  # RuntimeError is torch's word for wrong shapes, others are the model's own
             if out_of_memory(error):
                 raise
-            first = str(error).strip().splitlines()[0]
-            raise ValueError(f"the model does not take images of shape {tuple(x.shape[1:])}: {first}") from error
+            first = (str(error).strip().splitlines() or [""])[0]
+            kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+            raise ValueError(f"the model does not take images of shape {tuple(x.shape[1:])}: {kind}{first}") from error
     low, high, classes = int(y.min()), int(y.max()), logits.shape[1]
     if low < 0 or high >= classes:
         raise ValueError(
@@ -610,6 +613,7 @@ def _bar(
         yield lambda _: None, lambda _: None
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -629,5 +633,5 @@ def _bar(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(escape(title), total=None)
         yield lambda n: bar.update(task, total=n), lambda n: bar.advance(task, n)

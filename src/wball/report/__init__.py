@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,11 @@ def write_report(
         title: its heading.
         images: how many images the gallery shows at most, all evaluations together.
     """
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ImportError("reports need jinja2, plotly and matplotlib: pip install wball[report]") from error
+    if (missing := why_not()) is not None:
+        raise ImportError(missing)
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
     from wball.report.content import make_content
     from wball.whole import write_whole
 
@@ -47,8 +47,19 @@ def write_report(
         script=_asset("app.js"),
         plotly=get_plotlyjs(),
     )
-    write_whole(path, page.encode())
+    # Names of files that the locale has no letters for come as stand-ins of their bytes.
+    write_whole(path, page.encode("utf-8", "surrogateescape"))
     return path
+
+
+def why_not() -> str | None:
+    """What to install before reports can be written; ``None`` if nothing is missing."""
+    for name in ("jinja2", "plotly", "PIL"):
+        try:
+            import_module(name)
+        except ImportError:
+            return f"reports need jinja2, plotly and Pillow, and {name} is missing: pip install wball[report]"
+    return None
 
 
 def _asset(name: str) -> str:
@@ -57,5 +68,5 @@ def _asset(name: str) -> str:
 
 def _for_script(data: Any) -> str:
     """JSON that cannot end the script element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
