@@ -231,7 +231,7 @@ def proving(path: Path) -> list[Table]:
 def strength(path: Path) -> list[Table]:
     """What withstands each adversary, and what that costs."""
     found = _content(path)
-    rows = [[row["adversary"], percent(row["withstand"]), f"{row['seconds']:.0f} s"] for row in found["rows"]]
+    rows = [[row["adversary"], percent(row["withstand"]), f"{row['seconds']:,.0f} s"] for row in found["rows"]]
     title = f"{found['images']} test digits, `{found['model']}`, eps {found['eps']:g}"
     return [Table(["adversary", "withstand", "takes"], rows, title)]
 
