@@ -20,7 +20,8 @@ import wball
 from wball.cli import main
 from wball.cli.commands import app
 from wball.evaluate import load_evaluation
-from wball.evaluate.files import locked, read_tensors
+from wball.evaluate.files import read_tensors
+from wball.whole import locked
 
 SOURCES = Path(__file__).parent.parent / "src"
 

@@ -22,9 +22,9 @@ import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluate.check import audit_in_threads
-from wball.evaluate.files import locked, read_json, read_tensors
+from wball.evaluate.files import read_json, read_tensors
 from wball.figures import save_figures
-from wball.whole import write_whole
+from wball.whole import locked, write_whole
 
 checking = importlib.import_module("wball.evaluate.check")
 SOURCES = Path(__file__).parent.parent / "src"

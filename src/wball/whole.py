@@ -1,8 +1,11 @@
-"""Files that appear whole or not at all: what every result, checkpoint and weights file is written with."""
+"""Files that appear whole or not at all, as all results, checkpoints and weights do, in folders with one writer."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PART = ".part"
@@ -36,3 +39,40 @@ def clear_parts(folder: Path) -> None:
     """Remove what processes that were killed while they wrote have left in a folder that nobody else writes to."""
     for part in folder.glob(f".*{_PART}"):
         part.unlink()
+
+
+class FolderInUse(RuntimeError):
+    """Another process is writing to the folder."""
+
+
+@contextmanager
+def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
+    """Hold the folder for this process. The system lets go of it when the process ends, however it ends.
+
+    If another process holds it: raise :class:`FolderInUse`, or ``wait`` until it is free.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (".lock" if rank == 0 else f".lock-{rank}")
+    with path.open("a") as file:
+        while True:
+            try:
+                _lock(file.fileno())
+                break
+            except OSError:
+                if not wait:
+                    raise FolderInUse(
+                        f"{folder} is in use by another process; wait for it or choose another folder"
+                    ) from None
+            time.sleep(0.2)
+        yield
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

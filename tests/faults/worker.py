@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import wball
 import wball.kernels
 from wball.evaluate import evaluate
-from wball.evaluate.files import FolderInUse
+from wball.whole import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]

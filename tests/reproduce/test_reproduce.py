@@ -25,7 +25,7 @@ from torch import nn
 
 import wball
 from wball.attacks import PGD, GrowingRadius
-from wball.evaluate.files import locked, read_json, write_json
+from wball.evaluate.files import read_json, write_json
 from wball.reproduce import (
     RECIPES,
     MissingModel,
@@ -48,6 +48,7 @@ from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
 from wball.reproduce.workshop import Subject, quick_config
 from wball.training import preset, presets
+from wball.whole import locked
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -1,4 +1,4 @@
-"""Files of an evaluation that is still running: whole or not at all, and one process per folder.
+"""Files of an evaluation that is still running: JSON, tensors and a log.
 
 A batch of images is one safetensors file, rewritten after each radius. It appears under its name by a rename, so that a
 process killed at any moment leaves either the old or the new version behind.
@@ -6,10 +6,8 @@ process killed at any moment leaves either the old or the new version behind.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from wball.whole import write_whole
-
-
-class FolderInUse(RuntimeError):
-    """Another process is writing to the folder."""
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -65,39 +59,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no complete safetensors file ({error})") from error
     return tensors, None if notes is None else json.loads(notes)
-
-
-@contextlib.contextmanager
-def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
-    """Hold the folder for this process. The system lets go of it when the process ends, however it ends.
-
-    If another process holds it: raise :class:`FolderInUse`, or ``wait`` until it is free.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / (".lock" if rank == 0 else f".lock-{rank}")
-    with path.open("a") as file:
-        while True:
-            try:
-                _lock(file.fileno())
-                break
-            except OSError:
-                if not wait:
-                    raise FolderInUse(
-                        f"{folder} is in use by another process; wait for it or choose another folder"
-                    ) from None
-            time.sleep(0.2)
-        yield
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
-
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class Log:

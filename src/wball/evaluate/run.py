@@ -41,7 +41,7 @@ from wball.certify.certificate import METHODS
 from wball.certify.graph import trace
 from wball.evaluate.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluate.exhibit import make_exhibit
-from wball.evaluate.files import Log, locked, read_json, read_tensors, write_json, write_tensors
+from wball.evaluate.files import Log, read_json, read_tensors, write_json, write_tensors
 from wball.evaluate.result import (
     COLUMNS,
     EXACT,
@@ -55,7 +55,7 @@ from wball.evaluate.result import (
 )
 from wball.result import Proof
 from wball.solvers.batch import result_dtype
-from wball.whole import clear_parts
+from wball.whole import clear_parts, locked
 
 BATCHES = "batches"
 CPU_BATCH = 50

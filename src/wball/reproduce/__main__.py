@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wball.evaluate.files import FolderInUse
 from wball.reproduce import Settings, chosen, draw, overview, run
 from wball.reproduce.page import write
 from wball.reproduce.run import stored
+from wball.whole import FolderInUse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,13 +21,14 @@ import torch
 
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.evaluate.files import FolderInUse, locked, read_json, write_json
+from wball.evaluate.files import read_json, write_json
 from wball.figures import save_figure, style
 from wball.inputs import check_count
 from wball.reproduce import certificates, curves, nominal, pictures, timings
 from wball.reproduce.recipe import Recipe
 from wball.reproduce.tables import Table
 from wball.reproduce.workshop import Clock, Settings, Workshop
+from wball.whole import FolderInUse, locked
 
 FORMAT = "wball-reproduction/1"
 

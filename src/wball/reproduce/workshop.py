@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from wball import provenance
 from wball.checkpoint import load_weights
 from wball.data import dataset_info, load_dataset, load_sample
-from wball.evaluate.files import locked, read_json, read_tensors, write_tensors
+from wball.evaluate.files import read_json, read_tensors, write_tensors
 from wball.inputs import check_count, check_seed, find_device
 from wball.models import build_model
 from wball.training.config import Evaluation, TrainConfig
 from wball.training.loop import train
 from wball.training.presets import override, preset, presets
+from wball.whole import locked
 from wball.zoo import list_models, load_model, model_card
 
 ENDINGS = (".safetensors", ".pth", ".pt")

@@ -27,7 +27,6 @@ from wball.attacks.model import as_found, ask, check_classes
 from wball.certify.smoothing import flow_noise
 from wball.checkpoint import load_weights, save_weights
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
-from wball.evaluate.files import locked
 from wball.models import build_model
 from wball.training import distributed
 from wball.training.config import Adversary, Optimisation, TrainConfig, describe
@@ -43,7 +42,7 @@ from wball.training.state import (
     save_state,
     unpack_optimizer,
 )
-from wball.whole import clear_parts, write_whole
+from wball.whole import clear_parts, locked, write_whole
 
 Record = dict[str, Any]
 
