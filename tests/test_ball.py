@@ -138,8 +138,9 @@ def test_non_contiguous_and_channels_last() -> None:
 def test_warm_starts_and_generators_of_the_wrong_type() -> None:
     with pytest.raises(TypeError, match="init must be the duals"):
         BALL.project(image(), image(), init=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"torch\.Generator, got 3"):
-        BALL.sample(image(), 3)  # type: ignore[arg-type]
+    for ball in (BALL, wball.LinfBall(0.1)):
+        with pytest.raises(TypeError, match=r"torch\.Generator, got 3"):
+            ball.sample(image(), 3)  # type: ignore[arg-type]
 
 
 def test_half_precision_in_the_linf_ball() -> None:

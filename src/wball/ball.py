@@ -229,6 +229,8 @@ class LinfBall:
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A uniformly random point of the ball for each image."""
+        inputs.check_generator(generator)
         low, high = self.bounds(x)
-        u = torch.rand(x.shape, dtype=torch.float32, device=x.device, generator=generator).to(low)
+        device = generator.device if generator is not None else x.device
+        u = torch.rand(x.shape, dtype=torch.float32, device=device, generator=generator).to(low)
         return torch.minimum(low + u * (high - low), high)
