@@ -1,0 +1,191 @@
+"""A step of training: what the network sees, and how its weights move."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from training.worker import small_config, small_data, small_model
+from wball import DualAveraging, WassersteinBall
+from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, Smooth, train
+from wball.training.distributed import World
+from wball.training.losses import Objective
+from wball.training.opponent import Opponent
+
+STILL = Optimisation(lr=1e-30, momentum=0.0, weight_decay=0.0, schedule="constant")
+"""Weights stay where they are."""
+
+
+class Watched(nn.Module):
+    """Keeps what it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and next(self.parameters()).requires_grad:
+            assert self.training
+            self.seen.append(x.detach().clone())
+        logits: Tensor = self.inner(x)
+        return logits
+
+
+def seen(**settings: Any) -> list[Tensor]:
+    """The batches of three epochs, measured after each."""
+    data, model = settings.pop("data", small_data(24)), Watched()
+    settings = {"adversary": None, "augment": 0, "batch_size": 8, "optimisation": STILL, **settings}
+    train(small_config(epochs=3, evaluation=Evaluation(), **settings), data, data, model=model)
+    return model.seen
+
+
+def test_each_epoch_has_every_image_in_an_order_of_its_own() -> None:
+    x, _ = small_data(24)
+    batches = seen()
+    assert len(batches) == 9
+    orders = []
+    for epoch in range(3):
+        images = torch.cat(batches[3 * epoch : 3 * epoch + 3]).flatten(1)
+        orders.append(torch.cdist(images, x.flatten(1)).argmin(1).tolist())
+        assert torch.equal(images, x.flatten(1)[orders[-1]]) and sorted(orders[-1]) == list(range(24))
+    assert len({tuple(order) for order in orders}) == 3
+
+
+RANDOM: dict[str, dict[str, Any]] = {
+    "shifts": {"augment": 2},
+    "mirrors": {"flip": True},
+    "rotations": {"affine": 1.0},
+    "squares": {"cutout": 4},
+    "noise": {"noise": 0.05},
+    "starts": {
+        "adversary": Adversary(DualAveraging(WassersteinBall(0.3), steps=1, until_success=False, random_start=5.0))
+    },
+    "radii": {
+        "adversary": Adversary(
+            DualAveraging(WassersteinBall(0.3), steps=1, until_success=False), radius="uniform", low=0.1
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_is_random_is_drawn_anew_at_each_step(kind: str) -> None:
+    x, y = small_data(1)
+    settings = {"data": (x.repeat(8, 1, 1, 1), y.repeat(8)), **RANDOM[kind]}
+    first, second, third = seen(**settings)
+    assert not torch.equal(first, second) and not torch.equal(second, third) and not torch.equal(first, third)
+    assert torch.equal(
+        torch.stack([first, second, third]), torch.stack(seen(**settings))
+    )  # but not anew in another run
+    assert len({tuple(image.flatten().tolist()) for image in first}) > 1  # nor once for the whole batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Optimisation(lr=0.05, momentum=0.8, weight_decay=0.01, schedule="constant"),
+        Optimisation(lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01, schedule="constant", clip=0.1),
+        Optimisation("adamw", lr=0.01, weight_decay=0.1, schedule="constant"),
+        Optimisation(lr=0.05, momentum=0.8, schedule="step", drop_epochs=2),
+        Optimisation(lr=0.05, momentum=0.8, schedule="one-cycle", warmup=0.5),
+    ],
+    ids=["sgd", "nesterov", "adamw", "step", "one-cycle"],
+)
+def test_weights_move_as_the_optimiser_of_torch_moves_them(options: Optimisation) -> None:
+    x, y = small_data(32)
+    config = small_config(
+        epochs=4, batch_size=32, adversary=None, augment=0, optimisation=options, loss=Loss(label_smoothing=0.2)
+    )
+    found = train(config, (x, y), model=small_model()).model
+    model, shared = small_model(), {"weight_decay": options.weight_decay}
+    optimiser: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **shared)
+    if options.method == "sgd":
+        optimiser = torch.optim.SGD(model.parameters(), momentum=options.momentum, nesterov=options.nesterov, **shared)
+    rates = {"constant": [1, 1, 1, 1], "step": [1, 1, 0.1, 0.1], "one-cycle": [1e-4, 0.5, 1, 0.5]}[options.schedule]
+    for rate in rates:
+        optimiser.param_groups[0]["lr"] = rate * options.lr
+        optimiser.zero_grad()
+        F.cross_entropy(model(x), y, label_smoothing=0.2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
+        assert options.clip is None or norm > options.clip  # or nothing would be tried
+        optimiser.step()
+    for mine, theirs in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_bfloat16_is_for_the_network_alone() -> None:
+    x, y = small_data(16)
+    config = small_config(adversary=None, optimisation=Optimisation(bf16=True, channels_last=True))
+    loss, _ = Objective(small_model(), config, x)(x, x, y, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = small_model()(x)
+    assert loss.dtype == torch.float32 and logits.dtype == torch.bfloat16
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), y))
+    assert not torch.equal(loss, F.cross_entropy(small_model()(x), y))
+
+
+def test_the_provable_loss_ramps_from_clean_to_worst_case() -> None:
+    x, y = small_data(16)
+    settings = Provable(0.1, kappa=0.25, ramp=(0.2, 0.6), crown=1.0, crown_end=0.5)
+    model = small_model()
+    objective = Objective(model, small_config(adversary=None, provable=settings), x)
+    clean = F.cross_entropy(model(x), y)
+    for progress, share in ((0.0, 0.0), (0.2, 0.0), (0.4, 0.5), (0.6, 1.0), (1.0, 1.0)):
+        loss, right = objective(x, x, y, progress)
+        expected, proved = clean, model(x).argmax(1) == y
+        if share > 0:
+            assert objective._bounds is not None
+            margins = objective._bounds.margins(x, y, share * 0.1, 1 - 0.5 * share)
+            kappa = 1 - 0.75 * share
+            expected = kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y)
+            proved = margins.scatter(1, y[:, None], 1.0).amin(1) > 0
+        torch.testing.assert_close(loss, expected)
+        assert int(right) == int(proved.sum())
+
+
+def test_the_radius_of_smooth_grows_over_its_ramp() -> None:
+    x, y = small_data(16)
+    model = small_model()
+    grows = Objective(model, small_config(adversary=None, smooth=Smooth(0.1, ramp=0.5)), x)
+    for progress, eps in ((0.25, 0.05), (0.5, 0.1), (0.9, 0.1)):
+        fixed = Objective(model, small_config(adversary=None, smooth=Smooth(eps, ramp=0.0)), x)
+        torch.testing.assert_close(grows(x, x, y, progress)[0], fixed(x, x, y, 0.0)[0])
+    torch.testing.assert_close(grows(x, x, y, 0.0)[0], F.cross_entropy(model(x), y))
+
+
+def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = small_data(4)
+    attack = DualAveraging(WassersteinBall(0.4), steps=1)
+    asked: list[Tensor] = []
+
+    def fall(self: Opponent, x: Tensor, y: Tensor, eps: Tensor | float, draws: object) -> tuple[Tensor, Tensor]:
+        asked.append(torch.as_tensor(eps).clone())
+        return x, torch.tensor([True, False, True, False])
+
+    monkeypatch.setattr(Opponent, "_attack", fall)
+    rule = Adversary(attack, "per-image", low=0.1, start=0.2, grow=0.15, shrink=0.08, ramp=0.5)
+    opponent = Opponent(rule, STILL, small_model(), 6, seed=0)
+    index = torch.tensor([5, 0, 2, 3])
+    for progress in (0.25, 0.5, 1.0):
+        opponent(x, y, index, 0, progress, World())
+    # The first and third shrink to low, the others grow to eps; the ramp scales what is asked, not what is kept.
+    for found, expected in zip(asked, ([0.1] * 4, [0.12, 0.35, 0.12, 0.35], [0.1, 0.4, 0.1, 0.4]), strict=True):
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(opponent.radii, torch.tensor([0.4, 0.2, 0.1, 0.4, 0.2, 0.1], dtype=torch.float64))
+    asked.clear()
+    Opponent(dataclasses.replace(rule, radius="fixed"), STILL, small_model(), 6, seed=0)(x, y, index, 0, 0.1, World())
+    uniform = Opponent(dataclasses.replace(rule, radius="uniform", ramp=0.0), STILL, small_model(), 6, seed=0)
+    for step in range(50):
+        uniform(x, y, index, step, 1.0, World())
+    drawn = torch.stack(asked[1:])
+    assert float(asked[0]) == pytest.approx(0.08) and drawn.shape == (50, 4)
+    assert 0.1 <= float(drawn.min()) < 0.12 and 0.38 < float(drawn.max()) <= 0.4
+    for start, first in ((9.0, 0.4), (0.0, 0.1)):
+        assert Opponent(dataclasses.replace(rule, start=start), STILL, small_model(), 1, 0).radii.tolist() == [first]
