@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wball import DualAveraging, Normalized, WassersteinBall
+from wball import DualAveraging, Normalized, StandardAttack, WassersteinBall, audit
 from wball.attacks.adapters.torchattacks import TorchAttack
 
 ATTACK = DualAveraging(WassersteinBall(0.3), steps=6)
@@ -51,6 +51,9 @@ def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     np.testing.assert_allclose(found, expected.images.numpy(), atol=1e-4)
     one_hot = np.eye(5)[labels.numpy()]
     np.testing.assert_array_equal(attack.generate(images.numpy(), one_hot), found)
+    wide = attack.generate(images.double().numpy(), labels.numpy())
+    assert wide.dtype == np.float64
+    assert audit(ATTACK.ball, images.double(), torch.from_numpy(wide)).all_valid
     # through class gradients, as for estimators of other frameworks
     logits = adapter._ByClassGradient(classifier)
     slow = ATTACK(logits, images[:3], labels[:3])
@@ -90,5 +93,11 @@ def test_foolbox(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     _, _, once = random(fmodel, images, labels, epsilons=None)
     _, _, thrice = random.repeat(3)(fmodel, images, labels, epsilons=None)
     assert (thrice | ~once).all()
+    ball = WassersteinBall(0.05)
+    ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False)).repeat(2)
+    ensemble(fmodel, images, labels, epsilons=None)
+    (result,) = ensemble.results
+    assert torch.equal(result.member >= 0, result.success)
+    assert not audit(ball, images, result.images, plan=result.proof, exact="needed").exact.any()
     with pytest.raises(ValueError, match="bounds"):
         attack(foolbox.PyTorchModel(net, bounds=(-1, 1), device="cpu"), images, labels, epsilons=0.1)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from art.attacks import EvasionAttack
+from art.config import ART_NUMPY_DTYPE
 from art.estimators import BaseEstimator
 from art.estimators.classification import ClassGradientsMixin
 from art.estimators.classification.pytorch import PyTorchClassifier
@@ -52,7 +53,7 @@ class ArtAttack(EvasionAttack):
         """
         if y is None and self.targeted:
             raise ValueError("y must hold the target classes of a targeted attack")
-        own = np.argmax(self.estimator.predict(x), axis=1)
+        own = np.argmax(self.estimator.predict(np.asarray(x, ART_NUMPY_DTYPE)), axis=1)
         given = own if y is None else np.argmax(y, axis=1) if np.ndim(y) == 2 and np.shape(y)[1] > 1 else np.ravel(y)
         device = getattr(self.estimator, "device", torch.device("cpu"))
         images = torch.as_tensor(np.asarray(x), device=device)
@@ -100,19 +101,22 @@ class _ByClassGradient(nn.Module):
         return _Predict.apply(x, self.estimator)
 
 
+def _array(x: Tensor) -> Array:
+    """Images as ART's own attacks hand them to estimators."""
+    return x.detach().cpu().numpy().astype(ART_NUMPY_DTYPE)
+
+
 class _Predict(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, estimator: Any) -> Tensor:
         ctx.estimator = estimator
         ctx.save_for_backward(x)
-        return torch.as_tensor(np.asarray(estimator.predict(x.detach().cpu().numpy())), device=x.device).to(x.dtype)
+        return torch.as_tensor(np.asarray(estimator.predict(_array(x))), device=x.device).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         with torch.enable_grad():  # the estimator may differentiate by PyTorch itself
-            by_class = torch.as_tensor(
-                np.asarray(ctx.estimator.class_gradient(x.detach().cpu().numpy())), device=x.device
-            )
+            by_class = torch.as_tensor(np.asarray(ctx.estimator.class_gradient(_array(x))), device=x.device)
         weights = grads[0].view(*grads[0].shape, *[1] * (x.ndim - 1))
         return (weights * by_class.to(x.dtype)).sum(1), None

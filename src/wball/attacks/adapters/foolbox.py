@@ -11,6 +11,7 @@ what its attacks return; here nothing needs clipping, so ``clipped`` is ``raw``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import eagerpy as ep
@@ -74,11 +75,14 @@ class FoolboxAttack(FoolboxBase):
         for _ in range(self.times - 1):
             again = attack(model, x, y, target=target, generator=generator)
             better = again.success & ~best.success
-            fields = ("images", "success", "distance", "loss", "n_steps", "radius")
-            pick: dict[str, Any] = {name: _where(better, getattr(again, name), getattr(best, name)) for name in fields}
+            fields = ("images", "success", "distance", "loss", "n_steps", "radius", "member")
+            known = [name for name in fields if getattr(best, name) is not None]
+            pick: dict[str, Any] = {name: _where(better, getattr(again, name), getattr(best, name)) for name in known}
+            if best.proof is not None:
+                pick["proof"] = None if again.proof is None else again.proof.where(better, best.proof)
             states = zip(better.tolist(), again.status, best.status, strict=True)
             status = tuple(a if b else c for b, a, c in states)
-            best = AttackResult(status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick)
+            best = replace(best, status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick)
         return best
 
 
