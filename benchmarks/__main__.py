@@ -1,8 +1,8 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates, ``proving`` measures what they cost, ``exact`` what
-compiled exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what an adversary of a few steps
-misses, ``epochs`` how long training takes: each has a ``--help`` of its own.
+``validity`` audits test sets, ``soundness`` attacks certificates. ``proving`` and ``auditing`` measure what proofs and
+checks cost, ``exact`` what compiled exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what
+an adversary of a few steps misses, ``epochs`` how long training takes. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    auditing,
     epochs,
     exact,
     oracle,
@@ -37,6 +38,7 @@ OTHERS = {
     "validity": validity.main,
     "soundness": soundness.main,
     "proving": proving.main,
+    "auditing": auditing.main,
     "exact": exact.main,
     "separation": separation.main,
     "strength": strength.main,

@@ -228,6 +228,36 @@ def proving(path: Path) -> list[Table]:
     return [Table(["certified", *(f"eps {eps:g}" for eps in radii)], body) for radii, body in rows.items()]
 
 
+def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
+    """What one image costs at each size, and what whole curves took."""
+    oracles: dict[str, Row] = {}
+    for row in _timed(gpu, "oracle"):
+        if row["window"] == 5 and "torch" not in row["method"]:
+            name = {"mnist": "28 x 28", "cifar10": "32 x 32 x 3"}.get(row["images"], row["images"])
+            oracles[name] = max(oracles.get(name, row), row, key=lambda row: row["batch"])
+    checks = {row["images"]: row for row in _content(audits)["rows"]}
+    cells = []
+    for name in sorted({*oracles, *checks}, key=lambda name: [int(side) for side in name.split(" x ")]):
+        oracle, check = oracles.get(name), checks.get(name)
+        step = None if oracle is None else f"{duration(oracle['time'].median / oracle['batch'])} ({oracle['batch']:,})"
+        times = [None, None] if check is None else [duration(1e3 * check[key]) for key in ("plan_s", "exact_s")]
+        cells.append([name, step, *times])
+    head = ["one image", "a step of the oracle, H200 (batch)", "audit by its plan, one core", "exact audit, one core"]
+    measured = [
+        [
+            f"`{model['name']}`",
+            found["attack"],
+            f"{found['images']:,}",
+            str(len(found["curve"]) - 1),
+            f"{found['seconds']:,.0f} s",
+        ]
+        for part in _content(runs)["data"]["sets"]
+        for model in part["models"]
+        for found in (model["same_ball"], model["standard_attack"])
+    ]
+    return [Table(head, cells), Table(["one curve, H200", "attack", "images", "radii", "took"], measured)]
+
+
 def strength(path: Path) -> list[Table]:
     """What withstands each adversary, and what that costs."""
     found = _content(path)
@@ -316,6 +346,7 @@ TABLES = {
     "exact": Source(exact, "exact.json"),
     "proving": Source(proving, "proving.json"),
     "strength": Source(strength, "strength.json"),
+    "scale": Source(scale, "bench_cuda.json", "auditing.json", "paper/defences.json"),
     "summary": Source(
         summary,
         "paper/mnist-curves.json",
