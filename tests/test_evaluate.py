@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
 from wball.evaluate import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluate.check import audit_in_threads
-from wball.evaluate.files import read_json, read_tensors
+from wball.evaluate.files import read_json, read_tensors, write_tensors
 from wball.figures import save_figures
+from wball.report.content import make_content
 from wball.whole import locked, write_whole
 
 checking = importlib.import_module("wball.evaluate.check")
@@ -456,6 +460,95 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     again = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, overwrite=True)
     assert again.summary() == ready.summary()
+
+
+def test_files_edited_by_hand_are_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
+    """Whatever is removed from a file, or replaced by something of another kind: a ValueError, or a result."""
+    model, x, y = problem(4)
+    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "whole")
+    content = json.loads((tmp_path / "whole" / "results.json").read_text())
+    shutil.copytree(tmp_path / "whole", tmp_path / "edited", ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def places(inside: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        for key in inside if isinstance(inside, dict) else range(min(1, len(inside))):
+            yield (*path, key)
+            if isinstance(inside[key], (dict, list)):
+                yield from places(inside[key], (*path, key))
+
+    strange = (..., None, "x", -5, [], {}, 1e400, 10**400)
+    refused = allowed = cases = 0
+    for path, value in itertools.product(list(places(content, ())), strange):
+        cases += 1
+        edited = json.loads(json.dumps(content))
+        inside = edited
+        for key in path[:-1]:
+            inside = inside[key]
+        if value is ...:
+            del inside[path[-1]]
+        else:
+            inside[path[-1]] = value
+        (tmp_path / "edited" / "results.json").write_text(json.dumps(edited))
+        try:
+            result = load_evaluation(tmp_path / "edited")
+        except ValueError as error:
+            refused += "results.json is n" in str(error) and "\n" not in str(error)
+            continue
+        assert result.verdict() and result.summary()
+        if path[0] == "settings":
+            assert make_content([result], None, 1)
+        allowed += 1
+    assert refused + allowed == cases and refused > 300
+    for name, field in (("settings", "radii"), ("images", "distance")):
+        edited = json.loads(json.dumps(content))
+        edited[name][field] = "a"
+        (tmp_path / "edited" / "results.json").write_text(json.dumps(edited))
+        with pytest.raises(ValueError, match=rf"{name}\.{field} is 'a', expected a list"):
+            load_evaluation(tmp_path / "edited")
+
+
+def test_pictures_of_another_evaluation_are_not_shown(tmp_path: Path) -> None:
+    model, x, y = problem(6)
+    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a")
+    evaluate(model, x[:3], y[:3], BALL, [1e-6], attack(), out=tmp_path / "b")
+    for name in ("examples.safetensors", "exhibit.safetensors"):
+        shutil.copytree(tmp_path / "b", tmp_path / name)
+        shutil.copy(tmp_path / "a" / name, tmp_path / name / name)
+        with pytest.raises(ValueError, match=r"belong to another results\.json"):
+            load_evaluation(tmp_path / name)
+
+
+@pytest.mark.parametrize("damage", ["notes", "rows", "columns", "done"])
+def test_batches_edited_by_hand_are_named(tmp_path: Path, damage: str) -> None:
+    model, x, y = problem(4)
+    with pytest.raises(Dies):
+        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+    path = tmp_path / "batches" / "batch-00000.safetensors"
+    state, notes = read_tensors(path)
+    if damage == "rows":
+        state["label"] = state["label"][:1]
+    elif damage == "columns":
+        del state["certified"]
+    write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
+    with pytest.raises(ValueError, match=r"batch-00000.*no batch of this evaluation.*overwrite"):
+        evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+
+
+def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
+    assert evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary() == before.summary()
+    with pytest.raises(OtherSettings, match="answers differently"):
+        evaluate(nn.Sequential(*model, nn.Tanh()), x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
+    evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+    with pytest.raises(OtherSettings, match="answers differently"):
+        evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+
+    class Dice(nn.Module):  # random beyond torch's seeds: such a model is known by its weights alone
+        def forward(self, z: Tensor) -> Tensor:
+            return model(z) + float(np.random.default_rng().random())
+
+    for _ in range(2):
+        evaluate(Dice(), x, y, BALL, RADII, attack(), out=tmp_path / "dice")
 
 
 def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:

@@ -54,11 +54,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             notes = (file.metadata() or {}).get("notes")
+        return tensors, None if notes is None else json.loads(notes)
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no complete safetensors file ({error})") from error
-    return tensors, None if notes is None else json.loads(notes)
 
 
 class Log:

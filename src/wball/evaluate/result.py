@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wball.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.evaluate.files import read_json, read_tensors, write_json, write_tensors
+from wball.evaluate.schema import PROOFS, check_content, check_pictures
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,9 +39,8 @@ COLUMNS: dict[str, torch.dtype] = {
 }
 """One value per image. ``inf`` (in files: null) stands for "no example was found"."""
 
-PROOFS = (None, "plan", "exact", "plan, exact")
-"""How the distance of an example was proved: by the attack's plan, by exact transport, by both."""
 PLAN, EXACT = 1, 2
+"""Places in :data:`PROOFS`."""
 
 
 @dataclass(frozen=True)
@@ -283,17 +283,18 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
-    parts = ("settings", "provenance", "images", "rejected", "warnings")
-    columns: Any = content.get("images") or {}
-    missing = [name for name in parts if name not in content]
-    missing += [name for name in COLUMNS if name != "proof" and name not in columns]
-    if missing:
-        raise ValueError(f"{file} is no complete evaluation: it has no {', '.join(missing)}")
+    try:
+        check_content(content)
+    except ValueError as error:
+        raise ValueError(f"{file} is no complete evaluation: {error}") from error
+    columns = content["images"]
     # Evaluations of earlier versions do not say: they solved every transport problem.
     proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
+    if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"]):
+        raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
     return Evaluation(
         content["settings"],
         content["provenance"],

@@ -142,6 +142,7 @@ def evaluate(
         _check_provable(model, x, method)
     said: dict[str, Any] = {
         "model": provenance.describe_model(model, name),
+        "answers": _answers(model, x),
         "data": {
             "name": data,
             "images": x.shape[0],
@@ -239,7 +240,7 @@ class _Shard:
     def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.path(batch).is_file():
             with _or_overwrite():
-                return read_tensors(self.path(batch))
+                return self._read(batch, len(x))
         infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
         none = torch.full((len(x),), -1, dtype=torch.long)
         predicted = _predict(self.model, x).cpu()
@@ -258,6 +259,15 @@ class _Shard:
             "adversarial": x.cpu().clone(),
         }
         return state, {"batch": batch, "done": 0, "rejected": []}
+
+    def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state, notes = read_tensors(self.path(batch))
+        whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
+        if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
+            raise ValueError(f"{self.path(batch)} is no batch of this evaluation")
+        if notes.keys() != {"batch", "done", "rejected"} or notes["done"] not in range(self.stages + 1):
+            raise ValueError(f"{self.path(batch)} is no batch of this evaluation: its notes are {notes}")
+        return state, notes
 
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
@@ -496,6 +506,33 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return logits
 
 
+def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
+    """The logits of the first two images, to four digits: they tell models apart whose code differs, not their weights.
+
+    ``None`` if two calls disagree.
+    """
+    asked = []
+    with torch.no_grad(), as_found(model, x.device):
+        for _ in range(2):
+            torch.manual_seed(0)  # as_found brings the generators back
+            asked.append(ask(model, x[:2]))
+    if not torch.equal(*(v.nan_to_num() for v in asked)):
+        return None
+    return [[float(f"{v:.4g}") if math.isfinite(v) else None for v in row] for row in asked[0].tolist()]
+
+
+def _alike(old: Any, new: Any) -> bool:
+    """Whether one model can have given both answers: they are equal up to what hardware and threads change."""
+    if not (isinstance(old, list) and isinstance(new, list)) or old == new:
+        return True  # a random model, or a run of an earlier version, gave none
+    try:
+        one, other = (torch.tensor([[math.nan if v is None else v for v in row] for row in a]) for a in (old, new))
+    except (TypeError, ValueError):  # edited by hand
+        return False
+    slack = 0.01 * float(one.nan_to_num().abs().max())
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True))
+
+
 def _check_provable(model: Model, x: Tensor, method: str) -> None:
     """Raise now what the certificate would raise after the first attack."""
     if method not in METHODS:
@@ -561,7 +598,8 @@ def _begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
         if path.is_file():
             with _or_overwrite():
                 found = read_json(path)
-                if not isinstance(found, dict) or not {"settings", "provenance"} <= found.keys():
+                parts = [found.get(name) for name in ("settings", "provenance")] if isinstance(found, dict) else [None]
+                if not all(isinstance(part, dict) for part in parts):
                     raise ValueError(f"{path} is no evaluation")
             return _same_run(found, run, folder, any_batch_size)
     write_json(folder / BATCHES / "settings.json", run)
@@ -579,14 +617,20 @@ def _or_overwrite() -> Iterator[None]:
 def _same_run(theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool) -> None:
     """Raise unless the folder's evaluation is the one asked for. The command may be written differently."""
     old, new = ({**run["settings"], **run["provenance"], "command": None} for run in (theirs, ours))
-    if any_batch_size:
+    if any_batch_size and isinstance(old.get("batch_size"), int) and old["batch_size"] > 0:
         new["batch_size"] = old["batch_size"]
+    answers = old.pop("answers", None), new.pop("answers")
     for key, value in new.items():
         if not same_json(old.get(key), value):
             raise OtherSettings(
                 f"{folder} holds an evaluation with another {key} ({_short(old.get(key), value)}); "
                 "choose another folder, or say --overwrite (overwrite=True) to start afresh"
             )
+    if not _alike(*answers):
+        raise OtherSettings(
+            f"{folder} holds an evaluation of another model: with the same weights it answers differently to the first "
+            "images; choose another folder, or say --overwrite (overwrite=True) to start afresh"
+        )
 
 
 def _short(old: Any, new: Any) -> str:

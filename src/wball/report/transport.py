@@ -7,7 +7,6 @@ over plans that use only the moves of the ball. Mass that has no such move (roun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from wball.evaluate.schema import stored_cost
 from wball.ground import GridCost, StencilCost
 
 Array = NDArray[np.float64]
@@ -50,11 +50,8 @@ def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
     """The moves from ``x`` to ``z``, both ``(C, H, W)``; ``None`` for large images and balls without such moves."""
     if x.numel() > LARGE:
         return None
-    if ball.get("cost") == "grid":
-        cost: GridCost | StencilCost = GridCost(int(ball["window"]), float(ball["p"]))
-    elif ball.get("cost") == "table":
-        cost = StencilCost(tuple(tuple(math.inf if v is None else v for v in row) for row in ball["table"]))
-    else:
+    cost = stored_cost(ball)
+    if cost is None:
         return None
     height, width = (int(s) for s in x.shape[-2:])
     start, end, price = _arcs(cost, height, width)
