@@ -183,6 +183,49 @@ def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
         assert bool((margin <= lowest + 1e-5).all()), (eps, margin, lowest)
 
 
+class Minus(nn.Module):
+    """What a branch adds, taken away."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.inner(x)
+
+
+LAYERS: dict[str, list[nn.Module]] = {
+    "stride that leaves a column": [nn.Conv2d(2, 3, 3, stride=2, bias=False)],
+    "batch norm": [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)],
+    "batch norm of a vector": [nn.Flatten(), nn.BatchNorm1d(72)],
+    "batch norm without weights": [nn.BatchNorm2d(2, affine=False)],
+    "mean of a part": [nn.AvgPool2d(3, 2, padding=1)],
+    "mean without padding": [nn.AvgPool2d(3, 2, padding=1, count_include_pad=False)],
+    "mean over the edge": [nn.AvgPool2d(4, 3, ceil_mode=True)],
+    "maximum": [nn.MaxPool2d(3, 2, padding=1)],
+    "maximum over the edge": [nn.MaxPool2d(4, 3, ceil_mode=True)],
+    "leak": [nn.Conv2d(2, 3, 2), nn.LeakyReLU(0.3)],
+    "difference": [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), Minus(nn.Conv2d(3, 3, 3, padding=1))],
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_over_a_ball_of_next_to_nothing_bounds_are_the_network(kind: str) -> None:
+    torch.manual_seed(2)
+    x = images(3, 2, 6, 5)
+    front = nn.Sequential(*LAYERS[kind]).eval()
+    for module in front.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data.uniform_(0.2, 1.5)  # fresh normalisations would do nothing
+    net = nn.Sequential(front, nn.Flatten(), nn.Linear(front(x).flatten(1).shape[1], 5), nn.ReLU(), nn.Linear(5, 3))
+    y = net.eval()(x).argmax(1)
+    true = gap(net.double()(x.double()), y).detach()
+    for name in ("interval", "dual", "plain", "crown"):
+        found = certify(net, x.double(), y, wball.WassersteinBall(1e-9), **WASSERSTEIN[name]).margin
+        torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
+
+
 def gap(logits: Tensor, y: Tensor) -> Tensor:
     others = logits.scatter(1, y[:, None], -math.inf).amax(1)
     return logits.gather(1, y[:, None])[:, 0] - others

@@ -173,6 +173,8 @@ def test_paper_mode_is_the_same_problem_without_box() -> None:
     ours = open_ball.project(x, w, 50.0, tol=1e-9)
     theirs = open_ball.project(x, w, 50.0, tol=1e-9, max_iter=5000, mode="paper")
     torch.testing.assert_close(theirs.point, ours.point, atol=1e-4, rtol=0)
+    torch.testing.assert_close(theirs.objective, ours.objective, atol=1e-6, rtol=1e-6)
+    assert bool((theirs.gap <= 1e-6 * theirs.objective.abs().clamp(min=1)).all())
     assert theirs.plan is None
 
 
