@@ -214,6 +214,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         state.load_state(path)
 
 
+def test_a_checkpoint_edited_by_hand_is_refused(tmp_path: Path) -> None:
+    config, data = small_config(), small_data()
+    train(config, data, data, model=small_model(), out=tmp_path)
+    path = tmp_path / "checkpoint.safetensors"
+    tensors, header = state.load_state(path)
+    edited = [(tensors, {k: v for k, v in header.items() if k != name}) for name in ("config", "step", "history")]
+    edited += [(tensors, header | {"step": "x"}), (tensors, header | {"images": -1}), (tensors, [])]  # type: ignore[list-item]
+    edited += [({k: v for k, v in tensors.items() if k != "totals"}, header)]
+    edited += [({**tensors, "totals": torch.zeros(3)}, header), ({**tensors, "optimizer.x.y": torch.zeros(3)}, header)]
+    for changed, head in edited:
+        state.save_state(path, changed, head)
+        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is no .*checkpoint.*; delete it to start anew"):
+            train(config, data, data, model=small_model(), out=tmp_path)
+
+
 @pytest.mark.parametrize("method", ["sgd", "adamw"])
 def test_optimizer_state_survives(method: str) -> None:
     def fresh() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

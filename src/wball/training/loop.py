@@ -36,6 +36,7 @@ from wball.training.opponent import Opponent
 from wball.training.state import (
     Average,
     MetricsLog,
+    check_header,
     generator,
     load_state,
     pack_optimizer,
@@ -336,6 +337,7 @@ class _Run:
         found = self.world.share(found)
         if found is not None:
             tensors, header = found
+            check_header(str(path), header)
             _check_same(header["config"], describe(self.config), str(path))
             _check_same(header.get("data", self.data), self.data, str(path), "data")
             self.origin = header.get("init", init)
@@ -345,12 +347,16 @@ class _Run:
             for key in {**ours, **theirs}:
                 _check_same(theirs.get(key), ours.get(key), str(path), f"model's {key}")
             self.model.load_state_dict(part["model"])
-            if self.average.decay > 0:
-                self.average.model.load_state_dict(part["average"])
-            unpack_optimizer(self.optimizer, part["optimizer"])
-            if self.opponent is not None and self.opponent.radii.numel():
-                self.opponent.radii.copy_(tensors["radii"])
-            self.totals.copy_(tensors["totals"])
+            try:
+                if self.average.decay > 0:
+                    self.average.model.load_state_dict(part["average"])
+                unpack_optimizer(self.optimizer, part["optimizer"])
+                if self.opponent is not None and self.opponent.radii.numel():
+                    self.opponent.radii.copy_(tensors["radii"])
+                self.totals.copy_(tensors["totals"])
+            except (KeyError, ValueError, RuntimeError) as error:
+                first = str(error).splitlines()[0]
+                raise ValueError(f"{path} is no complete checkpoint ({first}); delete it to start anew") from error
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:

@@ -49,6 +49,17 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{path} is no checkpoint of a training run ({error}); delete it to start anew") from error
 
 
+def check_header(path: str, header: Any) -> None:
+    """Raise unless a checkpoint's header has what a run goes on from: files may be edited by hand."""
+    kinds: dict[str, Any] = {"config": dict, "history": list, "step": int, "images": int, "averaged": int}
+    for name, kind in {**kinds, "seconds": (int, float)}.items():
+        value = header.get(name) if isinstance(header, dict) else None
+        if not isinstance(value, kind) or (not isinstance(value, (dict, list)) and not value >= 0):
+            raise ValueError(
+                f"{path} is no checkpoint of a training run (its header has {name} = {value!r}); delete it to start anew"
+            )
+
+
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors (momenta, second moments, counts) by name."""
     state = optimizer.state_dict()["state"]
