@@ -516,7 +516,7 @@ def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -
     source = mnist_source(server)
     heard: list[tuple[str, int, int | None]] = []
     folder = wball.download("mnist", tmp_path / "new", source=source, progress=lambda *a: heard.append(a))
-    assert sorted(p.name for p in folder.iterdir()) == sorted(source.files)
+    assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == sorted(source.files)
     assert load_dataset("mnist", tmp_path / "new", "train")[0].shape == (50, 1, 28, 28)
     size = len(server.files["train-images-idx3-ubyte.gz"])
     assert ("train-images-idx3-ubyte.gz", size, size) in heard
@@ -542,6 +542,43 @@ def test_unzipped_files_need_no_download_if_they_are_whole(tmp_path: Path, serve
     assert len(load_dataset("mnist", tmp_path, "train")[1]) == 50
 
 
+def test_two_processes_fetch_a_set_once(tmp_path: Path, server: Server) -> None:
+    source, held = mnist_source(server), threading.Event()
+    answer = server.answer
+
+    def slowly(request: BaseHTTPRequestHandler) -> None:
+        held.wait(0.1)  # long enough for the others to come in between
+        answer(request)
+
+    server.answer = slowly  # type: ignore[method-assign]
+    heard: list[Path] = []
+
+    def one() -> None:
+        heard.append(wball.download("mnist", tmp_path, source=source))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]  # each opens the lock for itself, like a process
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == [tmp_path / "mnist"] * 4 and len(server.requests) == len(source.files)
+    assert load_dataset("mnist", tmp_path, "train")[0].shape == (50, 1, 28, 28)
+
+
+def test_what_is_there_needs_no_disk_that_can_be_written_to(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = mnist_source(server)
+    wball.download("mnist", tmp_path, source=source)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    monkeypatch.setattr(fetch, "locked", read_only)
+    assert wball.download("mnist", tmp_path, source=source) == tmp_path / "mnist"
+
+
 @pytest.mark.parametrize("ranges", [True, False])
 def test_broken_transfer_is_resumed(tmp_path: Path, server: Server, ranges: bool) -> None:
     source = mnist_source(server)
@@ -550,7 +587,7 @@ def test_broken_transfer_is_resumed(tmp_path: Path, server: Server, ranges: bool
     with pytest.raises(fetch.DownloadError, match=r"broke after 1000 of \d+ bytes.*resumed"):
         wball.download("mnist", tmp_path, source=source)
     folder = tmp_path / "mnist"
-    assert [p.name for p in folder.iterdir()] == [f"{name}.part"]
+    assert [p.name for p in folder.glob("*.*") if p.name != ".lock"] == [f"{name}.part"]
     server.break_after = None
     wball.download("mnist", tmp_path, source=source)
     assert (name, "bytes=1000-") in server.requests
@@ -582,8 +619,12 @@ def test_a_full_disk_is_not_taken_for_a_dead_line(
 ) -> None:
     source = mnist_source(server, server.url, server.url)
 
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+    usual = Path.open
+
+    def full(path: Path, *args: object) -> object:
+        if path.suffix == ".part":
+            raise OSError(28, "No space left on device")
+        return usual(path, *args)  # type: ignore[call-overload]
 
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(OSError, match="No space left on device") as error:

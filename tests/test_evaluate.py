@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import itertools
 import json
@@ -385,6 +386,18 @@ def test_one_process_per_folder(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(FolderInUse, match="in use"):
         evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
     evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+
+
+def test_a_file_system_without_locks_is_not_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for wait in (False, True):  # nobody waits for locks that never come
+        with pytest.raises(OSError, match="cannot lock files"), locked(tmp_path, wait=wait):
+            pass
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wball.data import CIFAR10_RECORDS, dataset_info, read_idx
+from wball.whole import locked
 
 Progress = Callable[[str, int, int | None], None]
 """Called as ``progress(file name, bytes so far, bytes in all if known)``."""
@@ -87,7 +88,7 @@ def download(
     """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
 
     What is already there and whole is kept, zipped or not. A broken transfer is resumed by the next call. A file
-    appears under its name only after its checksum was found right.
+    appears under its name only after its checksum was found right. A process that finds another one at it waits.
 
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
@@ -99,17 +100,31 @@ def download(
     info = dataset_info(name)
     source = source or SOURCES[info.name]
     folder = Path(root) / source.folder
-    if info.name == "cifar10" and _cifar10_complete(folder):
+    if _complete(info.name, source, folder):  # possibly on a disk that cannot be written to
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, md5 in source.files.items():
-        if info.name != "cifar10":
-            _fetch(info.title, source.mirrors, file, md5, folder, progress, timeout)
-            continue
-        archive = _fetch(info.title, source.mirrors, file, md5, Path(root), progress, timeout)
-        _unpack_cifar10(archive, folder)
-        archive.unlink()
+    with locked(folder, wait=True):  # another process may fetch the same: what it has finished is kept
+        for file, md5 in source.files.items():
+            if info.name != "cifar10":
+                _fetch(info.title, source.mirrors, file, md5, folder, progress, timeout)
+            elif not _cifar10_complete(folder):
+                archive = _fetch(info.title, source.mirrors, file, md5, Path(root), progress, timeout)
+                _unpack_cifar10(archive, folder)
+                archive.unlink()
     return folder
+
+
+def _complete(name: str, source: Source, folder: Path) -> bool:
+    if name == "cifar10":
+        return _cifar10_complete(folder)
+    return all(_there(folder / file, md5) is not None for file, md5 in source.files.items())
+
+
+def _there(target: Path, md5: str) -> Path | None:
+    """The file, or the same unzipped, if it is there and whole."""
+    if target.is_file() and _md5(target) == md5:
+        return target
+    plain = target.with_name(target.name.removesuffix(".gz"))
+    return plain if target.name.endswith("-ubyte.gz") and _whole_idx(plain) else None
 
 
 def _fetch(
@@ -122,10 +137,8 @@ def _fetch(
     timeout: float,
 ) -> Path:
     target, part = folder / file, folder / f"{file}.part"
-    if target.is_file() and _md5(target) == md5:
-        return target
-    if file.endswith("-ubyte.gz") and _whole_idx(plain := folder / file.removesuffix(".gz")):
-        return plain
+    if (whole := _there(target, md5)) is not None:
+        return whole
     failures = []
     for mirror in mirrors:
         try:

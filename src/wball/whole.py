@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PART = ".part"
+_LOCKLESS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+"""What file systems answer that know no locks."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -58,7 +61,11 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
             try:
                 _lock(file.fileno())
                 break
-            except OSError:
+            except OSError as error:
+                if error.errno in _LOCKLESS:
+                    raise OSError(
+                        error.errno, "the file system cannot lock files; choose a folder on another one", str(folder)
+                    ) from error
                 if not wait:
                     raise FolderInUse(
                         f"{folder} is in use by another process; wait for it or choose another folder"

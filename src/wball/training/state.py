@@ -56,7 +56,7 @@ def check_header(path: str, header: Any) -> None:
         value = header.get(name) if isinstance(header, dict) else None
         if not isinstance(value, kind) or (not isinstance(value, (dict, list)) and not value >= 0):
             raise ValueError(
-                f"{path} is no checkpoint of a training run (its header has {name} = {value!r}); delete it to start anew"
+                f"{path} is no checkpoint of a training run (its {name} is {value!r}); delete it to start anew"
             )
 
 
