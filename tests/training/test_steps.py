@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,3 +191,58 @@ def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 <= float(drawn.min()) < 0.12 and 0.38 < float(drawn.max()) <= 0.4
     for start, first in ((9.0, 0.4), (0.0, 0.1)):
         assert Opponent(dataclasses.replace(rule, start=start), STILL, small_model(), 1, 0).radii.tolist() == [first]
+
+
+class Clock:
+    """A clock that moves when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("wball.training.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Slow(nn.Module):
+    """A second for each step, a minute for the first."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.inner, self.clock, self.steps = nn.Sequential(nn.Flatten(), nn.Linear(196, 10)), clock, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.clock.pass_by(1.0 if self.steps else 60.0)
+            self.steps += 1
+        logits: Tensor = self.inner(x)
+        return logits
+
+
+def test_neither_the_first_step_nor_measuring_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("wball.training.loop.measure", lambda *_: clock.pass_by(500.0) or {})  # type: ignore[func-returns-value]
+    config = small_config(epochs=3, adversary=None, evaluation=Evaluation())
+    history = train(config, small_data(64), small_data(4), model=Slow(clock)).history
+    assert [record["seconds"] for record in history] == [3.0, 7.0, 11.0]
+    history = train(config, small_data(64), small_data(4), model=Slow(clock), time_limit=6.0).history
+    assert [record["step"] for record in history] == [
+        4,
+        8,
+    ]  # six seconds after the first step, and one more at the end of the schedule
+
+
+@pytest.mark.parametrize(("every", "expected"), [(None, [1, 101, 201, 240]), (100, [100, 200, 240])])
+def test_checkpoints_take_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, expected: list[int]
+) -> None:
+    clock, saved = Clock(monkeypatch), []
+
+    def save(path: Path, tensors: object, header: dict[str, Any]) -> None:
+        clock.pass_by(2.0)  # so the next one is due in 100 seconds
+        saved.append(header["step"])
+
+    monkeypatch.setattr("wball.training.loop.save_state", save)
+    config = small_config(epochs=1, batch_size=1, adversary=None, augment=0)
+    train(config, small_data(240), model=Slow(clock), out=tmp_path, checkpoint_every=every)
+    assert saved == expected
