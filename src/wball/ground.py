@@ -38,6 +38,10 @@ class Arcs(ABC):
         """``(B, C, K, H, W) -> (B, C, H, W)``: sum of what arrives at each pixel, the adjoint of :meth:`gather`."""
 
     @abstractmethod
+    def scatter_max(self, arcs: Tensor) -> Tensor:
+        """``(B, C, K, H, W) -> (B, C, H, W)``: the largest of what arrives at each pixel by allowed moves."""
+
+    @abstractmethod
     def opposite(self, arcs: Tensor) -> Tensor:
         """The arc tensor whose entry at ``i -> j`` is the given entry at ``j -> i`` (0 where no such move exists)."""
 
@@ -77,6 +81,14 @@ class StencilArcs(Arcs):
             self._slice(total, offset).add_(arcs[:, :, k])
         return total[..., rr : rr + height, rc : rc + width]
 
+    def scatter_max(self, arcs: Tensor) -> Tensor:
+        (rr, rc), (height, width) = self.radius, self.shape
+        top = arcs.new_full((*arcs.shape[:2], height + 2 * rr, width + 2 * rc), -math.inf)
+        for k, offset in enumerate(self.offsets):
+            part = self._slice(top, offset)
+            torch.maximum(part, arcs[:, :, k], out=part)
+        return top[..., rr : rr + height, rc : rc + width]
+
     def opposite(self, arcs: Tensor) -> Tensor:
         out = torch.zeros_like(arcs)
         for k, (offset, reverse) in enumerate(zip(self.offsets, self._reverse, strict=True)):
@@ -109,6 +121,10 @@ class DenseArcs(Arcs):
     def scatter(self, arcs: Tensor) -> Tensor:
         kept = torch.where(self.allowed, arcs, torch.zeros_like(arcs))
         return kept.sum((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
+
+    def scatter_max(self, arcs: Tensor) -> Tensor:
+        kept = torch.where(self.allowed, arcs, torch.full_like(arcs, -math.inf))
+        return kept.amax((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
 
     def opposite(self, arcs: Tensor) -> Tensor:
         square = arcs.flatten(3)

@@ -199,6 +199,21 @@ def test_paper_mode_by_every_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(fast.point[2], x[2])
 
 
+@pytest.mark.parametrize("reg", [1.0, 1e3, 1e5, 1e8])
+def test_paper_mode_does_not_overflow(reg: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far from every bright pixel, what arrives is smaller than the image's largest by more than exp can say."""
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    x = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    place = torch.arange(16)
+    matrix = ((place[:, None] // 4 - place // 4) ** 2 + (place[:, None] % 4 - place % 4) ** 2).double().sqrt()
+    for cost in (wball.GridCost(7), wball.DenseCost(matrix)):
+        for eps in (1e-3, 0.3):
+            result = wball.WassersteinBall(eps, cost).project(x, w, reg, max_iter=100, mode="paper")
+            for values in (result.point, result.objective, result.gap, result.residual):
+                assert bool(values.isfinite().all())
+
+
 def test_paper_mode_clamps_and_loses_mass() -> None:
     x = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
     x[..., 2:5, 2:5] = 1.0

@@ -115,8 +115,8 @@ def paper_projection(
 
 
 def _log_scatter(moves: Arcs, score: Tensor) -> Tensor:
-    """``lse`` over what arrives at each pixel: a scatter in logs, stabilised per image."""
+    """``lse`` over what arrives at each pixel: a scatter in logs, stabilised pixel by pixel."""
     masked = torch.where(moves.allowed, score, -torch.inf)
-    top = masked.flatten(1).amax(1)
+    top = moves.scatter_max(masked)
     top = torch.where(torch.isfinite(top), top, torch.zeros_like(top))
-    return torch.log(moves.scatter(torch.exp(masked - per_image(top, masked)))) + per_image(top, score[:, :, 0])
+    return torch.log(moves.scatter(torch.exp(masked - moves.gather(top)))) + top
