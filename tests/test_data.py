@@ -692,7 +692,8 @@ def test_cifar10_archive_cannot_write_elsewhere(
     source = cifar10_source(server, tar(evil | small_cifar10))
     root = tmp_path / "deep" / "root"
     folder = wball.download("cifar10", root, source=source)
-    assert sorted(p.name for p in folder.iterdir()) == [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]
+    files = sorted(p.name for p in folder.iterdir())
+    assert files == [".lock", *(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     assert [p.name for p in root.iterdir()] == ["cifar-10-batches-bin"]
     assert not (tmp_path / "deep" / "escaped.bin").exists() and not Path("/tmp/wball-escaped.bin").exists()
     assert load_dataset("cifar10", root, "train")[0].shape == (20, 3, 32, 32)
