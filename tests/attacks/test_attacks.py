@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,6 +262,13 @@ class _InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x.mul_(2.0).sub_(1.0))
+
+
+def test_the_line_search_takes_the_best_of_its_lengths() -> None:
+    start, corner = torch.zeros(3, 1, 2, 2), torch.ones(3, 1, 2, 2)
+    goal = torch.tensor([0.26, 3.0, -1.0]).view(3, 1, 1, 1)
+    climb = SimpleNamespace(x=start, value=lambda z: -(z - goal).square().flatten(1).sum(1))
+    assert FrankWolfe._line_search(climb, start.double(), corner.double()).tolist() == [0.25, 1.0, 1 / 64]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe, line search", "fast"])
