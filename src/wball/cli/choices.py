@@ -246,7 +246,9 @@ def prints_aside(aside: bool) -> Iterator[None]:
 
 def main_process() -> bool:
     """Whether this process speaks for all of those that ``torchrun`` started."""
-    return os.environ.get("RANK", "0") == "0"
+    from wball.processes import place
+
+    return place()[0] == 0
 
 
 def claims_code(results: Sequence[Evaluation]) -> int:

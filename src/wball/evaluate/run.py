@@ -53,6 +53,7 @@ from wball.evaluate.result import (
     load_evaluation,
     same_json,
 )
+from wball.processes import grouped, place
 from wball.result import Proof
 from wball.solvers.batch import result_dtype
 from wball.whole import clear_parts, locked
@@ -553,22 +554,15 @@ def _warnings(model: Model, x: Tensor, y: Tensor) -> tuple[str, ...]:
     )
 
 
-def _place() -> tuple[int, int]:
-    """Which process of how many this is, as the process group tells it, or ``torchrun``."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
 @contextmanager
 def _team() -> Iterator[tuple[int, int, Callable[[], None]]]:
     """Which process of how many this is, and how to wait for the others."""
-    rank, world = _place()
+    rank, world = place()
     if world == 1:
         yield 0, 1, lambda: None
         return
     patience = timedelta(days=30)  # the slowest decides
-    joined = torch.distributed.is_initialized()
+    joined = grouped()
     if not joined:
         torch.distributed.init_process_group("gloo", timeout=patience)
     group: Any = torch.distributed.new_group(backend="gloo", timeout=patience) if joined else None
@@ -586,7 +580,7 @@ def _folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
             raise NotADirectoryError(f"out must be a folder, but {path} is a file")
         yield path
         return
-    if _place()[1] > 1:
+    if place()[1] > 1:
         raise ValueError("out must be given where several processes share the work: they meet in that folder")
     with tempfile.TemporaryDirectory(prefix="wball-") as folder:
         yield Path(folder)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from wball.processes import grouped, place
+
 
 @dataclass(frozen=True)
 class World:
@@ -128,16 +130,14 @@ def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
 
 def current() -> World:
     """The world of the process group that is running, or a world of one."""
-    if dist.is_available() and dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size())
-    return World()
+    return World(*place()) if grouped() else World()
 
 
 @contextmanager
 def launched(device: str) -> Iterator[torch.device]:
     """Join the processes that ``torchrun`` started, if it did. Yields this process's device."""
     chosen = torch.device(device)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or dist.is_initialized():
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or grouped():
         yield chosen
         return
     if chosen.type == "cuda":
