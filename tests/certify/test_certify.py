@@ -371,6 +371,21 @@ def test_wrappers_are_looked_into() -> None:
         assert torch.equal(certify(wrapped, x, y, ball, refine=False).margin, plain)
 
 
+@pytest.mark.parametrize("name", WASSERSTEIN)
+def test_the_memory_format_does_not_matter(name: str) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, stride=2)
+    net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
+    x = images(2, 2, 6, 6)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, **WASSERSTEIN[name]).margin
+    last = torch.channels_last
+    for images_in, model_in in ((last, torch.contiguous_format), (torch.contiguous_format, last), (last, last)):
+        net.to(memory_format=model_in)
+        margin = certify(net, x.contiguous(memory_format=images_in), y, ball, **WASSERSTEIN[name]).margin
+        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)
+
+
 def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
     class Normalised(nn.Module):
         def __init__(self, net: nn.Module) -> None:

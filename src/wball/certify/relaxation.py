@@ -104,6 +104,10 @@ class Bounds:
         """The bounds of a subset of the images."""
         return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
 
+    def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
+        """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
+        self.lower[position], self.upper[position] = lower.contiguous(), upper.contiguous()
+
     def put(self, index: Tensor, other: Bounds) -> None:
         """Write back the bounds of a subset."""
         for position in other.lower:
@@ -366,7 +370,7 @@ class Relaxation:
         if isinstance(before, Activation) and place in bounds.lower:
             ends = [before.value(b[place]) for b in (bounds.lower, bounds.upper)]
             low, up = torch.maximum(low, ends[0]), torch.minimum(up, ends[1])
-            bounds.lower[position], bounds.upper[position] = low, up
+            bounds.set(position, low, up)
             known = bounds.worth_a_row(place) | (up <= low)
         contend = op.windows(up) >= op.windows(low).amax(-1, keepdim=True)
         contend &= contend.sum(-1, keepdim=True) > 1
@@ -421,19 +425,19 @@ class Relaxation:
             self._intervals[place] = found
         interval = self._intervals[source]
         if interval is None:
-            empty = torch.full((images, *self.graph.ops[source].shape), math.inf, dtype=torch.float64)
-            bounds.lower[position], bounds.upper[position] = -empty.to(like.device), empty.to(like.device)
+            shape = (images, *self.graph.ops[source].shape)
+            empty = torch.full(shape, math.inf, dtype=torch.float64, device=like.device)
+            bounds.set(position, -empty, empty)
             return
         centre, radius = interval
-        bounds.lower[position], bounds.upper[position] = centre - radius, centre + radius
+        bounds.set(position, centre - radius, centre + radius)
 
     def _first_layer(self, position: int, bounds: Bounds) -> bool:
         """Bound a first convolution without rows, where that is possible."""
         if self.first is None or self.centre is None or position not in self.first.layers:
             return False
         assert isinstance(self.source, TransportSet)
-        found = self.first.bounds(position, self.source, self.centre[position], ROUNDING)
-        bounds.lower[position], bounds.upper[position] = found
+        bounds.set(position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING))
         return True
 
     def _bound_units(
