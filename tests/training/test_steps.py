@@ -193,6 +193,14 @@ def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Opponent(dataclasses.replace(rule, start=start), STILL, small_model(), 1, 0).radii.tolist() == [first]
 
 
+def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wball.training.evaluate.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y))
+    measured = Evaluation(attack=DualAveraging(WassersteinBall(0.3)), eps=(0.1, 0.2), images=5)
+    config = small_config(epochs=1, adversary=None, evaluation=measured)
+    record = train(config, small_data(16), small_data(20), model=small_model()).history[-1]
+    assert record["robust_accuracy_0.1"] == record["robust_accuracy_0.2"] == 10
+
+
 class Clock:
     """A clock that moves when told to."""
 

@@ -143,7 +143,7 @@ def _paper(
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
             point=as_given(point, x, ball.box),
-            objective=answer.objective,
+            objective=answer.objective + _offset(grid, mass / reg),
             gap=answer.gap,
             residual=(answer.z - point).flatten(1).abs().amax(1),
             status=statuses(answer.gap <= answer.allowed),
@@ -152,7 +152,8 @@ def _paper(
             kernel=answer.kernel,
         )
     if kernels.choose_path(grid, stencil) == "torch":
-        return paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
+        found = paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
+        return replace(found, objective=found.objective + _offset(grid, mass / reg))
     found = project(replace(ball, box=None), x, w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))
