@@ -83,6 +83,14 @@ def test_every_sample_is_one_vote_whatever_the_batches() -> None:
         assert votes.shape == (3, 16) and votes.sum(1).tolist() == [20, 20, 20]
 
 
+def test_a_broken_model_has_no_class() -> None:
+    x = torch.rand(2, 1, 4, 4)
+    smooth = FlowSmoothing(lambda z: torch.where(z[:, 0, 0, :3] > -9, math.nan, 0.0), 0.01)
+    assert smooth.votes(x, 20).sum() == 0
+    for result in (smooth.predict(x, samples=20), smooth.certify(x, samples=20, select=5)):
+        assert result.abstained.all() and (result.radius == 0).all()
+
+
 def test_settings_are_checked_and_the_mode_is_restored() -> None:
     with pytest.raises(ValueError, match="scale"):
         FlowSmoothing(nn.Identity(), 0.0)
@@ -90,6 +98,10 @@ def test_settings_are_checked_and_the_mode_is_restored() -> None:
         FlowSmoothing(nn.Identity(), 0.1, "chebyshev")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="images"):
         flow_noise(torch.rand(2, 9), 0.1)
+    with pytest.raises(TypeError, match="callable"):
+        FlowSmoothing("net", 0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"torch\.Generator, got 3"):
+        FlowSmoothing(Threshold(0.1), 0.1).votes(torch.rand(1, 1, 1, 2), 10, 3)  # type: ignore[arg-type]
     model = Threshold(0.1).train()
     FlowSmoothing(model, 0.1).votes(torch.rand(1, 1, 1, 2), 10)
     assert model.training

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from wball import inputs
-from wball.attacks.model import ask, evaluating
+from wball.attacks.model import Model, ask, evaluating, top_class
 from wball.solvers.batch import result_dtype
 
 Metric = Literal["euclidean", "manhattan"]
@@ -74,6 +74,7 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
     noise is ``sqrt(2) * scale``.
     """
     scale = inputs.check_positive("scale", scale)
+    inputs.check_generator(generator)
     x = _images(x)
     batch, channels, height, width = x.shape
     right = _laplace((batch, channels, height, width - 1), x, generator)
@@ -133,14 +134,16 @@ class FlowSmoothing:
         batch_size: noisy images per forward pass.
     """
 
-    def __init__(self, model: nn.Module, scale: float, metric: Metric = "euclidean", batch_size: int = 1000) -> None:
+    def __init__(self, model: Model, scale: float, metric: Metric = "euclidean", batch_size: int = 1000) -> None:
+        if not callable(model):
+            raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         self.model, self.scale = model, inputs.check_positive("scale", scale)
         laplace_radius(0.5, scale, metric)
         self.metric, self.batch_size = metric, inputs.check_count("batch_size", batch_size)
 
     @torch.no_grad()
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """How often each class wins among noisy copies of each image, ``(B, classes)``."""
+        """How often each class wins among noisy copies of each image, ``(B, classes)``; NaN is a vote for none."""
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
@@ -154,7 +157,8 @@ class FlowSmoothing:
         for start in range(0, samples, self.batch_size):
             copies = image.expand(min(self.batch_size, samples - start), -1, -1, -1)
             logits = ask(self.model, flow_noise(copies, self.scale, generator))
-            counts = torch.bincount(logits.argmax(1), minlength=logits.shape[1])
+            winner = top_class(logits)
+            counts = torch.bincount(winner[winner >= 0], minlength=logits.shape[1])
             total = counts if total is None else total + counts
         assert total is not None
         return total
