@@ -155,7 +155,26 @@ def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
     other = evaluate(model, x, y, ball, attack=wball.PGD(ball, steps=2))
     with pytest.raises(ValueError, match="different units"):
         write_report([evaluations[0], other], tmp_path / "a.html")
-    assert write_report([other], tmp_path / "b.html").is_file()
+    text = write_report([other], tmp_path / "b.html").read_text(encoding="utf-8")
+    # no mass moves in a ball of pixels, and the report does not say so
+    assert "Robustness to changed pixels" in text and "may change every pixel by up to" in text
+    assert "may move mass" not in text and "transport plan;" not in text
+
+
+def test_every_radius_has_its_unit(page: Path, evaluations: list[Evaluation]) -> None:
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8").split("<script")[0]))
+    unit = evaluations[0].unit
+    assert text.count(f"({unit}), at most") == len(evaluations)
+    for sentence in ("Radius in {}", "Radii and distances in {}", "move the radius (in {})"):
+        assert sentence.format(unit) in text
+
+
+def test_histograms_have_no_gallery(tmp_path: Path) -> None:
+    places = torch.arange(4.0)
+    ball = wball.WassersteinBall(0.1, wball.DenseCost((places[:, None] - places).abs()))
+    result = evaluate(nn.Linear(4, 2), torch.rand(1, 4), torch.zeros(1).long(), ball, attack="fast")
+    text = result.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert 'id="filters"' not in text and "There are no pictures to show" in text and "of 1 image\n" in text
 
 
 def test_moves_are_a_cheapest_plan() -> None:

@@ -80,10 +80,12 @@
     $("count").textContent = shown === cards.length ? `${shown} images` : `${shown} of ${cards.length} images`;
     $("none").hidden = shown > 0;
   };
-  form.addEventListener("change", filter);
-  form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("reset", () => setTimeout(filter));
-  filter();
+  if (form) { // histograms have no gallery
+    form.addEventListener("change", filter);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("reset", () => setTimeout(filter));
+    filter();
+  }
 
   // Transport explorer.
   const svgNS = "http://www.w3.org/2000/svg";
@@ -129,8 +131,8 @@
       $("ex-caption").className = wrong ? "wrong" : "";
       $("ex-said").textContent = !state ? `Image ${it.index}, class ${it.label}. Nothing moved yet.`
         : `At radius ${said} the strongest image found is read as ${state.read_as}${wrong ? " (wrong)" : " (right)"}. `
-        + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, at most ${state.farthest.toFixed(1)} px far; `)
-        + `the largest change of a pixel is ${state.largest.toFixed(2)}.`
+        + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, at most ${state.farthest.toFixed(1)} px far. `)
+        + `The largest change of a pixel is ${state.largest.toFixed(2)}.`
         + (it.radius === null ? " The evaluation found no example for this image." : ` The evaluation broke it at radius ${short(it.radius)}.`);
     };
     const arrows = (ex, list) => {

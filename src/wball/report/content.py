@@ -27,7 +27,7 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
     each = max(1, images // len(evaluations))
     return {
-        "title": title or f"Robustness to moved mass: {', '.join(names) if len(names) < 3 else f'{len(names)} models'}",
+        "title": title or f"Robustness to {_threats(evaluations)}: {_together(names)}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "scale": scale,
@@ -48,6 +48,15 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
             ],
         },
     }
+
+
+def _threats(evaluations: Sequence[Evaluation]) -> str:
+    kinds = {e.settings["ball"]["kind"] for e in evaluations}
+    return "moved mass" if kinds == {"WassersteinBall"} else "changed pixels"
+
+
+def _together(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{len(names)} models"
 
 
 def _names(evaluations: Sequence[Evaluation]) -> list[str]:
