@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from wball.models import (
     CIFAR10_MEAN,
@@ -81,8 +82,65 @@ def test_small_resnet_names_each_of_its_parameters_in_public_checkpoints() -> No
     assert names["4.Ws.0.weight"] == "blocks.0.shortcut.weight" and names["16.Ws.2.bias"] == "blocks.3.conv2.bias"
 
 
+def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors, all of them random: fresh ones hide what they do."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data.uniform_(-0.2, 0.4)
+    for name, tensor in model.named_buffers():
+        if name.endswith("running_var"):
+            tensor.uniform_(0.5, 2.0)
+    return model.eval().state_dict()
+
+
+def test_resnet18_is_the_network_of_its_paper() -> None:
+    """Two 3 x 3 convolutions a block, each normalised, and ReLU after the first and after the sum."""
+    model = ResNet18(classes=4, width=2, channels=1, stem=5)
+    of = drawn(model)
+
+    def normalised(x: torch.Tensor, conv: str, bn: str, stride: int = 1) -> torch.Tensor:
+        weight = of[f"{conv}.weight"]
+        out = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+        names = ("running_mean", "running_var", "weight", "bias")
+        return F.batch_norm(out, *(of[f"{bn}.{name}"] for name in names))
+
+    x = torch.rand(2, 1, 12, 12)
+    h = normalised(x, "conv1", "bn1").relu()
+    for stage in (1, 2, 3, 4):
+        for block in (0, 1):
+            at, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            inner = normalised(h, f"{at}.conv1", f"{at}.bn1", stride).relu()
+            inner = normalised(inner, f"{at}.conv2", f"{at}.bn2")
+            h = (inner + (h if stride == 1 else normalised(h, f"{at}.shortcut.0", f"{at}.shortcut.1", 2))).relu()
+    torch.testing.assert_close(model(x), h.mean((2, 3)) @ of["linear.weight"].T + of["linear.bias"])
+
+
+def test_small_resnet_is_the_network_of_its_paper() -> None:
+    model = SmallResNet()
+    of = drawn(model)
+
+    def conv(x: torch.Tensor, name: str, stride: int = 1, padding: int = 0) -> torch.Tensor:
+        return F.conv2d(x, of[f"{name}.weight"], of[f"{name}.bias"], stride=stride, padding=padding)
+
+    x = torch.rand(2, 3, 32, 32) / 100
+    h = conv(x, "stem", padding=1).relu()
+    for block, stride in enumerate((1, 1, 2, 2)):
+        at = f"blocks.{block}"
+        inner = conv(conv(h, f"{at}.conv1", stride, 1).relu(), f"{at}.conv2", padding=1)
+        h = (inner + conv(h, f"{at}.shortcut", stride)).relu()
+    hidden = (h.flatten(1) @ of["hidden.weight"].T + of["hidden.bias"]).relu()
+    torch.testing.assert_close(model(x), hidden @ of["linear.weight"].T + of["linear.bias"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_fresh_small_resnet_only_shrinks_its_image() -> None:
+    stem, *rest = _stages(SmallResNet(), torch.rand(1, 3, 32, 32))
+    for out, size in zip(rest, (32, 32, 16, 8), strict=True):
+        smaller = F.adaptive_avg_pool2d(stem, size)
+        torch.testing.assert_close(out, smaller[:, [k % 16 for k in range(out.shape[1])]])
+
+
 def _stages(model: SmallResNet, x: torch.Tensor) -> list[torch.Tensor]:
-    out = [model.stem(x)]
+    out = [model.stem(x).relu()]
     for block in model.blocks:
         out.append(block(out[-1]))
     return out
@@ -112,6 +170,7 @@ def test_binarized_values_are_exact_and_gradients_as_asked(straight_through: boo
     inner = mnist_cnn()
     model = Binarized(inner, straight_through=straight_through)
     x = torch.rand(2, 1, 28, 28, requires_grad=True)
+    x.data[0, 0, 0, 0] = 0.5  # counts as white
     hard = (x >= 0.5).float().requires_grad_()
     assert torch.equal(model.binarize(x), hard)
     logits = model(x)
