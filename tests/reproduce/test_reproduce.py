@@ -47,7 +47,7 @@ from wball.reproduce.page import ASSETS, _section, text, write
 from wball.reproduce.run import command
 from wball.reproduce.tables import Table, pack, percent, unpack
 from wball.reproduce.workshop import Subject, quick_config
-from wball.training import preset, presets
+from wball.training import TrainConfig, preset, presets
 from wball.whole import locked
 
 ROOT = Path(__file__).parent.parent.parent
@@ -118,6 +118,7 @@ def test_standard_attack_counts_valid_examples_only(shop: Workshop, monkeypatch:
         assert bool(fell[can_fall].all()) and not bool(fell[cannot].any())
     assert fall.checks["rejected"] == 0 and fall.checks["checked_exactly"] > 0
     assert fall.checks["found"] == 11 - int(fall.radius.isinf().sum())
+    assert 0.5 < fall.checks["largest_distance_over_radius"] <= 1 + 1e-4  # a linear model takes all there is
     curve = fall.about()["curve"]
     assert curve[0]["accuracy"] == pytest.approx(11 / 12) and curve[-1]["accuracy"] == fall.accuracy_at(0.5)
 
@@ -142,6 +143,11 @@ def test_papers_attack_gives_the_radius_of_each_fall(shop: Workshop) -> None:
     assert len(reached) and all(any(abs(r - t) < 1e-9 for t in fall.radii) for r in reached.tolist())
     direct = attack(halves().model, x, y)
     assert fall.accuracy_at(0.1) == pytest.approx(direct.accuracy_at(0.1))
+    mass, after = (v.double().flatten(1).sum(1) for v in (x, direct.images))
+    off = ((after - mass).abs() / mass)[1:][direct.success[1:]]
+    assert fall.checks["found"] == len(off) and fall.checks["mass_off"] == int((off > 1e-5).sum()) > 0
+    assert fall.checks["mean_mass_error"] == pytest.approx(float(off.mean()))
+    assert fall.checks["largest_mass_error"] == pytest.approx(float(off.max()))
 
 
 def test_half_precision_finds_and_full_precision_decides() -> None:
@@ -152,6 +158,17 @@ def test_half_precision_finds_and_full_precision_decides() -> None:
     assert torch.equal(lean.success, halves().model(lean.images).argmax(1) != y)
     assert int((full.success != lean.success).sum()) <= 1 and bool(lean.success.any())
     assert wball.audit(ball, x, lean.images).all_valid
+
+
+def test_what_half_precision_only_claims_is_attacked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images()
+    attack = wball.DualAveraging(wball.WassersteinBall(0.1), steps=10, progress=False)
+    model = halves().model
+    monkeypatch.setattr(measuring, "AsTrained", lambda model, options: lambda x: -model(x))  # always wrong
+    full, lean = (measuring.attacked(model, attack, x, y, lean=half) for half in (False, True))
+    assert 0 < int(full.success.sum()) < len(x)
+    for name in ("images", "success", "distance", "radius", "n_steps"):
+        assert torch.equal(getattr(full, name), getattr(lean, name))
 
 
 def test_a_measurement_goes_on_where_it_was(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,3 +617,27 @@ def test_a_missing_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert Workshop(only).subject("mnist-flow-noise").sha256 == trained.sha256  # it is there
     with pytest.raises(MissingModel, match="--no-train"):
         Workshop(replace(only, seed=1)).subject("mnist-flow-noise")
+
+
+def test_models_of_full_recipes_are_trained_as_their_presets_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = {split: images(4) for split in ("train", "test")}
+    given: list[object] = []
+
+    def train(config: TrainConfig, data: object, test: object, *, out: Path, model: object, **options: object) -> None:
+        given.extend([config, data, test, model])
+        wball.save_weights(wball.build_model(config.architecture), out / f"{config.name}.safetensors")
+
+    monkeypatch.setattr(Workshop, "_load", lambda self, dataset, split: sets[split])
+    monkeypatch.setattr(workshop, "train", train)
+    subject = Workshop(Settings(device="cpu", out=tmp_path, seed=3)).subject("mnist-flow-noise")
+    assert given == [preset("mnist-flow-noise", seed=3), sets["train"], sets["test"], None]
+    assert subject.origin == "trained here by its preset" and subject.architecture == "mnist-cnn"
+    given.clear()
+    quick = Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+    assert quick.subject("mnist-flow-noise").origin == "trained here, quick"
+    config, data, test, start = given
+    assert config == quick_config(preset("mnist-flow-noise")) and test is None and isinstance(start, nn.Module)
+    standard = quick.subject("mnist-standard").model
+    assert start is not standard and all(map(torch.equal, start.parameters(), standard.parameters()))
