@@ -637,7 +637,7 @@ def test_models_of_full_recipes_are_trained_as_their_presets_say(
     given.clear()
     quick = Workshop(Settings(quick=True, device="cpu", out=tmp_path))
     assert quick.subject("mnist-flow-noise").origin == "trained here, quick"
-    config, data, test, start = given
+    config, _, test, start = given
     assert config == quick_config(preset("mnist-flow-noise")) and test is None and isinstance(start, nn.Module)
     standard = quick.subject("mnist-standard").model
     assert start is not standard and all(map(torch.equal, start.parameters(), standard.parameters()))
