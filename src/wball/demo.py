@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=None, help="which models (default: all that read MNIST)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)")
     options = parser.parse_args(arguments)
+    if options.images < 1:
+        parser.error(f"--images must be at least 1, got {options.images}")
+    if unknown := set(options.models or ()) - set(list_models()):
+        parser.error(f"--models: there is no {unknown.pop()}; the zoo has {', '.join(list_models())}")
 
     console, start = Console(highlight=False, soft_wrap=True), time.perf_counter()
     names = options.models or [n for n in list_models() if model_card(n)["dataset"] == "mnist"]

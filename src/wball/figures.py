@@ -47,10 +47,10 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
         points = e.curve()
         style: dict[str, Any] = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
         eps = [p.eps for p in points]
-        axes.plot(eps, [100 * p.accuracy for p in points], label=e.name, lw=1.5, ms=3.5, **style)
+        axes.plot(eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style)
         proved = [100 * p.certified for p in points if p.certified is not None]
         if proved:
-            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=f"{e.name} (proved)", **style)
+            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (proved)"), **style)
     axes.set(xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})", ylabel="accuracy (%)", ylim=(-2, 102))
     axes.set_xlim(left=0)
     axes.legend()
@@ -64,7 +64,8 @@ def radius_figure(evaluations: Sequence[Evaluation]) -> Figure:
         found = e.images["distance"][e.images["read_as"] >= 0].sort().values
         wrong = int((e.images["label"] != e.images["predicted"]).sum())
         share = 100 * (wrong + torch.arange(1, len(found) + 1)) / max(1, len(e))
-        axes.step(found.tolist(), share.tolist(), where="post", lw=1.5, color=COLOURS[k % len(COLOURS)], label=e.name)
+        line: dict[str, Any] = {"lw": 1.5, "color": COLOURS[k % len(COLOURS)], "label": plain(e.name)}
+        axes.step(found.tolist(), share.tolist(), where="post", **line)
     axes.set(xlabel=f"distance of the example ({evaluations[0].unit})", ylabel="images broken (%)", ylim=(-2, 102))
     axes.set_xlim(left=0)
     axes.legend()
@@ -91,7 +92,7 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
             grid[row, k].imshow(shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         picture = grid[1, k].imshow(change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest")
-        grid[0, k].set_title(f"{label} → {read_as}", fontsize=7, pad=2)
+        grid[0, k].set_title(plain(f"{label} → {read_as}"), fontsize=7, pad=2)
         grid[2, k].set_xlabel(f"{float(evaluation.images['distance'][image]):.3f}", fontsize=7, labelpad=2)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
@@ -113,7 +114,8 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
                 safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in e.name)
-                figures[f"examples-{safe}"] = examples_figure(e)
+                again = sum(name.startswith(f"examples-{safe}") for name in figures)
+                figures[f"examples-{safe}" + (f"-{again + 1}" if again else "")] = examples_figure(e)
         paths = []
         for name, figure in figures.items():
             paths.append(save_figure(figure, folder / f"{name}.{kind}"))
@@ -137,6 +139,11 @@ def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
     with style():
         figure = new_figure((WIDTH, 0.72 * WIDTH))
         return figure, figure.subplots()
+
+
+def plain(text: str) -> str:
+    """Somebody's text as it is: to matplotlib, dollars enclose mathematics, and a leading _ keeps it out of legends."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
