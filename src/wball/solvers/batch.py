@@ -6,13 +6,14 @@ Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from wball.ground import DenseCost, GroundCost
+from wball.plan import Plan
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -106,6 +107,20 @@ def spendable(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
     budget = ball.budget(x)
     held = (rounding_cost(ball, x, roundings) - ROUNDING_SHARE * budget).clamp(min=0)
     return (budget - held).clamp(min=0)
+
+
+def held_back(
+    plan: Plan, budget: Tensor, spend: Tensor, value: Tensor, evaluate: Callable[[Plan], Tensor]
+) -> tuple[Plan, Tensor]:
+    """A plan within its budget, shrunk to what may be spent on points that will be rounded; and its value, per image.
+
+    ``value`` is that of the plan as it is; what shrinks is evaluated anew.
+    """
+    over = (spend < budget) & (plan.cost() > spend)
+    if not bool(over.any()):
+        return plan, value
+    plan = plan.within(torch.where(over, spend, math.inf))
+    return plan, torch.where(over, evaluate(plan), value)
 
 
 def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from wball.kernels.reference_projection import PARTS
 from wball.plan import Plan, identity
 from wball.result import Duals, ProjectionResult, Status, statuses
 from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, spendable
+from wball.solvers.batch import as_given, as_grid, chunks, held_back, spendable
 from wball.solvers.path import dot, per_image
 from wball.solvers.sinkhorn import paper_projection
 
@@ -292,10 +292,10 @@ class _Projection:
                 return self.accept(todo[index], plan, duals)
 
             n_iter[todo] += path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
-        if bool((spend < self.budget).any()):
-            self._hold_back(spend)
+        best, self.primal = held_back(Plan(self.moves, self.flow), self.budget, spend, self.primal, self._primal)
+        self.flow = best.flow
         gap = (self.primal - self.dual).clamp(min=0)
-        point = Plan(self.moves, self.flow).columns()
+        point = best.columns()
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
         residual = (point - (w - self.beta).clamp(lo, hi)).flatten(1).abs().amax(1)
         residual = torch.where(single, torch.zeros_like(residual), residual)
@@ -303,13 +303,10 @@ class _Projection:
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
 
-    def _hold_back(self, spend: Tensor) -> None:
-        """Shrink the plans to what may be spent on points that will be rounded."""
-        plan = Plan(self.moves, self.flow).within(spend)
-        shrunk = plan.cost() < Plan(self.moves, self.flow).cost()
-        primal = 0.5 * (self.w - plan.columns()).square().flatten(1).sum(1) + self.entropic(plan.flow)
-        self.primal = torch.where(shrunk, primal, self.primal)
-        self.flow = torch.where(per_image(shrunk, plan.flow), plan.flow, self.flow)
+    def _primal(self, plan: Plan, index: Tensor | None = None) -> Tensor:
+        """``1/2 |w - z|^2``, plus the plan's entropy at ``tau``."""
+        w = self.w if index is None else self.w[index]
+        return 0.5 * (w - plan.columns()).square().flatten(1).sum(1) + self.entropic(plan.flow, index)
 
     def _bound_without_prices(self) -> Tensor:
         """:meth:`lower_bound` at ``u = 0`` and ``psi = 0``, where every row is spread evenly."""
@@ -370,8 +367,7 @@ class _Projection:
         # Opposite flows are waste, but the entropy asks for them.
         plan = plan if bool(self.tau.any()) else plan.cancelled()
         plan = plan.repair(self.budget[index], self.box)
-        z, w = plan.columns(), self.w[index]
-        primal = 0.5 * (w - z).square().flatten(1).sum(1) + self.entropic(plan.flow, index)
+        primal = self._primal(plan, index)
         better = primal < self.primal[index]
         self.primal[index] = torch.where(better, primal, self.primal[index])
         self.flow[index] = torch.where(per_image(better, plan.flow), plan.flow, self.flow[index])

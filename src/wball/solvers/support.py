@@ -30,7 +30,7 @@ from wball.ground import Arcs
 from wball.plan import Plan, identity
 from wball.result import SupportResult, statuses
 from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, result_dtype, spendable
+from wball.solvers.batch import as_given, as_grid, chunks, held_back, result_dtype, spendable
 from wball.solvers.path import dot, per_image
 
 if TYPE_CHECKING:
@@ -149,11 +149,9 @@ class _Support:
 
     def hold_back(self, spend: Tensor) -> _Support:
         """Shrink the plans to what may be spent on points that will be rounded."""
-        if bool((spend < self.budget).any()):
-            plan = Plan(self.moves, self.flow).within(spend)
-            shrunk = plan.cost() < Plan(self.moves, self.flow).cost()
-            self.primal = torch.where(shrunk, self._primal(plan, slice(None)), self.primal)
-            self.flow = torch.where(per_image(shrunk, plan.flow), plan.flow, self.flow)
+        plan = Plan(self.moves, self.flow)
+        plan, self.primal = held_back(plan, self.budget, spend, self.primal, self._primal)
+        self.flow = plan.flow
         return self
 
     @property
@@ -288,7 +286,7 @@ class _Support:
             self.dual[index] = torch.minimum(self.dual[index], entropic if bool(tau.any()) else exact)
         return self.dual[index] - self.primal[index] <= self._allowed(index)
 
-    def _primal(self, plan: Plan, pick: Tensor | slice) -> Tensor:
+    def _primal(self, plan: Plan, pick: Tensor | slice = slice(None)) -> Tensor:
         """``<g, z>``, less the plan's entropy at ``tau``."""
         x, tau = self.x[pick], self.tau[pick]
         primal = dot(self.g[pick], plan.columns())
