@@ -86,7 +86,7 @@ def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's tensors, all of them random: fresh ones hide what they do."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
-            tensor.data.uniform_(-0.2, 0.4)
+            tensor.data.uniform_(-0.4, 0.4)
     for name, tensor in model.named_buffers():
         if name.endswith("running_var"):
             tensor.uniform_(0.5, 2.0)

@@ -265,8 +265,8 @@ class _InPlace(nn.Module):
 
 
 def test_the_line_search_takes_the_best_of_its_lengths() -> None:
-    start, corner = torch.zeros(3, 1, 2, 2), torch.ones(3, 1, 2, 2)
-    goal = torch.tensor([0.26, 3.0, -1.0]).view(3, 1, 1, 1)
+    start, corner = torch.full((3, 1, 2, 2), 0.5), torch.full((3, 1, 2, 2), 1.5)
+    goal = torch.tensor([0.76, 3.0, -1.0]).view(3, 1, 1, 1)
     climb = SimpleNamespace(x=start, value=lambda z: -(z - goal).square().flatten(1).sum(1))
     assert FrankWolfe._line_search(climb, start.double(), corner.double()).tolist() == [0.25, 1.0, 1 / 64]  # type: ignore[arg-type]
 

@@ -176,6 +176,8 @@ def test_paper_mode_is_the_same_problem_without_box(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(theirs.point, ours.point, atol=1e-4, rtol=0)
     torch.testing.assert_close(theirs.objective, ours.objective, atol=1e-6, rtol=1e-6)
     assert bool((theirs.gap <= 1e-7).all())
+    early = open_ball.project(x, w, 50.0, tol=1e-9, max_iter=3, mode="paper")
+    assert bool((early.gap > 1e-3).any()) and bool((early.objective - early.gap <= ours.objective + 1e-6).all())
     assert theirs.plan is None
 
 

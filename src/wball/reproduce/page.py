@@ -24,8 +24,8 @@ Ours charges a move its length, as the paper's text does (radii are in mass frac
 charges the squared length, as its scripts do ([Attacks](attacks.md)): moves are at least one pixel long, so its ball is
 the smaller one at the same radius. Both say so in the tables.
 
-How the models were trained is in their cards and in [Training](training.md#how-far-it-goes): those called *adv. training*
-follow the paper's recipe, but for fewer epochs.
+How the models were trained is in their cards and in [Training](training.md#how-far-it-goes): those called *adv.
+training* follow the paper's recipe, but for fewer epochs.
 
 One command makes each of them: `wball reproduce NAME --data DATA`; `--quick` runs in minutes on two cores,
 `wball reproduce list` lists them.
