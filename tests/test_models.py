@@ -104,7 +104,7 @@ def test_resnet18_is_the_network_of_its_paper() -> None:
         names = ("running_mean", "running_var", "weight", "bias")
         return F.batch_norm(out, *(of[f"{bn}.{name}"] for name in names))
 
-    x = torch.rand(2, 1, 12, 12)
+    x = 3 * torch.randn(2, 1, 12, 12)
     h = normalised(x, "conv1", "bn1").relu()
     for stage in (1, 2, 3, 4):
         for block in (0, 1):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import wball
 from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack, kernels
 from wball.attacks import Attack, AttackStatus
+from wball.attacks.objectives import RunnerUp
+from wball.attacks.standard import _merged
 from wball.ball import WassersteinBall
 
 Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
@@ -264,6 +266,34 @@ class _InPlace(nn.Module):
         return self.net(x.mul_(2.0).sub_(1.0))
 
 
+def test_a_runner_up_is_chosen_on_the_clean_image() -> None:
+    net, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), torch.rand(6, 1, 4, 4)
+    clean = net(x).detach()
+    y, second = clean.topk(3, 1).indices[:, [0, 2]].T
+    found = DualAveraging(BALL, steps=4, objective=RunnerUp(2), until_success=False)(net, x, y)
+    logits = net(found.images).detach()
+    gained, before = (v.gather(1, second[:, None])[:, 0] - v.gather(1, y[:, None])[:, 0] for v in (logits, clean))
+    torch.testing.assert_close(found.loss, gained)
+    assert bool((gained > before).all())
+
+
+def test_an_ensemble_tells_what_its_best_member_found() -> None:
+    def told(status: list[AttackStatus], loss: list[float]) -> AttackResult:
+        success = torch.tensor([s is AttackStatus.FOUND for s in status])
+        zero = torch.zeros(len(status), dtype=torch.float64)
+        images = torch.tensor(loss).view(-1, 1, 1, 1)
+        return AttackResult(images, success, zero, torch.tensor(loss), torch.ones(len(status)), tuple(status), zero)
+
+    survived, masked, broken = AttackStatus.SURVIVED, AttackStatus.NO_GRADIENT, AttackStatus.FOUND
+    first = told([survived, survived, masked, masked, survived], [1.0, 2.0, 3.0, 4.0, 5.0])
+    second = told([broken, masked, survived, masked], [0.5, 9.0, 0.0, 0.0])
+    merged = _merged(first, torch.arange(4), second)
+    assert merged.status == (broken, survived, survived, masked, survived)
+    assert merged.success.tolist() == [True, False, False, False, False]
+    assert merged.loss.tolist() == merged.images.flatten().tolist() == [0.5, 9.0, 3.0, 4.0, 5.0]
+    assert merged.n_steps.tolist() == [2, 2, 2, 2, 1] and first.n_steps.tolist() == [1] * 5
+
+
 def test_the_line_search_takes_the_best_of_its_lengths() -> None:
     start, corner = torch.full((3, 1, 2, 2), 0.5), torch.full((3, 1, 2, 2), 1.5)
     goal = torch.tensor([0.76, 3.0, -1.0]).view(3, 1, 1, 1)
@@ -358,6 +388,7 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, x, y), "one value per image"),
         (lambda net, x, y: DualAveraging(LinfBall(0.1)), "WassersteinBall"),
         (lambda net, x, y: DualAveraging(BALL, steps=0), "steps"),
+        (lambda net, x, y: FrankWolfe(BALL, steps=0), "steps"),
         (lambda net, x, y: DualAveraging(BALL, step_size=-1.0), "step_size"),
         (lambda net, x, y: DualAveraging(BALL, decay=2.0), "decay"),
         (lambda net, x, y: DualAveraging(BALL, objective="hinge"), "objective"),
