@@ -279,6 +279,8 @@ BAD = {
     "bad recipe": (["reproduce", "everything"], "mnist-curves"),
     "recipe without data": (["reproduce", "cifar10-curves", "--out", "r"], "wball data cifar10"),
     "recipe on no device": (["reproduce", "six-pixels", "--device", "tpu"], "tpu"),
+    "data below a file": (["data", "mnist", "--root", "mine.py"], "mine.py/mnist: a file stands where a folder"),
+    "figures below a file": (["figures", "done", "--out", "mine.py"], "mine.py: a file stands where a folder"),
     "bad file for images": (["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"], ".safetensors"),
 }
 
@@ -290,6 +292,8 @@ def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.Captur
         wball.save_weights(wball.build_model("mnist-cnn"), whole)
         (here / "cut.safetensors").write_bytes(whole.read_bytes()[:1000])
     arguments, expected = BAD[case]
+    if "done" in arguments:
+        assert main(["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "-qo", "done"]) == 0
     code, out, err = said(capsys, *arguments)
     assert code == 2
     assert "Traceback" not in out and err.count("\n") == 1 and err.startswith("wball: ")

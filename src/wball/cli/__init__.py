@@ -116,6 +116,8 @@ def _sorted(error: Exception) -> tuple[str, int]:
         return "out of memory; a smaller --batch-size needs less (and --overwrite, where a run has begun)", NO_FILE
     if isinstance(error, FolderInUse):
         return str(error), IN_USE
+    if isinstance(error, (NotADirectoryError, FileExistsError)) and error.filename:
+        return f"{error.filename}: a file stands where a folder is needed; choose another place", BAD_INPUT
     if isinstance(
         error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, ImportError)
     ):
