@@ -519,6 +519,14 @@ def test_files_edited_by_hand_are_refused_by_the_name_of_the_field(tmp_path: Pat
             load_evaluation(tmp_path / "edited")
 
 
+def test_names_of_any_kind_are_stored_as_text(tmp_path: Path) -> None:
+    model, x, y = problem(2)
+    result = evaluate(model, x, y, BALL, RADII, attack(), name=5, data=Path("a"), command=Path("b"), out=tmp_path)  # type: ignore[arg-type]
+    assert (result.name, result.settings["data"]["name"], result.provenance["command"]) == ("5", "a", "b")
+    with pytest.raises(ValueError, match="seed"):
+        evaluate(model, x, y, BALL, RADII, attack(), seed=2**63)
+
+
 def test_pictures_of_another_evaluation_are_not_shown(tmp_path: Path) -> None:
     model, x, y = problem(6)
     evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a")

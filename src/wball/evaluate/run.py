@@ -135,7 +135,8 @@ def evaluate(
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
-    inputs.check_count("seed", seed, 0)
+    inputs.check_seed(seed)
+    name, command = (None if text is None else str(text) for text in (name, command))
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
     logits = probe(model, x, y)
@@ -145,7 +146,7 @@ def evaluate(
         "model": provenance.describe_model(model, name),
         "answers": _answers(model, x),
         "data": {
-            "name": data,
+            "name": str(data),
             "images": x.shape[0],
             "shape": list(x.shape[1:]),
             "sha256": provenance.fingerprint(x, y),
