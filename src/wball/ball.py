@@ -17,8 +17,8 @@ from torch import Tensor
 
 from wball import inputs
 from wball.ground import DenseCost, GridCost, GroundCost, StencilCost
+from wball.inputs import result_dtype
 from wball.result import Duals, ProjectionResult, Status, SupportResult
-from wball.solvers.batch import result_dtype
 
 Self = TypeVar("Self", bound="Ball")
 Plans = Literal["window", "full"]

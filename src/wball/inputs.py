@@ -153,3 +153,8 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name}: torch sees no CUDA device; use --device cpu")
     return device
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The images' dtype, but at least float32: a half-precision point cannot keep its mass to 1e-5."""
+    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32

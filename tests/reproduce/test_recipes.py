@@ -163,6 +163,15 @@ def test_windows(shop: Small) -> None:
         assert row["p"] == 1.0 and row["standard_attack"]["attack"] == "StandardAttack, fast, p = 1"
 
 
+def test_other_images_get_proofs_of_their_own(shop: Small) -> None:
+    """A quick run on the bundled digits and one on a data folder may share a folder of results."""
+    subject = shop.subject("mnist-standard")
+    x, y = shop.test_images("mnist", 30, 30)
+    first, _ = certificates._proved(shop, subject, x, y, "crown", (1e-4, 0.3))
+    seen, _ = certificates._proved(shop, subject, x.flip(0), y.flip(0), "crown", (1e-4, 0.3))
+    assert torch.equal(seen, first.flip(0)) and not torch.equal(seen, first)
+
+
 def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.absent = ("cifar10-certified",)
     monkeypatch.setattr(certificates, "COMPARED", 3)

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from wball import inputs
 from wball.attacks.model import Model, ask, evaluating, top_class
-from wball.solvers.batch import result_dtype
+from wball.inputs import result_dtype
 
 Metric = Literal["euclidean", "manhattan"]
 

@@ -53,9 +53,9 @@ from wball.evaluate.result import (
     load_evaluation,
     same_json,
 )
+from wball.inputs import result_dtype
 from wball.processes import grouped, place
 from wball.result import Proof
-from wball.solvers.batch import result_dtype
 from wball.whole import clear_parts, locked
 
 BATCHES = "batches"

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from wball.kernels.reference import Move, _per_image, _rings, _Rows, _StencilMoves, _total
-from wball.solvers.sinkhorn import wright_omega
 
 MOMENTUM = 0.95
 """Largest weight of the extrapolation."""
@@ -59,6 +58,21 @@ PSI_TOL = 0.2
 """The price is exact enough when what it leaves of the budget costs this share of what an offer may miss."""
 RESOLUTION = 16
 """Roundings by which the cost may miss the budget at any price."""
+
+
+def wright_omega(y: Tensor) -> Tensor:
+    """The real solution ``o`` of ``o + log(o) = y``, by Newton's method on ``log(o)`` from either asymptote.
+
+    >>> float(wright_omega(torch.tensor(1.0)))
+    1.0
+    """
+    # For y below -1, o = e^y nearly; above, o = y - log(y) nearly. Newton in v = log(o) is globally convergent.
+    y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
+    v = torch.where(y < 1, y.clamp(max=1) - torch.exp(y.clamp(max=1)).clamp(max=0.5), torch.log(y.clamp(min=1)))
+    for _ in range(6):
+        o = torch.exp(v)
+        v = v - (o + v - y) / (1 + o)
+    return torch.exp(v)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def _proved(
     shop: Workshop, subject: Subject, x: Tensor, y: Tensor, method: Method, radii: tuple[float, ...]
 ) -> tuple[Tensor, float]:
     """The largest radius proved per image (0: none), by bisection: balls are nested, so a proof covers smaller ones."""
-    depends = [subject.sha256, len(x), method, radii, x.device.type, "bisection"]
+    depends = [subject.sha256, shop.fingerprint(x, y), method, radii, x.device.type, "bisection"]
     with shop.part(f"{subject.name}.{method}", depends) as folder:
         path = folder / "part.safetensors"
         part = shop.kept(path, "proved", "possible")
@@ -139,7 +139,8 @@ def _smoothed(
         good = ~found.abstained & (found.prediction == y)
         return {"radius": torch.where(good, found.radius, -1.0)}
 
-    with shop.part(f"{subject.name}.smoothing", [subject.sha256, len(x), samples, scale, shop.settings.seed]) as folder:
+    depends = [subject.sha256, shop.fingerprint(x, y), samples, scale, shop.settings.seed]
+    with shop.part(f"{subject.name}.smoothing", depends) as folder:
         part, seconds = shop.once(folder / "part.safetensors", ["radius"], measured)
     radius = part["radius"]
     shop.spent += seconds

@@ -135,7 +135,7 @@ def sums(
         return figure
 
 
-def grid(cells: Sequence[dict[str, Any]], shown: int = 0) -> Figure:
+def grid(cells: Sequence[dict[str, Any]], shown: int) -> Figure:
     """Examples by lambda (rows) and p (columns), with the radius of each; ``shown`` is the number of the digit."""
     with style():
         lambdas = list(dict.fromkeys(c["lambda"] for c in cells))

@@ -74,8 +74,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def _proved(row: Data) -> str:
-    images = row.get("verified_images") or min(row["images"], 1000)  # results of early versions do not say
-    return f"{percent(row['verified'])} of {images:,} at {row['linf']:.3g}"
+    return f"{percent(row['verified'])} of {row['verified_images']:,} at {row['linf']:.3g}"
 
 
 def remarks(data: Data) -> list[str]:

@@ -358,7 +358,7 @@ def _grid_tables(data: Data) -> list[Table]:
 def _draw_grid(data: Data) -> Figure:
     from wball.reproduce.draw import grid
 
-    return grid(data["cells"], data.get("shown", 0))
+    return grid(data["cells"], data["shown"])
 
 
 def _grid_remarks(data: Data) -> list[str]:

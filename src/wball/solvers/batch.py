@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wball.ground import DenseCost, GroundCost
+from wball.inputs import result_dtype
 from wball.plan import Plan
 
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ def as_grid(values: Tensor) -> Tensor:
     """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. Always float64."""
     grid = values if values.ndim == 4 else values[:, None, None, :]
     return grid.to(torch.float64)
-
-
-def result_dtype(x: Tensor) -> torch.dtype:
-    """The images' dtype, but at least float32: a half-precision point cannot keep its mass to 1e-5."""
-    return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tensor:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from wball import kernels
 from wball.ground import DenseCost
-from wball.solvers.batch import result_dtype, spendable, unit_of
+from wball.inputs import result_dtype
+from wball.solvers.batch import spendable, unit_of
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
 from wball.solvers.projection import SWEEP_TOL
 

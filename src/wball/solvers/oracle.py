@@ -27,8 +27,9 @@ from torch import Tensor
 from wball import kernels
 from wball.ball import WassersteinBall
 from wball.ground import DenseCost
+from wball.inputs import result_dtype
 from wball.result import EntropicProof
-from wball.solvers.batch import dearest_move, result_dtype, spendable
+from wball.solvers.batch import dearest_move, spendable
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""

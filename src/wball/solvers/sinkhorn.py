@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wball.ground import Arcs
+from wball.kernels.reference_projection import wright_omega
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.batch import as_given, as_grid
@@ -27,21 +28,6 @@ from wball.solvers.path import dot, per_image
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
-
-
-def wright_omega(y: Tensor) -> Tensor:
-    """The real solution ``o`` of ``o + log(o) = y``, by Newton's method on ``log(o)`` from either asymptote.
-
-    >>> float(wright_omega(torch.tensor(1.0)))
-    1.0
-    """
-    # For y below -1, o = e^y nearly; above, o = y - log(y) nearly. Newton in v = log(o) is globally convergent.
-    y = y.clamp(min=torch.finfo(y.dtype).min)  # a column that nothing reaches has y = -inf
-    v = torch.where(y < 1, y.clamp(max=1) - torch.exp(y.clamp(max=1)).clamp(max=0.5), torch.log(y.clamp(min=1)))
-    for _ in range(6):
-        o = torch.exp(v)
-        v = v - (o + v - y) / (1 + o)
-    return torch.exp(v)
 
 
 def paper_projection(

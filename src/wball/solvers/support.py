@@ -27,10 +27,11 @@ from torch import Tensor
 
 from wball import inputs, kernels
 from wball.ground import Arcs
+from wball.inputs import result_dtype
 from wball.plan import Plan, identity
 from wball.result import SupportResult, statuses
 from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, held_back, result_dtype, spendable
+from wball.solvers.batch import as_given, as_grid, chunks, held_back, spendable
 from wball.solvers.path import dot, per_image
 
 if TYPE_CHECKING:
