@@ -71,6 +71,10 @@ class Talks(nn.Module):
         print("hello")
         return self.net(x)
 
+class Leaves(nn.Module):
+    def forward(self, x):
+        raise SystemExit(1)
+
 def leaves():
     raise SystemExit(3)
 
@@ -351,6 +355,10 @@ def test_without_the_packages_of_the_report(
 def test_warnings_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--attack", "fast", "-n", "1")
     assert code == 0 and err.count("\n") == 1 and err.startswith("wball: warning: the model has 2 classes")
+
+
+def test_a_model_that_ends_the_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "attack", "mine.py:Leaves", "--limit", "2")[0] == 1, "no success: nothing was attacked"
 
 
 @pytest.mark.slow

@@ -637,6 +637,14 @@ def test_figures_show_names_as_they_are(tmp_path: Path) -> None:
     assert f"→ {read_as}" in (tmp_path / "examples-_a-b-.svg").read_text()
 
 
+def test_no_figure_takes_the_place_of_another(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    model, x, y = problem(4)
+    second, first = (evaluate(model, x, y, BALL, RADII, attack(), name=name) for name in ("a-2", "a"))
+    paths = save_figures([second, first, first], tmp_path, "svg")
+    assert [p.stem for p in paths[2:]] == ["examples-a-2", "examples-a", "examples-a-3"]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path: Path) -> None:
     model, x, y = problem()

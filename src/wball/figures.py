@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +115,8 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
                 safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in e.name)
-                again = sum(name.startswith(f"examples-{safe}") for name in figures)
-                figures[f"examples-{safe}" + (f"-{again + 1}" if again else "")] = examples_figure(e)
+                numbered = (f"examples-{safe}" + (f"-{k}" if k > 1 else "") for k in count(1))
+                figures[next(name for name in numbered if name not in figures)] = examples_figure(e)
         paths = []
         for name, figure in figures.items():
             paths.append(save_figure(figure, folder / f"{name}.{kind}"))

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)
         return 0
     except SystemExit as done:
-        return 0 if done.code == 1 else _ended(done)  # 1: rich's answer to a broken pipe
+        return 0 if isinstance(done.__context__, BrokenPipeError) else _ended(done)  # rich's answer to a broken pipe
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
         return _fail(*_sorted(error))
     if code == INTERRUPTED:
