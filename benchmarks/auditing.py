@@ -7,8 +7,7 @@ processor's, of one thread.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import wball
 from benchmarks.inputs import scenes
 from benchmarks.origin import environment, keep
+from benchmarks.timing import processor_time
 
 SIDES = (32, 64, 112, 224)
 """Pixels of square colour images."""
@@ -28,12 +28,6 @@ def images(sides: tuple[int, ...]) -> Iterator[tuple[str, Tensor, float]]:
     yield "28 x 28", wball.load_sample("mnist")[0][:10], 0.3
     for side in sides:
         yield f"{side} x {side} x 3", scenes(max(1, 160 // side), side), 0.02
-
-
-def processor_time(run: Callable[[], Any]) -> tuple[float, Any]:
-    begin = time.process_time()
-    found = run()
-    return time.process_time() - begin, found
 
 
 def row(name: str, x: Tensor, eps: float) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,19 +23,6 @@ from wball import WassersteinBall
 
 GAP = 1e-5
 BATCH = {"mnist": 5, "cifar10": 1}
-
-
-@contextmanager
-def kernel(name: str) -> Iterator[None]:
-    """``WBALL_KERNEL`` for a while."""
-    before = os.environ.get("WBALL_KERNEL")
-    os.environ["WBALL_KERNEL"] = name
-    try:
-        yield
-    finally:
-        del os.environ["WBALL_KERNEL"]
-        if before is not None:
-            os.environ["WBALL_KERNEL"] = before
 
 
 def works(images: Images, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -51,7 +38,7 @@ def works(images: Images, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 def rows(images: Images, seconds: float, seed: int) -> Iterator[dict[str, Any]]:
     for work, run in works(images, seed):
         for name in ("torch", "cpu"):
-            with kernel(name):
+            with patch.dict(os.environ, WBALL_KERNEL=name):
                 answer = run()
                 took = measure(run, images.x.device, budget_s=seconds)
             assert took.processor is not None

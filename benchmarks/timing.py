@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import torch
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ def measure(run: Callable[[], object], device: torch.device, *, budget_s: float 
     replay = _captured(run) if graph else None
     samples = _events(replay or run, budget_s)
     return _spread(samples, "graph replay, device events" if replay else "device events")
+
+
+def processor_time(run: Callable[[], Answer]) -> tuple[float, Answer]:
+    """Seconds that all threads together spend on one call, and its answer."""
+    begin = time.process_time()
+    answer = run()
+    return time.process_time() - begin, answer
 
 
 def _spread(samples: list[float], how: str, processor: list[float] | None = None) -> Time:

@@ -205,8 +205,9 @@ def load_folder(
             "move the folder out if it is no class"
         )
     names = _class_names([p.name for p in folders])
+    numbers = {name: k for k, name in enumerate(names)}
     pixels, labels, first = [], [], None
-    for folder in sorted(folders, key=lambda p: names.index(p.name)):
+    for folder in sorted(folders, key=lambda p: numbers[p.name]):
         for path in found[folder]:
             image = _read_image(path, formats, grey)
             if size is not None:
@@ -218,7 +219,7 @@ def load_folder(
                     "pass size=(height, width) (--size) to resize them all"
                 )
             pixels.append(_from_array(np.asarray(image)))
-            labels.append(names.index(folder.name))
+            labels.append(numbers[folder.name])
     x = _floats(torch.stack(pixels), device, torch.float32)
     return x, torch.tensor(labels, device=device), names
 

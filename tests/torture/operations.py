@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ def run(case: Case) -> Findings:
     """Make the call and check what comes back. An exception is a finding, too: every case is a valid call."""
     found = Findings()
     before = [t.detach().clone() for t in (case.x, case.w, case.g)]
-    with _kernel(case.kernel), warnings.catch_warnings():
+    with patch.dict(os.environ, WBALL_KERNEL=case.kernel), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
             OPERATIONS[case.operation](case, found)
@@ -46,19 +46,6 @@ def run(case: Case) -> Findings:
     for name, old, new in zip("xwg", before, (case.x, case.w, case.g), strict=True):
         found.expect(torch.equal(old, new.detach()), "changed", f"{name} was modified in place")
     return found
-
-
-@contextmanager
-def _kernel(name: str) -> Iterator[None]:
-    before = os.environ.get("WBALL_KERNEL")
-    os.environ["WBALL_KERNEL"] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WBALL_KERNEL"]
-        else:
-            os.environ["WBALL_KERNEL"] = before
 
 
 def _project(case: Case, found: Findings) -> None:

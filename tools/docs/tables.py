@@ -68,7 +68,7 @@ def large_images(path: Path) -> list[Table]:
     def pixels(row: Row) -> float:
         return float(1e6 * row["time"].median / row["ns_per_pixel"])
 
-    rows = [row for row in _timed(path, "oracle") if row["window"] == 5 and "torch" not in row["method"]]
+    rows = _oracles(path)
     large = [row for row in rows if row["images"] not in TITLES]
     small = max((r for r in rows if r["images"] == "cifar10" and pixels(r) <= pixels(large[0])), key=pixels)
     memory = any(row.get("extra_memory") for row in large)
@@ -139,6 +139,11 @@ def targets(path: Path) -> list[Table]:
 
 def _timed(path: Path, work: str) -> list[Row]:
     return [row for row in report.read(path)[0] if row["work"] == work and isinstance(row.get("time"), Time)]
+
+
+def _oracles(path: Path) -> list[Row]:
+    """Of the kernel itself, at the usual window."""
+    return [row for row in _timed(path, "oracle") if row["window"] == 5 and "torch" not in row["method"]]
 
 
 def _grid(head: str, rows: Sequence[Row], key: str, cell: Callable[[Row], str]) -> Table:
@@ -231,10 +236,9 @@ def proving(path: Path) -> list[Table]:
 def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
     """What one image costs at each size, and what whole curves took."""
     oracles: dict[str, Row] = {}
-    for row in _timed(gpu, "oracle"):
-        if row["window"] == 5 and "torch" not in row["method"]:
-            name = {"mnist": "28 x 28", "cifar10": "32 x 32 x 3"}.get(row["images"], row["images"])
-            oracles[name] = max(oracles.get(name, row), row, key=lambda row: row["batch"])
+    for row in _oracles(gpu):
+        name = {"mnist": "28 x 28", "cifar10": "32 x 32 x 3"}.get(row["images"], row["images"])
+        oracles[name] = max(oracles.get(name, row), row, key=lambda row: row["batch"])
     checks = {row["images"]: row for row in _content(audits)["rows"]}
     cells = []
     for name in sorted({*oracles, *checks}, key=lambda name: [int(side) for side in name.split(" x ")]):

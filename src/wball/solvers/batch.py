@@ -112,9 +112,10 @@ def held_back(
 
     ``value`` is that of the plan as it is; what shrinks is evaluated anew.
     """
-    over = (spend < budget) & (plan.cost() > spend)
-    if not bool(over.any()):
+    held = spend < budget
+    if not bool(held.any()):  # as at the radii in use
         return plan, value
+    over = held & (plan.cost() > spend)
     plan = plan.within(torch.where(over, spend, math.inf))
     return plan, torch.where(over, evaluate(plan), value)
 
