@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from benchmarks.inputs import Images, smooth_gradients
 from benchmarks.timing import Machine, measure, peak_memory
 from wball import WassersteinBall
-from wball.ground import GridCost
-from wball.kernels import KernelError, load, why_not
+from wball.cost import GridCost
+from wball.kernels.dispatch import KernelError, load, why_not
 
 WARM_UP = 15
 """Steps of the attack before the one that is measured."""

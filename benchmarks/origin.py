@@ -10,7 +10,7 @@ import torch
 
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.whole import write_whole
+from wball.storage.atomic import write_whole
 
 
 def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from benchmarks.inputs import Images, disturbed
 from benchmarks.peers import Absent, Projection, art_projection, released_projection
 from benchmarks.timing import Machine, Time, measure, peak_memory
 from wball import WassersteinBall
-from wball.kernels import KernelError, load, reference_projection, why_not
+from wball.kernels.dispatch import KernelError, load, why_not
+from wball.kernels.projected_sinkhorn import reference as reference_projection
 
 TOL = 1e-4
 OTHER_PROBLEMS: dict[str, tuple[dict[str, Any], ...]] = {

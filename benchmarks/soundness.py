@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from benchmarks.origin import environment, keep
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
-from wball.certify import certified_radius, certify
-from wball.certify.certificate import Method
-from wball.checkpoint import load_weights
+from wball.certificates import certified_radius, certify
+from wball.certificates.certificate import Method
 from wball.data import load_dataset, load_sample
 from wball.models import build_model
+from wball.storage.weights import load_weights
 from wball.zoo import list_models, load_model
 
 LEFT_OUT = ("mnist-binarized", "mnist-adversarial")

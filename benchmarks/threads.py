@@ -88,7 +88,7 @@ def main(data: Path | None) -> None:
     """In the child: every side in turn, on the same images."""
     from benchmarks.peers import Absent, released_projection
     from wball import WassersteinBall
-    from wball.kernels import cpu
+    from wball.kernels.entropic_plan import cpu
 
     images = mnist(data, torch.device("cpu"))
     x = images.batch(BATCH)

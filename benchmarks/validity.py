@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from benchmarks.origin import keep
 from wball import provenance
 from wball.attacks import PGD, Attack, DualAveraging, FrankWolfe, StandardAttack
-from wball.audit import DISTANCE_TOL, AuditReport, audit
+from wball.auditing.audit import DISTANCE_TOL, AuditReport, audit
 from wball.ball import WassersteinBall
-from wball.checkpoint import load_weights
 from wball.data import load_dataset
 from wball.models import build_model
+from wball.storage.weights import load_weights
 from wball.training import preset, train
 from wball.zoo import load_model
 

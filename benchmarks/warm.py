@@ -28,8 +28,9 @@ def tasks(device: torch.device, parts: Sequence[str]) -> list[Task]:
 def compile_one(task: Task, device: str) -> str:
     """Call what the benchmark will call, on two images."""
     from benchmarks.oracle import kernels_for, step_of
-    from wball import WassersteinBall, kernels
-    from wball.ground import GridCost
+    from wball import WassersteinBall
+    from wball.cost import GridCost
+    from wball.kernels import dispatch
 
     torch.set_num_threads(1)
     kind, shape, window = task
@@ -46,7 +47,7 @@ def compile_one(task: Task, device: str) -> str:
         ball = WassersteinBall(0.1)
         mass, moves = x.sum((1, 2, 3)), GridCost(window).moves(*shape[1:])
         for box in ((0.0, 1.0), None):
-            kernels.projected_sinkhorn(
+            dispatch.projected_sinkhorn(
                 x, x.flip(-1), ball.budget(x), moves, box, mass / 1000,
                 u=x.flip(-1) - x, psi=torch.full_like(mass, 0.1), max_iter=3,
             )  # fmt: skip

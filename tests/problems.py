@@ -26,7 +26,7 @@ from scipy import sparse
 from torch import Tensor
 
 from wball.ball import WassersteinBall
-from wball.ground import DenseCost, GridCost, GroundCost, StencilCost
+from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 
 Radius = Literal["tight", "loose", "inactive"]
 Pixels = Literal["uniform", "sparse", "saturated", "binary", "blob", "bytes", "flat"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wball import demo
-from wball.evaluate import load_evaluation
+from wball.evaluation import load_evaluation
 
 
 @pytest.mark.parametrize(

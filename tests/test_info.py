@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from wball import kernels
 from wball.info import info, main
+from wball.kernels import dispatch
 
 
 def test_json_names_every_kernel_with_its_reasons(
@@ -16,7 +16,7 @@ def test_json_names_every_kernel_with_its_reasons(
     monkeypatch.delenv("WBALL_KERNEL", raising=False)
     assert main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report["kernels"]) == set(kernels.KERNELS)
+    assert set(report["kernels"]) == set(dispatch.KERNELS)
     assert report["kernels"]["torch"]["cpu"] is None
     assert report["kernels"][report["automatic"]["cpu"]]["cpu"] is None
     assert report["packages"]["torch"]
@@ -25,8 +25,8 @@ def test_json_names_every_kernel_with_its_reasons(
 
 def test_table_says_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setitem(kernels.KERNELS, "cpu", "wball.kernels.missing")
-    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setattr(dispatch, "_loaded", {})
     monkeypatch.setenv("WBALL_KERNEL", "auto")
     assert main([]) == 0
     out = capsys.readouterr().out

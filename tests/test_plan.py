@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from wball import GridCost, StencilCost
-from wball.ground import Arcs
+from wball.moves import Moves
 from wball.plan import Plan, identity
 
 
@@ -17,7 +17,7 @@ def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Pl
     x[0] = x[0].round() if (lo, hi) == (0.0, 1.0) else hi
     table = ((1.0, 2.0, 0.5), (1.0, 0.0, 3.0), (1.0, 1.0, 1.0))
     cost: GridCost | StencilCost = GridCost(5) if seed % 2 else StencilCost(table)
-    moves: Arcs = cost.arcs(6, 5, x)
+    moves: Moves = cost.arcs(6, 5, x)
     score = torch.where(moves.allowed, 4 * torch.randn(3, 2, moves.cost.shape[0], 6, 5, dtype=x.dtype), -torch.inf)
     return x, Plan(moves, x.unsqueeze(2) * torch.softmax(score, 2))
 

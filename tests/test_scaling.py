@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.evaluate import run as module
+from wball.evaluation import run as module
 
 WORLD = 64
 IMAGES, BATCH = 140, 1  # batches do not divide by 64: some ranks have three, most have two

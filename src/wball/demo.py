@@ -15,7 +15,7 @@ from rich.console import Console
 
 from wball.ball import WassersteinBall
 from wball.data import dataset_info, load_sample
-from wball.evaluate import evaluate
+from wball.evaluation import evaluate
 from wball.report import write_report
 from wball.zoo import list_models, load_model, model_card
 

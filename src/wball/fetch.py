@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wball.data import CIFAR10_RECORDS, dataset_info, read_idx
-from wball.whole import locked
+from wball.storage.atomic import locked
 
 Progress = Callable[[str, int, int | None], None]
 """Called as ``progress(file name, bytes so far, bytes in all if known)``."""

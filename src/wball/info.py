@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import wball
-from wball import kernels
-from wball.ground import GridCost
+from wball.cost import GridCost
+from wball.kernels import dispatch
 
 PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
 
@@ -33,7 +33,7 @@ def info() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "devices": _devices(),
         "requested": os.environ.get("WBALL_KERNEL", "auto"),
-        "kernels": {name: _kernel(name) for name in kernels.KERNELS},
+        "kernels": {name: _kernel(name) for name in dispatch.KERNELS},
         "automatic": {device: _automatic(device) for device in ("cpu", "cuda")},
     }
 
@@ -62,7 +62,7 @@ def _kernel(name: str) -> dict[str, str | None]:
         if device == "cuda" and not torch.cuda.is_available():
             reasons[device] = "torch finds no CUDA device"
             continue
-        reasons[device] = kernels.why_not(name, *_probe(device))
+        reasons[device] = dispatch.why_not(name, *_probe(device))
     return reasons
 
 
@@ -71,8 +71,8 @@ def _automatic(device: str) -> str | None:
     if device == "cuda" and not torch.cuda.is_available():
         return None
     try:
-        return kernels.choose(*_probe(device))
-    except kernels.KernelError:
+        return dispatch.choose(*_probe(device))
+    except dispatch.KernelError:
         return None
 
 

@@ -1,6 +1,6 @@
 """Transport plans: who sends how much where, and the proof that a point lies in the ball.
 
-A plan is an arc tensor ``flow >= 0`` (see :class:`wball.ground.Arcs`) with ``flow[i -> j]`` the mass that pixel ``i``
+A plan is an arc tensor ``flow >= 0`` (see :class:`wball.moves.Moves`) with ``flow[i -> j]`` the mass that pixel ``i``
 sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point ``z``, and ``<flow, C>`` bounds the
 distance between them. Anyone can check these three sums without solving anything.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wball.ground import Arcs
+from wball.moves import Moves
 
 REPAIR_SWEEPS = 200
 """Box sweeps before :meth:`Plan.repair` gives up on finesse and shrinks towards the centre."""
@@ -27,7 +27,7 @@ class Plan:
         flow: ``(B, C, K, H, W)``, the mass on each move.
     """
 
-    moves: Arcs
+    moves: Moves
     flow: Tensor
 
     def arcs(self) -> Tensor:
@@ -122,7 +122,7 @@ def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, T
     return rate, torch.where(enough, none, amount / everything.clamp(min=tiny))
 
 
-def identity(moves: Arcs, x: Tensor) -> Plan:
+def identity(moves: Moves, x: Tensor) -> Plan:
     """The plan that moves nothing."""
     flow = torch.where(moves.stay(), x.unsqueeze(2), torch.zeros((), dtype=x.dtype, device=x.device))
     return Plan(moves, flow)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball import kernels
 from wball.ball import Ball, WassersteinBall
-from wball.ground import DenseCost
+from wball.cost import DenseCost
+from wball.kernels import dispatch
 
 PACKAGES = ("numpy", "POT", "safetensors", "scipy", "torch")
 
@@ -76,7 +76,7 @@ def kernel_name(ball: Ball, x: Tensor) -> str:
         return "torch"
     height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
     moves = None if isinstance(ball.cost, DenseCost) else ball.cost.moves(height, width)
-    return kernels.choose(x[:1], moves)
+    return dispatch.choose(x[:1], moves)
 
 
 def collect(ball: Ball, x: Tensor, line: str | None = None) -> dict[str, Any]:

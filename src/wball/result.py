@@ -128,7 +128,7 @@ class EntropicProof(Proof):
 
 @dataclass(frozen=True)
 class ListedProof(Proof):
-    """A plan as it is: the mass on each move, ``(B, C, K, H, W)``, laid out as in :class:`wball.ground.Arcs`."""
+    """A plan as it is: the mass on each move, ``(B, C, K, H, W)``, laid out as in :class:`wball.moves.Moves`."""
 
     flow: Tensor
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wball.ball import LinfBall, WassersteinBall
-from wball.ground import DenseCost
+from wball.cost import DenseCost
 
 Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack, kernels
+from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack
 from wball.attacks import Attack, AttackStatus
 from wball.attacks.objectives import RunnerUp
 from wball.attacks.standard import _merged
 from wball.ball import WassersteinBall
+from wball.kernels import dispatch
 
 Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
 BALL = WassersteinBall(0.3)
@@ -69,7 +70,7 @@ def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check
     exact = attack.ball.distance(images, result.images)
     moving = images.flatten(1).sum(1) > 0
     assert (result.distance[moving] >= exact[moving].double() - 1e-5).all()
-    served = kernels.requested() if kernels.requested() != "auto" else "cpu"
+    served = dispatch.requested() if dispatch.requested() != "auto" else "cpu"
     assert result.kernel == (served if isinstance(attack.ball, WassersteinBall) else "torch")
     if isinstance(attack.ball, WassersteinBall):
         assert torch.equal(result.images[black], images[black])  # a ball of one point

@@ -24,7 +24,7 @@ import torch
 
 import wball
 from faults import worker
-from wball.evaluate import evaluate, load_evaluation
+from wball.evaluation import evaluate, load_evaluation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
@@ -137,7 +137,7 @@ def test_a_disk_without_room(tmp_path: Path, undisturbed: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_machine_without_memory(tmp_path: Path) -> None:
     """The attack goes on with smaller batches when the system refuses memory, and finds the same images."""
-    assert ended(start(worker.with_little_memory, tmp_path, 60)) == 0
+    assert ended(start(worker.with_little_memory, tmp_path, 24)) == 0
 
 
 def test_a_gpu_without_memory() -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import wball
-import wball.kernels
-from wball.evaluate import evaluate
-from wball.whole import FolderInUse
+from wball.evaluation import evaluate
+from wball.kernels import dispatch
+from wball.storage.atomic import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
 
-wball.kernels.why_not("cpu")  # so that forked processes find it loaded
+dispatch.why_not("cpu")  # so that forked processes find it loaded
 
 
 class Halves(nn.Module):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from wball import kernels
 from wball.ball import LinfBall, WassersteinBall
-from wball.certify import certify
-from wball.ground import DenseCost, GridCost
+from wball.certificates import certify
+from wball.cost import DenseCost, GridCost
+from wball.kernels import dispatch
 from wball.solvers.oracle import TransportOracle
 
 MOVES = GridCost(3).moves(4, 4)
@@ -24,9 +24,9 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WBALL_KERNEL", raising=False)
 
 
-def solve(x: torch.Tensor) -> kernels.EntropicPlan:
+def solve(x: torch.Tensor) -> dispatch.EntropicPlan:
     budget = 0.1 * x.double().flatten(1).sum(1)
-    return kernels.entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
+    return dispatch.entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def test_request_is_honoured_and_recorded(asked: str, served: str, monkeypatch: 
 
 def test_unknown_kernel_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WBALL_KERNEL", "cuda")
-    with pytest.raises(kernels.KernelError, match=r"'cuda' is not a kernel; use one of auto, triton, cpu, torch"):
+    with pytest.raises(dispatch.KernelError, match=r"'cuda' is not a kernel; use one of auto, triton, cpu, torch"):
         solve(torch.rand(1, 1, 4, 4))
 
 
 def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
     ball = WassersteinBall(0.1, DenseCost(1 - torch.eye(4)))
-    with pytest.raises(kernels.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"):
+    with pytest.raises(dispatch.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"):
         TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
     monkeypatch.delenv("WBALL_KERNEL")
     TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
@@ -55,7 +55,7 @@ def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.Mon
 def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = ModuleType("elsewhere")  # has no operation at all
     elsewhere.why_not = lambda x, moves: f"not on {x.device}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(kernels._loaded, "triton", elsewhere)
+    monkeypatch.setitem(dispatch._loaded, "triton", elsewhere)
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     ball, x = WassersteinBall(0.1), torch.rand(1, 1, 4, 4)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
@@ -65,7 +65,7 @@ def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: 
         lambda: certify(net, x, torch.zeros(1, dtype=torch.long), ball),
     )
     for call in calls:
-        with pytest.raises(kernels.KernelError, match="WBALL_KERNEL=triton cannot serve this call: not on cpu"):
+        with pytest.raises(dispatch.KernelError, match="WBALL_KERNEL=triton cannot serve this call: not on cpu"):
             call()
 
 
@@ -79,33 +79,33 @@ def test_certificates_record_their_kernel(asked: str, served: str, monkeypatch: 
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.KERNELS, "cpu", "wball.kernels.missing")
-    monkeypatch.setattr(kernels, "_loaded", {})
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setattr(dispatch, "_loaded", {})
     x = torch.rand(1, 1, 4, 4)
     with pytest.warns(RuntimeWarning, match="cpu kernel cannot be loaded.*missing"):
-        assert kernels.choose(x, MOVES) == "torch"
-    assert "missing" in (kernels.why_not("cpu", x, MOVES) or "")
+        assert dispatch.choose(x, MOVES) == "torch"
+    assert "missing" in (dispatch.why_not("cpu", x, MOVES) or "")
     assert solve(x).kernel == "torch"
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
-    with pytest.raises(kernels.KernelError, match="No module named"):
+    with pytest.raises(dispatch.KernelError, match="No module named"):
         solve(x)
 
 
 def test_a_kernel_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     shy = ModuleType("shy")
     shy.why_not = lambda x, moves: "it is shy"  # type: ignore[attr-defined]
-    monkeypatch.setitem(kernels._loaded, "cpu", shy)
+    monkeypatch.setitem(dispatch._loaded, "cpu", shy)
     x = torch.rand(1, 1, 4, 4)
-    assert kernels.why_not("cpu", x, MOVES) == "it is shy"
-    assert kernels.choose(x, MOVES) == "torch"
+    assert dispatch.why_not("cpu", x, MOVES) == "it is shy"
+    assert dispatch.choose(x, MOVES) == "torch"
 
 
 def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = torch.empty(1, 1, 4, 4, device="meta", dtype=torch.float64)
-    assert kernels.choose_path(elsewhere, MOVES) == "cpu"
-    assert kernels.choose_path(elsewhere, None) == "torch"  # matrix costs have no compiled path
+    assert dispatch.choose_path(elsewhere, MOVES) == "cpu"
+    assert dispatch.choose_path(elsewhere, None) == "torch"  # matrix costs have no compiled path
     monkeypatch.setenv("WBALL_KERNEL", "torch")
-    assert kernels.choose_path(elsewhere, MOVES) == "torch"
+    assert dispatch.choose_path(elsewhere, MOVES) == "torch"
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import wball
 from problems import Known, Problem, known, problems, random_problem, reference_projection
-from wball.kernels.reference_projection import wright_omega
+from wball.kernels.projected_sinkhorn.reference import wright_omega
 from wball.result import Status
 
 REGS = (10.0, 1e2, 1e3, 1e4, 1e5, 1e6)

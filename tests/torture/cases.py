@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall
-from wball.ground import GroundCost
+from wball.cost import GroundCost
 
 Array = NDArray[np.float64]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wball
 from wball.plan import identity
-from wball.solvers.batch import as_grid
+from wball.solvers.problem import as_grid
 
 from .cases import Case
 from .checks import (

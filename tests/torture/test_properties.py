@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import wball
 from problems import Problem, problems
-from wball.ground import GridCost
+from wball.cost import GridCost
 
 few = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 TOL = 1e-7

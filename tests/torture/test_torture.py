@@ -13,8 +13,8 @@ import wball
 from torture.cases import make
 from torture.operations import run
 from wball.plan import Plan
-from wball.solvers.batch import spendable
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
+from wball.solvers.problem import spendable
 
 CASES, PARTS = 400, 8
 

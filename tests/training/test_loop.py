@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, FrankWolfe, LinfBall, StandardAttack, WassersteinBall
 from wball.attacks import GrowingRadius
-from wball.checkpoint import save_weights
-from wball.evaluate import FolderInUse
+from wball.evaluation import FolderInUse
+from wball.storage.weights import save_weights
 from wball.training import (
     Adversary,
     Evaluation,

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.worker import small_config, small_data, small_model
-from wball import PGD, DualAveraging, WassersteinBall, kernels
+from wball import PGD, DualAveraging, WassersteinBall
 from wball.attacks import GrowingRadius, objectives
 from wball.attacks.base import Climb, GradientAttack
+from wball.kernels import dispatch
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
@@ -140,14 +141,14 @@ class _Asked(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_is_recorded_never_asks_the_device_for_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("wball.inputs", "wball.attacks.model"):
+    for place in ("wball.inputs", "wball.model"):
         monkeypatch.setattr(f"{place}.recording", lambda _: True)
     x, y = small_data(16)
     attack = ATTACKS[name].at(torch.full((16,), 0.3))
     assert isinstance(attack, GradientAttack)
     if isinstance(attack, PGD):
         monkeypatch.setattr(EntropicProjection, "serves", lambda *_: True)
-        monkeypatch.setattr(kernels, "projected_sinkhorn", _Idle)
+        monkeypatch.setattr(dispatch, "projected_sinkhorn", _Idle)
     draws = torch.Generator()
     with _Asked() as asked:
         climb = Climb(

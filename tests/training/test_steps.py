@@ -194,7 +194,7 @@ def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wball.training.evaluate.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y))
+    monkeypatch.setattr("wball.training.measure.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y))
     measured = Evaluation(attack=DualAveraging(WassersteinBall(0.3)), eps=(0.1, 0.2), images=5)
     config = small_config(epochs=1, adversary=None, evaluation=measured)
     record = train(config, small_data(16), small_data(20), model=small_model()).history[-1]

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from wball import DualAveraging, WassersteinBall, kernels, load_sample
+from wball import DualAveraging, WassersteinBall, load_sample
+from wball.kernels import dispatch
 from wball.training import Adversary, Evaluation, Optimisation, Provable, Smooth, TrainConfig, distributed, train
 
 # What torch and the kernels import late, so that forked processes find it done: seconds each.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-kernels.why_not("cpu")
+dispatch.why_not("cpu")
 
 
 def small_model() -> nn.Module:

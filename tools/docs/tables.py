@@ -22,12 +22,12 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # `benchmarks` is not installed; a checkout need not be, either
 
-from benchmarks import report  # noqa: E402
 from benchmarks.timing import Time  # noqa: E402
 
-from wball.reproduce import certificates, curves  # noqa: E402
-from wball.reproduce.tables import Table, percent  # noqa: E402
-from wball.whole import write_whole  # noqa: E402
+from benchmarks import report  # noqa: E402
+from wball.paper import certificates, curves  # noqa: E402
+from wball.paper.tables import Table, percent  # noqa: E402
+from wball.storage.atomic import write_whole  # noqa: E402
 
 Row = dict[str, Any]
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}

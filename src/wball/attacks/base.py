@@ -27,12 +27,12 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, ask, check_classes, reached
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
+from wball.model import Model, as_found, ask, check_classes, reached
 from wball.result import AnyProof, ListedProof, Proof
-from wball.solvers.batch import unit_of
+from wball.solvers.problem import unit_of
 
 if TYPE_CHECKING:
     from wball.plan import Plan

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks import objectives
-from wball.attacks.model import Model, as_found, ask, check_classes, with_modes
+from wball.model import Model, as_found, ask, check_classes, with_modes
 
 
 class ModelWarning(UserWarning):

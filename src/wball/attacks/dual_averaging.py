@@ -22,8 +22,8 @@ from wball import inputs
 from wball.attacks.base import Climb, GradientAttack, spread
 from wball.ball import WassersteinBall
 from wball.result import EntropicProof, Proof
-from wball.solvers.batch import unit_of
 from wball.solvers.oracle import TransportOracle
+from wball.solvers.problem import unit_of
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks.base import Attack, check_labels, spread
-from wball.attacks.model import Model, as_found, ask, reached
 from wball.ball import WassersteinBall
 from wball.inputs import result_dtype
-from wball.solvers.batch import rounding_cost, unit_of
+from wball.model import Model, as_found, ask, reached
+from wball.solvers.problem import rounding_cost, unit_of
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""

@@ -24,7 +24,7 @@ from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_no
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
 from wball.ball import LinfBall, WassersteinBall
-from wball.ground import GridCost
+from wball.cost import GridCost
 from wball.result import ListedProof
 from wball.solvers.entropic import EntropicProjection
 

@@ -45,10 +45,10 @@ from torch import Tensor
 from wball.attacks import checks, objectives
 from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack, joined_kernels
 from wball.attacks.dual_averaging import DualAveraging
-from wball.attacks.model import Model, ask
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.ball import Ball, WassersteinBall
+from wball.model import Model, ask
 
 Version = Literal["standard", "fast"]
 

@@ -110,7 +110,7 @@ def _of_click(error: Exception) -> str:
 def _sorted(error: Exception) -> tuple[str, int]:
     """A message and an exit code for what a command raised."""
     from wball.attacks.base import out_of_memory
-    from wball.whole import FolderInUse
+    from wball.storage.atomic import FolderInUse
 
     if isinstance(error, MemoryError) or out_of_memory(error):
         return "out of memory; a smaller --batch-size needs less (and --overwrite, where a run has begun)", NO_FILE

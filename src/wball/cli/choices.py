@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wball.attacks import Attack
-    from wball.attacks.model import Model
     from wball.ball import WassersteinBall
-    from wball.evaluate import Evaluation
+    from wball.evaluation import Evaluation
+    from wball.model import Model
 
 ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
@@ -55,8 +55,8 @@ def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, 
     """A model of the zoo, an architecture with weights, or what a function returns; and a name for it."""
     from torch import nn
 
-    from wball.checkpoint import load_weights
     from wball.models import architectures, build_model
+    from wball.storage.weights import load_weights
     from wball.zoo import list_models, load_model
 
     if ":" in spec:
@@ -147,7 +147,7 @@ def radii(text: str) -> list[float]:
 
 def ball(eps: float, window: int, p: float, mass: str) -> WassersteinBall:
     from wball.ball import WassersteinBall
-    from wball.ground import GridCost
+    from wball.cost import GridCost
 
     if mass not in ("relative", "absolute"):
         raise typer.BadParameter(f"--mass {mass}: expected relative (eps x the image's mass) or absolute")

@@ -16,7 +16,7 @@ from wball.cli.choices import ATTACKS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from wball.evaluate import Evaluation
+    from wball.evaluation import Evaluation
 
 app = typer.Typer(
     name="wball",
@@ -168,7 +168,7 @@ def evaluate(
     """
     from rich.markup import escape
 
-    from wball.evaluate.run import evaluate as run
+    from wball.evaluation.run import evaluate as run
     from wball.report import why_not
 
     start, console = time.perf_counter(), _console(quiet, as_json)
@@ -261,10 +261,10 @@ def attack(
     from rich.table import Table
 
     from wball.attacks.base import AttackStatus
-    from wball.attacks.model import ask, top_class
-    from wball.audit import audit
-    from wball.evaluate.files import write_tensors
-    from wball.evaluate.run import probe
+    from wball.auditing.audit import audit
+    from wball.evaluation.files import write_tensors
+    from wball.evaluation.run import probe
+    from wball.model import ask, top_class
 
     if out is not None and out.suffix != ".safetensors":
         raise typer.BadParameter(f"--out {out}: the file must end in .safetensors")
@@ -346,7 +346,7 @@ def certify(
     from rich.markup import escape
     from rich.table import Table
 
-    from wball.certify import certify as prove
+    from wball.certificates import certify as prove
 
     console = _console(quiet, as_json)
     points, where = choices.radii(eps), choices.device(device)
@@ -447,7 +447,7 @@ def report(
     quiet: Quiet = False,
 ) -> int:
     """One self-contained HTML file that shows and compares evaluations."""
-    from wball.evaluate import load_evaluation
+    from wball.evaluation import load_evaluation
     from wball.report import write_report
 
     path = write_report([load_evaluation(folder) for folder in folders], out, title=title)
@@ -463,8 +463,8 @@ def figures(
     quiet: Quiet = False,
 ) -> int:
     """Figures for papers: accuracy against eps, examples with their perturbations, histogram of radii."""
-    from wball.evaluate import load_evaluation
-    from wball.figures import save_figures
+    from wball.evaluation import load_evaluation
+    from wball.report.figures import save_figures
 
     paths = save_figures([load_evaluation(folder) for folder in folders], out, kind)
     _console(quiet, False).print(f"written: {', '.join(map(str, paths))}", markup=False)
@@ -472,7 +472,7 @@ def figures(
 
 
 def _complete_recipes(incomplete: str) -> list[str]:
-    from wball.reproduce import RECIPES
+    from wball.paper import RECIPES
 
     return [name for name in (*RECIPES, "all", "list", "page") if name.startswith(incomplete)]
 
@@ -514,10 +514,10 @@ def reproduce(
 
     Each recipe writes NAME.json, NAME.pdf and NAME.png; `page` sets them beside the paper's numbers. Killed at any
     moment, the same command goes on where it was, and several commands may share one folder.
-    `python -m wball.reproduce` takes the same words where only torch is installed.
+    `python -m wball.paper` takes the same words where only torch is installed.
     """
-    from wball.reproduce.__main__ import perform
-    from wball.reproduce.workshop import Settings
+    from wball.paper.__main__ import perform
+    from wball.paper.workshop import Settings
 
     settings = Settings(quick, data, models, device, seed, out, images, training)
     return perform(names or ["list"], settings, figures, figures_only, page, jobs)

@@ -25,7 +25,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
 
     ``inner`` functions are called by compiled ones only and become part of their callers. A cached function is compiled
     anew when its file changes and not when another does: keep what it calls in the same file (what this one and
-    :mod:`wball.kernels.cpu_layout` have stays as it is), and hand it settings of other modules as arguments. numba's
+    :mod:`wball.kernels.layout` have stays as it is), and hand it settings of other modules as arguments. numba's
     own parallel loops are not used: their thread pools do not survive a fork and may not be entered twice.
     """
     options |= {"nogil": True, "error_model": "numpy"}

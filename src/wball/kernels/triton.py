@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from wball.kernels.triton_plan import entropic_plan
-from wball.kernels.triton_projection import MAX_VALUES, projected_sinkhorn
+from wball.kernels.entropic_plan.triton import entropic_plan
+from wball.kernels.linear_maximum.triton import linear_maximum
+from wball.kernels.projected_sinkhorn.triton import MAX_VALUES, projected_sinkhorn
 from wball.kernels.triton_stencil import Move
-from wball.kernels.triton_support import linear_maximum
 
 __all__ = ["MAX_VALUES", "entropic_plan", "linear_maximum", "projected_sinkhorn", "why_not"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wball.evaluate.result import Evaluation
+    from wball.evaluation.result import Evaluation
 
 
 def write_report(
@@ -30,7 +30,7 @@ def write_report(
     from plotly.offline import get_plotlyjs
 
     from wball.report.content import make_content
-    from wball.whole import write_whole
+    from wball.storage.atomic import write_whole
 
     path = Path(path)
     if path.suffix not in (".html", ".htm"):

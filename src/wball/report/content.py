@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.evaluate.result import PLAN, Evaluation
+from wball.evaluation.result import PLAN, Evaluation
 from wball.report.pictures import change_uri, common_scale, image_uri
 from wball.report.transport import plan_moves
 

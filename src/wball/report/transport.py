@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from wball.evaluate.schema import stored_cost
-from wball.ground import GridCost, StencilCost
+from wball.cost import GridCost, StencilCost
+from wball.evaluation.schema import stored_cost
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]

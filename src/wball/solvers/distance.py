@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wball import inputs
-from wball.ground import DenseCost, GridCost, GroundCost
+from wball.cost import DenseCost, GridCost, GroundCost
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall

@@ -2,7 +2,7 @@ r"""The entropic projection as a step of an attack: the point and what it costs,
 
 :func:`wball.solvers.projection.project` returns a plan, which is ``k^2`` times the size of the images, and looks at
 each gap to decide what to do next. An attack that projects at every step needs neither. Here the fused sweeps of
-:mod:`wball.kernels.reference_projection` are asked for their repaired point alone:
+:mod:`wball.kernels.projected_sinkhorn.reference` are asked for their repaired point alone:
 
 .. math::
     z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from wball import kernels
-from wball.ground import DenseCost
+from wball.cost import DenseCost
 from wball.inputs import result_dtype
-from wball.solvers.batch import spendable, unit_of
+from wball.kernels import dispatch
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
+from wball.solvers.problem import spendable, unit_of
 from wball.solvers.projection import SWEEP_TOL
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class EntropicProjection:
         if isinstance(ball.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
             return False
         grid = x.float() if x.ndim == 4 else x.float()[:, None, None, :]
-        return kernels.choose_projection(grid, _moves(ball, grid)) == "triton"
+        return dispatch.choose_projection(grid, _moves(ball, grid)) == "triton"
 
     def within(self, ball: WassersteinBall) -> None:
         """Points from now on are from ``ball``, which differs in its radius only."""
@@ -77,7 +77,7 @@ class EntropicProjection:
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
         box = None if self.mode == "paper" else self.ball.box
-        answer = kernels.projected_sinkhorn(
+        answer = dispatch.projected_sinkhorn(
             self._grid, target, self.budget, self._moves, box, self._tau,
             u=target - self._grid if self._u is None else self._u, psi=self._psi,
             tol=self._tol, max_iter=self._max_iter,

@@ -8,8 +8,8 @@ Given potentials ``b`` (what the attacker has learnt so far about where mass sho
 where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
 the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
 bound, and ``delta`` covers what rounding does to the flows (what it does to ``z`` is held back from the budget, see
-:func:`wball.solvers.batch.spendable`). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid
-point, whatever ``b`` is.
+:func:`wball.solvers.problem.spendable`). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a
+valid point, whatever ``b`` is.
 
 Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
 ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
@@ -24,12 +24,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from wball import kernels
 from wball.ball import WassersteinBall
-from wball.ground import DenseCost
+from wball.cost import DenseCost
 from wball.inputs import result_dtype
+from wball.kernels import dispatch
 from wball.result import EntropicProof
-from wball.solvers.batch import dearest_move, spendable
+from wball.solvers.problem import dearest_move, spendable
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
@@ -108,9 +108,9 @@ class TransportOracle:
         box = self.ball.box
         state = _Carried(psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton)
         if isinstance(self.ball.cost, DenseCost):
-            plan = kernels.entropic_plan_dense(self._grid, potentials, raw, self.ball.cost.matrix, box, **state)
+            plan = dispatch.entropic_plan_dense(self._grid, potentials, raw, self.ball.cost.matrix, box, **state)
         else:
-            plan = kernels.entropic_plan(self._grid, potentials, raw, self._moves, box, **state)
+            plan = dispatch.entropic_plan(self._grid, potentials, raw, self._moves, box, **state)
         self._psi, self._q = plan.psi, plan.q
         # Exponents are sums of potentials and prices. In this precision a sum of size M is off by a few M * eps, and
         # so is each flow: those that were priced and those that arrived may differ by that share.

@@ -6,9 +6,9 @@ r"""Projection onto the Wasserstein ball: the nearest point of the ball to an im
 
 ``reg = inf`` leaves the bracket out: the exact Euclidean projection. Finite ``reg`` is the paper's ``lambda``, in the
 units of an image scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. Both follow the same
-path of entropic problems (:mod:`wball.solvers.path`); the box is part of the ball throughout. Whatever stops the
-solver, the returned point is the column sum of a repaired plan, hence in the ball, and ``gap`` is a proof of how far
-from optimal it can be, because the dual value bounds the optimum from below at every iterate.
+path of entropic problems (:mod:`wball.kernels.entropic_path`); the box is part of the ball throughout. Whatever stops
+the solver, the returned point is the column sum of a repaired plan, hence in the ball, and ``gap`` is a proof of how
+far from optimal it can be, because the dual value bounds the optimum from below at every iterate.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from wball import inputs, kernels
-from wball.ground import Arcs
-from wball.kernels.reference_projection import PARTS
+from wball import inputs
+from wball.kernels import dispatch
+from wball.kernels.entropic_path import reference as path
+from wball.kernels.entropic_path.reference import dot, per_image
+from wball.kernels.projected_sinkhorn.reference import PARTS
+from wball.moves import Moves
 from wball.plan import Plan, identity
 from wball.result import Duals, ProjectionResult, Status, statuses
-from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, held_back, spendable
-from wball.solvers.path import dot, per_image
+from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 from wball.solvers.sinkhorn import paper_projection
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ def project(
 
     grid, target, spend = as_grid(x), as_grid(w), spendable(ball, x)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    stencil = kernels.stencil(moves)
-    kernel = kernels.choose_path(grid, stencil)
+    stencil = dispatch.stencil(moves)
+    kernel = dispatch.choose_path(grid, stencil)
     sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
@@ -111,7 +112,7 @@ def project(
     joined = _join(parts, moves, grid)
     shape = x.shape
     entropic = init is None and not math.isinf(reg)
-    if entropic and stencil is not None and kernels.choose_projection(grid[:1].float(), stencil) == "triton":
+    if entropic and stencil is not None and dispatch.choose_projection(grid[:1].float(), stencil) == "triton":
         kernel = "triton"  # torch only judges its answer, and goes on where that will not do
     return ProjectionResult(
         point=as_given(joined.point, x, ball.box),
@@ -132,10 +133,10 @@ def _paper(
     """Where Algorithm 2 ends: ``w - u`` of the problem without a box, clamped. A kernel that is faster there serves."""
     grid, target = as_grid(x), as_grid(w)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    stencil, mass = kernels.stencil(moves), grid.flatten(1).sum(1)
+    stencil, mass = dispatch.stencil(moves), grid.flatten(1).sum(1)
     still = per_image((budget <= 0) | (mass <= 0), grid)
-    if stencil is not None and kernels.choose_projection(grid.float(), stencil) == "triton":
-        answer = kernels.projected_sinkhorn(
+    if stencil is not None and dispatch.choose_projection(grid.float(), stencil) == "triton":
+        answer = dispatch.projected_sinkhorn(
             grid.float(), target.float(), budget, stencil, None, (mass / reg).float(),
             u=(target - grid).float(), psi=torch.full_like(mass, 0.1).float(),
             tol=max(tol, SWEEP_TOL), max_iter=max_iter,
@@ -151,7 +152,7 @@ def _paper(
             duals=Duals(answer.u.double().reshape(x.shape), answer.psi.double()),
             kernel=answer.kernel,
         )
-    if kernels.choose_path(grid, stencil) == "torch":
+    if dispatch.choose_path(grid, stencil) == "torch":
         found = paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
         return replace(found, objective=found.objective + _offset(grid, mass / reg))
     found = project(replace(ball, box=None), x, w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
@@ -189,7 +190,7 @@ class _Solved:
 
 
 def _swept(
-    moves: Arcs,
+    moves: Moves,
     x: Tensor,
     w: Tensor,
     budget: Tensor,
@@ -199,10 +200,10 @@ def _swept(
     tol: float,
 ) -> _Solved:
     """Entropic problems by projected Sinkhorn on a CPU, plans included; who is not done has another status."""
-    stencil, mass = kernels.stencil(moves), x.flatten(1).sum(1)
+    stencil, mass = dispatch.stencil(moves), x.flatten(1).sum(1)
     tau = mass / reg
     flow = torch.empty((*x.shape[:2], moves.cost.shape[0], *x.shape[2:]), dtype=torch.float64)
-    answer = kernels.load("cpu").projected_sinkhorn(
+    answer = dispatch.load("cpu").projected_sinkhorn(
         x, w, spend, stencil, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
     )
     gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
@@ -221,7 +222,7 @@ def _swept(
     )
 
 
-def _escapes(moves: Arcs, x: Tensor) -> Tensor:
+def _escapes(moves: Moves, x: Tensor) -> Tensor:
     """Whether some of an image's mass can leave its pixel at no cost, per image."""
     return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
 
@@ -237,7 +238,7 @@ class _Projection:
 
     def __init__(
         self,
-        moves: Arcs,
+        moves: Moves,
         x: Tensor,
         w: Tensor,
         budget: Tensor,
@@ -317,10 +318,10 @@ class _Projection:
 
     def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
         """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
-        moves, x = kernels.stencil(self.moves), self.x[todo].float()
-        if moves is None or kernels.choose_projection(x, moves) != "triton":
+        moves, x = dispatch.stencil(self.moves), self.x[todo].float()
+        if moves is None or dispatch.choose_projection(x, moves) != "triton":
             return todo
-        answer = kernels.projected_sinkhorn(
+        answer = dispatch.projected_sinkhorn(
             x, self.w[todo].float(), self.budget[todo], moves, self.box, self.tau[todo],
             u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
             tol=max(SAFETY * self.tol, SWEEP_TOL), max_iter=SWEEPS,
@@ -338,14 +339,14 @@ class _Projection:
 
         It works on the host, wherever the images are.
         """
-        kernel = kernels.load(self.kernel)
+        kernel = dispatch.load(self.kernel)
         books = (self.flow, self.primal, self.dual, self.beta, self.psi)
         flow, primal, dual, beta, psi = (book[todo].cpu().contiguous() for book in books)
         best = kernel.Best(flow, primal, dual, dual.clone(), beta, psi)
         x, budget, w, tau = (given[todo].cpu() for given in (self.x, self.budget, self.w, self.tau))
         tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(tau), self._floor(todo).cpu())
         n_iter: Tensor = kernel.follow_path(
-            x, kernels.stencil(self.moves), budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
+            x, dispatch.stencil(self.moves), budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
             max_iter, tolerance, best, linear=False,
         )  # fmt: skip
         for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
@@ -394,7 +395,7 @@ class _Projection:
         return torch.where(torch.isfinite(value), value, -math.inf)
 
 
-def _join(parts: list[_Solved], moves: Arcs, grid: Tensor) -> _Solved:
+def _join(parts: list[_Solved], moves: Moves, grid: Tensor) -> _Solved:
     if not parts:
         none = grid.new_zeros(0)
         flow = grid.new_zeros((0, grid.shape[1], moves.cost.shape[0], *grid.shape[-2:]))

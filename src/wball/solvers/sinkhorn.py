@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wball.ground import Arcs
-from wball.kernels.reference_projection import wright_omega
+from wball.kernels.entropic_path.reference import dot, per_image
+from wball.kernels.projected_sinkhorn.reference import wright_omega
+from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, statuses
-from wball.solvers.batch import as_given, as_grid
-from wball.solvers.path import dot, per_image
+from wball.solvers.problem import as_given, as_grid
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -100,7 +100,7 @@ def paper_projection(
     )
 
 
-def _log_scatter(moves: Arcs, score: Tensor) -> Tensor:
+def _log_scatter(moves: Moves, score: Tensor) -> Tensor:
     """``lse`` over what arrives at each pixel: a scatter in logs, stabilised pixel by pixel."""
     masked = torch.where(moves.allowed, score, -torch.inf)
     top = moves.scatter_max(masked)

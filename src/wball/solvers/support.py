@@ -13,7 +13,7 @@ for ``psi >= 0`` on cost and any potential ``u`` on the columns
 so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi`` is left: a convex,
 piecewise linear function whose kink is found exactly, and the maximiser mixes the two plans that meet there so that
 their cost is the budget. With a box the same pair is tried first; images whose pixels it overfills follow the entropic
-path (:mod:`wball.solvers.path`). Finite ``reg`` is the Conjugate Sinkhorn
+path (:mod:`wball.kernels.entropic_path.reference`). Finite ``reg`` is the Conjugate Sinkhorn
 problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an image scaled to mass 1.
 """
 
@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wball import inputs, kernels
-from wball.ground import Arcs
+from wball import inputs
 from wball.inputs import result_dtype
+from wball.kernels import dispatch
+from wball.kernels.entropic_path import reference as path
+from wball.kernels.entropic_path.reference import dot, per_image
+from wball.moves import Moves
 from wball.plan import Plan, identity
 from wball.result import SupportResult, statuses
-from wball.solvers import path
-from wball.solvers.batch import as_given, as_grid, chunks, held_back, spendable
-from wball.solvers.path import dot, per_image
+from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -66,7 +67,7 @@ def support(
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
     scaled, nothing = direction / per_image(size, direction), 1e-300 / size
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    kernel = kernels.choose_path(grid, kernels.stencil(moves))
+    kernel = dispatch.choose_path(grid, dispatch.stencil(moves))
     solved = [
         _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, nothing[part], kernel)
         .run(max_iter)
@@ -109,7 +110,7 @@ class _Support:
 
     def __init__(
         self,
-        moves: Arcs,
+        moves: Moves,
         x: Tensor,
         g: Tensor,
         budget: Tensor,
@@ -257,7 +258,7 @@ class _Support:
 
         It works on the host, wherever the images are.
         """
-        kernel, device = kernels.load(self.kernel), self.x.device
+        kernel, device = dispatch.load(self.kernel), self.x.device
         given = (self.x, self.g, self.budget, self.tau, self.nothing)
         x, g, budget, tau, nothing = (part[index].cpu() for part in given)
         box = self.box if self.box is not None else (0.0, math.inf)
@@ -265,7 +266,7 @@ class _Support:
         best = kernel.Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
         tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
         n_iter: Tensor = kernel.follow_path(
-            x, kernels.stencil(self.moves), budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
+            x, dispatch.stencil(self.moves), budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
             linear=True,
         )  # fmt: skip
         self.flow[index], self.primal[index] = best.flow.to(device), -best.primal.to(device)

@@ -2,7 +2,8 @@ r"""Differentiable bounds for training: intervals and CROWN over an l-inf ball, 
 
 Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and ``|W| r``. CROWN goes
 backward from the margins ``f_y - f_k`` and relaxes each ReLU between the two lines its interval allows
-(:mod:`wball.certify.relaxation`); the linear function of the image that remains has its minimum at a corner. The mix
+(:mod:`wball.certificates.relaxation`); the linear function of the image that remains has its minimum at a corner. The
+mix
 
 .. math::
     \underline m = \beta\, \underline m_{CROWN} + (1 - \beta)\, \underline m_{interval}
@@ -17,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball import kernels
 from wball.ball import WassersteinBall
-from wball.certify.graph import (
+from wball.certificates.graph import (
     Activation,
     Affine,
     Conv2d,
@@ -34,10 +34,11 @@ from wball.certify.graph import (
     back,
     trace,
 )
-from wball.certify.relaxation import upper_line
-from wball.certify.rows import Rows
-from wball.ground import DenseCost
-from wball.kernels import reference_support
+from wball.certificates.relaxation import upper_line
+from wball.certificates.rows import Rows
+from wball.cost import DenseCost
+from wball.kernels import dispatch
+from wball.kernels.linear_maximum import reference as linear_maximum
 
 
 class LinfBounds:
@@ -139,8 +140,8 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
     moves, budget = ball.cost.moves(*x.shape[-2:]), ball.budget(x)
     with torch.no_grad():
-        name = kernels.choose(x, moves, "linear_maximum")
-        search = kernels.load(name).linear_maximum if name != "torch" else reference_support.linear_maximum
+        name = dispatch.choose(x, moves, "linear_maximum")
+        search = dispatch.load(name).linear_maximum if name != "torch" else linear_maximum.linear_maximum
         found = search(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
         assert found.z is not None
         moved = found.z.to(g.dtype) - x

@@ -264,7 +264,7 @@ class TrainConfig:
 
     Attributes:
         name: of the run and of the model it makes; files are called so.
-        dataset: the data set that the command line and :mod:`wball.reproduce` load; :func:`~wball.training.train`
+        dataset: the data set that the command line and :mod:`wball.paper` load; :func:`~wball.training.train`
             takes tensors.
         architecture: a name of :func:`wball.build_model`.
         epochs: passes over the training images.
@@ -274,7 +274,7 @@ class TrainConfig:
         flip: mirror half of the images.
         affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
         cutout: side of a random square that is blackened, 0 for none.
-        noise: scale of Laplace noise in the flow domain (:mod:`wball.certify.smoothing`), 0 for none. Not with an
+        noise: scale of Laplace noise in the flow domain (:mod:`wball.certificates.smoothing`), 0 for none. Not with an
             adversary or a provable loss.
         optimisation, loss, adversary, provable, smooth, evaluation: see there.
         summary: a sentence for the card.

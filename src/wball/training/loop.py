@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wball import inputs
-from wball.attacks.model import as_found, ask, check_classes
-from wball.certify.smoothing import flow_noise
-from wball.checkpoint import load_weights, save_weights
+from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
+from wball.model import as_found, ask, check_classes
 from wball.models import build_model
+from wball.storage.atomic import clear_parts, locked, write_whole
+from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
 from wball.training.config import Adversary, Optimisation, TrainConfig, describe
-from wball.training.evaluate import measure
 from wball.training.losses import Objective
+from wball.training.measure import measure
 from wball.training.opponent import Opponent
 from wball.training.state import (
     Average,
@@ -43,7 +44,6 @@ from wball.training.state import (
     save_state,
     unpack_optimizer,
 )
-from wball.whole import clear_parts, locked, write_whole
 
 Record = dict[str, Any]
 

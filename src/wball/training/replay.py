@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from wball.attacks import PGD, Attack, DualAveraging, objectives
 from wball.attacks.base import Climb
-from wball.attacks.model import as_found
 from wball.ball import WassersteinBall
+from wball.model import as_found
 from wball.solvers.entropic import EntropicProjection
 
 WARM_UP = 3

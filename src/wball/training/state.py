@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from wball.whole import write_whole
+from wball.storage.atomic import write_whole
 
 
 def generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:

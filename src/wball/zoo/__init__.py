@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wball.checkpoint import load_weights
 from wball.models import build_model
+from wball.storage.weights import load_weights
 
 
 def list_models() -> list[str]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks.base import Attack, AttackResult
-from wball.attacks.model import Model, as_found, ask
+from wball.model import Model, as_found, ask
 
 
 class TorchAttack:

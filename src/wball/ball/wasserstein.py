@@ -1,0 +1,114 @@
+"""The Wasserstein ball: images reached by moving a little mass a little way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from wball import inputs
+from wball.ball.base import Plans, radii_of
+from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
+from wball.result import Duals, ProjectionResult, SupportResult
+
+
+@dataclass(frozen=True)
+class WassersteinBall:
+    r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels kept in ``box``.
+
+    .. math::
+        B(x, \epsilon) = \{ P^T 1 : P \ge 0,\; P 1 = x,\; \langle P, C \rangle \le \epsilon\, m,\;
+        lo \le P^T 1 \le hi \}
+
+    where ``m`` is the image's mass for ``mass="relative"`` (``eps`` in mass fraction x pixels, the paper's unit: 0.1
+    moves 10 % of the mass by one pixel) and 1 for ``mass="absolute"``. Mass moves only inside a channel; the budget
+    is shared by all channels. ``eps`` is one number or one per image.
+
+    >>> ball = WassersteinBall(0.1)
+    >>> x = torch.zeros(1, 1, 3, 3); x[..., 1, 1] = 1.0
+    >>> bool(ball.contains(x, ball.project(x, torch.rand_like(x)).point))
+    True
+    """
+
+    eps: float | Tensor
+    cost: GroundCost = field(default_factory=GridCost)
+    mass: Literal["relative", "absolute"] = "relative"
+    box: tuple[float, float] | None = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", inputs.check_eps(self.eps))
+        object.__setattr__(self, "box", inputs.check_box(self.box))
+        if self.mass not in ("relative", "absolute"):
+            raise ValueError(f'mass must be "relative" (eps x image mass) or "absolute", got {self.mass!r}')
+        if not isinstance(self.cost, (GridCost, StencilCost, DenseCost)):
+            raise TypeError(f"cost must be a GridCost, StencilCost or DenseCost, got {type(self.cost).__name__}")
+
+    @property
+    def unit(self) -> str:
+        """The unit of ``eps``, for tables and plots."""
+        return "mass fraction x px" if self.mass == "relative" else "mass x px"
+
+    def at(self, eps: float | Tensor) -> WassersteinBall:
+        """The same ball with another radius."""
+        return replace(self, eps=eps)
+
+    def take(self, index: Tensor) -> WassersteinBall:
+        """The ball of a subset of the images (``index``: positions or a mask)."""
+        return self.at(radii_of(self.eps, index))
+
+    def budget(self, x: Tensor) -> Tensor:
+        """How much cost an attacker may spend on each image, in float64.
+
+        Nothing on images so dark (denormal numbers) that their dtype cannot split their mass.
+        """
+        inputs.check_eps_count(self.eps, x.shape[0])
+        eps = torch.as_tensor(self.eps, dtype=torch.float64, device=x.device)
+        mass = x.to(torch.float64).flatten(1).sum(1)
+        numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
+        divisible = mass >= 1e6 * x[0:1].numel() * numbers.eps * numbers.smallest_normal
+        return torch.where(divisible, eps * mass if self.mass == "relative" else eps.expand_as(mass), 0.0)
+
+    def support(
+        self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200
+    ) -> SupportResult:
+        """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
+        from wball.solvers.support import support
+
+        return support(self, x, g, reg=reg, tol=tol, max_iter=max_iter)
+
+    def project(
+        self,
+        x: Tensor,
+        w: Tensor,
+        reg: float = math.inf,
+        *,
+        tol: float = 1e-5,
+        max_iter: int = 500,
+        init: Duals | None = None,
+        mode: Literal["exact", "paper"] = "exact",
+    ) -> ProjectionResult:
+        """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        from wball.solvers.projection import project
+
+        return project(self, x, w, reg=reg, tol=tol, max_iter=max_iter, init=init, mode=mode)
+
+    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window", reg: float = math.inf) -> Tensor:
+        """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see :mod:`wball.solvers.distance`."""
+        from wball.solvers.distance import distance
+
+        return distance(self, x, z, plans=plans, reg=reg)
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
+        """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``)."""
+        from wball.solvers.distance import contains
+
+        return contains(self, x, z, tol=tol)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A random point of the ball for each image: random potentials, random share of the budget."""
+        from wball.solvers.support import sample
+
+        return sample(self, x, generator)

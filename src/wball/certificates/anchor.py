@@ -1,0 +1,267 @@
+r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that moves.
+
+The usual upper line of an unstable unit lies above the activation at *every* point, so each of hundreds of unstable
+units costs something even if nothing moves, as if the attacker could spend the whole budget on all of them at once.
+In terms of a transport plan ``P`` this is avoidable. Let ``v`` be the unit's input, ``v0`` its value at the image, and
+``l <= v <= u`` over the ball. Interpolating the convex activation ``f`` at ``l``, ``v0`` and ``u`` gives
+
+.. math::
+    f(v) \le f(v_0) + \beta\,(v - v_0) + \omega\,(v - v_0)^+, \qquad
+    \beta = \frac{f(v_0) - f(l)}{v_0 - l}, \quad \beta + \omega = \frac{f(u) - f(v_0)}{u - v_0}
+
+and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then
+``(v - v0)^+ <= sum_ij P_ij max(g_ij, 0)``. So a row that multiplies the unit by ``-b < 0`` is bounded by a linear
+function of the image minus ``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a *charge* that
+depends on where it comes from and where it goes. The minimum over the ball is the same scalar search over ``psi`` as
+before, with charges added to the gains of the moves:
+
+.. math::
+    \max_P \sum_{ij} P_{ij} (a_j + M_{ij}) \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
+
+An :class:`Anchor` knows ``max(g_ij, 0)`` for the units of one activation. In a first convolution ``g_ij = w_j - w_i``
+is the same for all positions, so the charges are one transposed convolution; for later layers ``g`` comes from the
+units' own backward bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
+from wball.certificates.rows import Rows, transposed
+
+Moves = list[tuple[int, int, float]]
+
+
+@dataclass(frozen=True)
+class Charges:
+    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each source.
+
+    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h, w) for its target.
+    """
+
+    moves: Tensor
+    out: Tensor
+    into: Tensor
+
+    def plus(self, other: Charges) -> Charges:
+        return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
+
+
+class Anchor(ABC):
+    """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""
+
+    layer: tuple[int, ...]
+
+    @abstractmethod
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows can always be charged."""
+
+    @abstractmethod
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        """Charges for weights ``b * omega >= 0`` on the units, on the sources of image rows ``rows``.
+
+        ``active`` lists the sources ``(B, C, S)`` of dense rows (``None``: all pixels).
+        """
+
+
+class ConvAnchor(Anchor):
+    """The units of a convolution of the image: the same gains at every position, for every image."""
+
+    def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
+        self.layer, self.shape = convolution.layer, convolution.image
+        self.stride, self.padding, kernel = convolution.stride, convolution.padding, convolution.kernel
+        self.moves = [m for m in moves if m[:2] != (0, 0)]
+        self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
+        self.size = (kernel.shape[2], kernel.shape[3])
+        around = self.radius
+        wide = F.pad(kernel, (around,) * 4)
+        wider = F.pad(kernel, (2 * around,) * 4)
+        height, width = wide.shape[2:]
+        parts = [
+            wider[..., around + r : around + r + height, around + c : around + c + width] - wide
+            for r, c, _ in self.moves
+        ]
+        parts += [-wide, wide]
+        stacked = torch.stack(parts, 2).clamp(min=0)  # (units, C, K + 2, h, w)
+        self.kernel = stacked.flatten(1, 2)
+        self._matrices: dict[torch.dtype, Tensor] = {}
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        if weights.corner is None or rows.corner is None:
+            return False
+        for k in (0, 1):
+            side = (weights.coeff.shape[2 + k] - 1) * self.stride[k] + self.size[k]
+            corner = weights.corner[k] * self.stride[k] - self.padding[k]
+            if side != rows.coeff.shape[2 + k] or not torch.equal(corner, rows.corner[k]):
+                return False
+        return True
+
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        kernel = self.kernel.to(weights.coeff.dtype)
+        count, channels = len(self.moves), self.shape[0]
+        if rows.corner is not None:
+            raw = transposed(weights.coeff, kernel, self.stride, (1, 1), 1)
+        else:
+            raw = self._over_the_image(weights.coeff, kernel)
+        raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
+        moves, out, into = raw[:, :, :count].flatten(3), raw[:, :, count].flatten(2), raw[:, :, count + 1]
+        if rows.corner is None and active is not None:
+            place = active[rows.image]
+            moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
+            out = out.gather(2, place)
+        return Charges(moves, out, into)
+
+    def _over_the_image(self, weights: Tensor, kernel: Tensor) -> Tensor:
+        """The transposed convolution of dense weights, cut to the image."""
+        cells = math.prod(self.layer)
+        if cells * kernel.shape[1] * math.prod(self.shape[1:]) <= 2**22:
+            # Small images whose moves are all listed: most of the widened kernel falls outside.
+            if weights.dtype not in self._matrices:
+                every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(cells, *self.layer)
+                self._matrices[weights.dtype] = self._transposed(every, kernel).flatten(1)
+            raw = weights.flatten(1) @ self._matrices[weights.dtype]
+            return raw.reshape(weights.shape[0], -1, *self.shape[1:])
+        return self._transposed(weights, kernel)
+
+    def _transposed(self, weights: Tensor, kernel: Tensor) -> Tensor:
+        raw = F.conv_transpose2d(weights, kernel, stride=self.stride)
+        top, left = (self.padding[k] + self.radius for k in (0, 1))
+        bottom = self.shape[1] + top - raw.shape[2]
+        right = self.shape[2] + left - raw.shape[3]
+        return F.pad(raw, (-left, right, -top, bottom))
+
+
+class UnitAnchor(Anchor):
+    """Units with gains of their own, listed image by image; units that are not listed must not be charged.
+
+    Args:
+        layer: shape of the activation.
+        image, unit: ``(U,)`` each, the image and the flat position of every unit, sorted by image.
+        moves, out, into: their positive gains on the sources of dense rows, ``(U, C, K, S)``, ``(U, C, S)`` and
+            ``(U, C, H, W)``.
+        images: how many images there are.
+    """
+
+    def __init__(
+        self,
+        layer: tuple[int, ...],
+        image: Tensor,
+        unit: Tensor,
+        gains: tuple[Tensor, Tensor, Tensor],
+        images: int,
+    ) -> None:
+        self.layer = layer
+        self.shapes = [g.shape[1:] for g in gains]
+        order, place, most = _ranked(image, images)
+        units = torch.zeros((images, most), dtype=torch.long, device=image.device)
+        units[image[order], place] = unit[order]
+        flat = torch.cat([g.flatten(1) for g in gains], 1)
+        self.gains = flat.new_zeros((images, most, flat.shape[1]))
+        self.gains[image[order], place] = flat[order]
+        self.units = units
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        return False
+
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
+        flat = weights.coeff.flatten(1)
+        weight = flat.gather(1, self.units[rows.image])
+        first = int(rows.image.min())
+        order, place, most = _ranked(rows.image - first, int(rows.image.max()) - first + 1)
+        there = rows.image[order] - first
+        count = self.gains.shape[0] - first
+        count = min(count, int(there[-1]) + 1)
+        table = weight.new_zeros((count, most, weight.shape[1])).index_put((there, place), weight[order])
+        product = table @ self.gains[first : first + count].to(flat.dtype)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        total = product[there[back], place[back]]
+        parts = total.split([shape.numel() for shape in self.shapes], 1)
+        moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        return Charges(moves, out, into)
+
+
+def _ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, int]:
+    """An order sorted by group, the rank inside its group of each member in that order, and the largest group."""
+    order = group.argsort(stable=True)
+    count = torch.bincount(group, minlength=groups)
+    start = count.cumsum(0) - count
+    rank = torch.arange(group.shape[0], device=group.device) - start[group[order]]
+    return order, rank, int(count.max()) if groups else 0
+
+
+@dataclass(frozen=True)
+class ImageConvolution:
+    """An activation's input as a convolution of the image plus a constant: ``kernel`` (units, C, h, w), in float64."""
+
+    kernel: Tensor
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    image: tuple[int, ...]
+    layer: tuple[int, ...]
+
+
+def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
+    """What activation ``position`` reads, if that is a convolution of the image (up to scaling of channels)."""
+    before, after = None, None
+    convolution: Conv2d | None = None
+    place = graph.ops[position].inputs[0]
+    while not isinstance(graph.ops[place], Input):
+        op = graph.ops[place]
+        if isinstance(op, Diagonal) and op.scale.shape[2:] == (1, 1):
+            scale = op.scale.to(torch.float64).flatten()
+            if convolution is None:
+                after = scale if after is None else after * scale
+            else:
+                before = scale if before is None else before * scale
+        elif isinstance(op, Conv2d) and convolution is None:
+            convolution = op
+        else:
+            return None
+        place = op.inputs[0]
+    if convolution is None or len(graph.ops[place].shape) != 3:
+        return None
+    kernel = _ungrouped(convolution)
+    if after is not None:
+        kernel = kernel * after.view(-1, 1, 1, 1)
+    if before is not None:
+        kernel = kernel * before.view(1, -1, 1, 1)
+    image, layer = graph.ops[place].shape, graph.ops[position].shape
+    return ImageConvolution(kernel, convolution.stride, convolution.padding, image, layer)
+
+
+def _ungrouped(op: Conv2d) -> Tensor:
+    """The kernel in float64 without groups or dilation: zeros where they skip."""
+    weight = op.weight.detach().to(torch.float64)
+    units, each, height, width = weight.shape
+    tall, broad = op.dilation[0] * (height - 1) + 1, op.dilation[1] * (width - 1) + 1
+    out = weight.new_zeros((units, each * op.groups, tall, broad))
+    per = units // op.groups
+    for g in range(op.groups):
+        mine = slice(g * per, (g + 1) * per)
+        out[mine, g * each : (g + 1) * each, :: op.dilation[0], :: op.dilation[1]] = weight[mine]
+    return out
+
+
+def spread(
+    patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
+    size = (patches.shape[-2], patches.shape[-1])
+    if active is None:
+        place = torch.arange(shape[1] * shape[2], device=image.device).expand(image.shape[0], patches.shape[1], -1)
+    else:
+        place = active[image]
+    row = place // shape[2] - corner[0].view(-1, 1, 1)
+    column = place % shape[2] - corner[1].view(-1, 1, 1)
+    keep = (row >= 0) & (row < size[0]) & (column >= 0) & (column < size[1])
+    index = torch.where(keep, row * size[1] + column, 0)
+    found = patches.flatten(3).gather(3, index[:, :, None].expand(-1, -1, patches.shape[2], -1))
+    return found * keep[:, :, None]

@@ -1,0 +1,660 @@
+r"""Linear relaxation (CROWN) of a network over an input set, with fixed or optimised slopes.
+
+For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU)
+
+.. math::
+    \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
+
+holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the left line where
+``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its
+minimum over the ball is the support function of :mod:`wball.certificates.input_set`. No interval of pixels ever
+appears. Upper lines that also know the budget are in :mod:`wball.certificates.anchor`.
+
+Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching may run
+in float32. The evaluation that counts is in float64 (rows, constants, charges, input maximum), from float64 bounds of
+earlier layers, and is lowered by ``ROUNDING`` times the sum of the magnitudes that entered it. The network that is
+certified is the one with the given weights in exact arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, image_convolution
+from wball.certificates.first_layer import FirstLayer
+from wball.certificates.graph import Activation, Affine, Graph, Input, Interval, MaxPool, back
+from wball.certificates.input_set import ROUNDS, InputSet, TransportSet
+from wball.certificates.rows import Rows, units
+
+ROUNDING = 1e-12
+"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
+
+QUICK = 3
+"""Rounds of search that settle most units which are stable anyway."""
+
+LARGE, SAMPLE, HOPE = 512, 64, 0.05
+"""Layers of so many units or more are sampled first, so many units an image, and left alone if fewer than this share of
+the sample, and of the whole layer before it, turns out stable."""
+
+NEGLIGIBLE = 1e-7
+"""Share of its range by which a unit may cross 0 without being bounded again."""
+
+Lower = Literal["adaptive", "parallel"]
+
+
+@dataclass
+class Choice:
+    """Free parameters of the relaxation per row and coefficient, by operation: any values in range are sound.
+
+    Attributes:
+        slopes: lower slopes, in ``[leak, 1]``.
+        shares: how much of an upper bound is anchored (1) rather than the usual line (0).
+        box: prices of the box.
+    """
+
+    slopes: dict[int, Tensor] = field(default_factory=dict)
+    shares: dict[int, Tensor] = field(default_factory=dict)
+    box: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.slopes.values(), *self.shares.values()]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of rows, and the linear function of the plan behind them."""
+
+    value: Tensor  # (N,), sound
+    at_input: Rows
+    charged: list[tuple[Anchor, Rows]]
+    constant: Tensor
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """How the free parameters of rows are optimised: Adam steps on each row's own bound.
+
+    Attributes:
+        steps: number of steps.
+        rate: step length for slopes and shares, which live in ``[0, 1]``; decays to a tenth.
+        box_rate: step length for box prices, relative to the row's largest coefficient.
+        box: whether to optimise box prices at all.
+    """
+
+    steps: int = 30
+    rate: float = 0.3
+    box_rate: float = 0.02
+    box: bool = True
+
+
+@dataclass
+class Bounds:
+    """What each relaxed operation reads lies in ``[lower, upper]``, ``(B, *shape)``, in float64."""
+
+    lower: dict[int, Tensor] = field(default_factory=dict)
+    upper: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, index: Tensor) -> Bounds:
+        """The bounds of a subset of the images."""
+        return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
+
+    def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
+        """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
+        self.lower[position], self.upper[position] = lower.contiguous(), upper.contiguous()
+
+    def put(self, index: Tensor, other: Bounds) -> None:
+        """Write back the bounds of a subset."""
+        for position in other.lower:
+            self.lower[position][index] = other.lower[position]
+            self.upper[position][index] = other.upper[position]
+
+    def unstable(self, position: int) -> Tensor:
+        return (self.lower[position] < 0) & (self.upper[position] > 0)
+
+    def worth_a_row(self, position: int) -> Tensor:
+        """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
+        low, up = self.lower[position], self.upper[position]
+        small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
+        return (low < 0) & (up > 0) & ~small
+
+
+class Relaxation:
+    """Backward bounds of one graph over one input set.
+
+    Args:
+        graph: the traced network.
+        source: the input set of all images.
+        lower: initial lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else the leak) or ``parallel`` (the
+            upper line's slope, as in the dual of Wong and Kolter).
+        reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact search.
+        budget: how many numbers a chunk of rows may hold.
+        first: bounds of first convolutions, which need no rows.
+        centre: what each relaxed operation reads at the images themselves, in float64.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        source: InputSet,
+        lower: Lower = "adaptive",
+        reg: float = math.inf,
+        budget: int = 2**22,
+        first: FirstLayer | None = None,
+        centre: dict[int, Tensor] | None = None,
+    ) -> None:
+        self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
+        self.first, self.centre = first, centre
+        self._intervals: dict[int, Interval | None] = {}
+        self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
+
+    # ---- one batch of rows
+
+    def _relax(
+        self,
+        bounds: Bounds,
+        choice: Choice | None = None,
+        record: bool = False,
+        charged: list[tuple[Anchor, Rows]] | None = None,
+        scale: list[Tensor] | None = None,
+    ) -> Callable[[int, Rows], tuple[Tensor, Rows]]:
+        """The relaxation step of :func:`wball.certificates.graph.back`.
+
+        What ``choice`` does not say takes its initial value, and is written into it if ``record``. With ``charged``,
+        units that have an anchor are bounded by it, and their weights are added to the list. ``scale`` collects the
+        magnitudes of the constants.
+        """
+
+        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+            op = self.graph.ops[position]
+            if isinstance(op, MaxPool):
+                return _relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
+            assert isinstance(op, Activation)
+            dtype = rows.coeff.dtype
+            low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
+            line, height = upper_line(low, up, op.leak)
+            initial = self._initial(low, up, line, op.leak)
+            slope, shift = rows.read(line), rows.read(height)
+            positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
+            stable = slope
+            if charged is not None and position in self.anchors:
+                anchor, centre = self.anchors[position]
+                bend, left, start, inside = anchored_line(low, up, centre.to(dtype), op.leak, line, height)
+                initial = torch.where(inside, torch.where(centre > 0, 1.0, op.leak).to(dtype), initial)
+                weight = rows.read(bend)
+                if choice is not None and record:
+                    choice.shares[position] = torch.ones_like(weight, dtype=torch.float32)
+                if choice is not None and position in choice.shares:
+                    share = choice.shares[position].to(dtype)
+                    weight = weight * share
+                    slope = slope + share * (rows.read(left) - slope)
+                    shift = shift + share * (rows.read(start) - shift)
+                else:
+                    slope, shift = rows.read(left), rows.read(start)
+                charged.append((anchor, rows.like(-negative * weight)))
+            if choice is not None and position in choice.slopes:
+                crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
+                under = torch.where(crossing, choice.slopes[position].to(dtype), stable)
+            else:
+                under = rows.read(initial)
+                if choice is not None and record:
+                    choice.slopes[position] = under.to(torch.float32)
+            constant = (negative * shift).flatten(1).sum(1)
+            if scale is not None:
+                scale.append(constant.abs())
+            return constant, rows.like(positive * under + negative * slope)
+
+        return relax
+
+    def _initial(self, low: Tensor, up: Tensor, slope: Tensor, leak: float) -> Tensor:
+        if self.kind == "parallel":
+            return slope
+        ends = torch.where(up > -low, 1.0, leak).to(slope.dtype)
+        return torch.where((low < 0) & (up > 0), ends, slope)
+
+    @torch.no_grad()
+    def lower_bound(
+        self,
+        target: int,
+        rows: Rows,
+        bounds: Bounds,
+        *,
+        anchored: bool = False,
+        choice: Choice | None = None,
+        record: bool = False,
+        rounds: int = ROUNDS,
+    ) -> Bound:
+        """A sound lower bound of each row over the value of operation ``target``, evaluated in float64."""
+        charged: list[tuple[Anchor, Rows]] = []
+        scale: list[Tensor] = []
+        relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
+        constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
+        box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
+        largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
+        size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
+        for part in scale:
+            size = size + part
+        return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
+
+    @torch.no_grad()
+    def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False) -> Bound:
+        """The same bound with its free parameters improved by Adam; the value is never below the initial one."""
+        choice = Choice()
+        first = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, record=True)
+        at_input = first.at_input.like(first.at_input.coeff.to(torch.float32))
+        prices = self.source.box_prices(at_input) if ascent.box else None
+        unit = at_input.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
+        groups: list[dict[str, object]] = []
+        if choice.tensors():
+            groups.append({"params": [v.requires_grad_(True) for v in choice.tensors()], "lr": ascent.rate})
+        if prices is not None:
+            unit = unit.view(-1, *[1] * (prices.ndim - 1))
+            prices.requires_grad_(True)  # in units of the row's largest coefficient
+            groups.append({"params": [prices], "lr": ascent.box_rate})
+        if not groups:
+            return first
+        optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
+        decay = 0.1 ** (1.0 / max(1, ascent.steps))
+        for _ in range(ascent.steps):
+            charged: list[tuple[Anchor, Rows]] = []
+            with torch.enable_grad():
+                relax = self._relax(bounds, choice, charged=charged if anchored else None)
+                constant, image_rows = back(self.graph, target, rows, relax)
+                box = None if prices is None else prices * unit
+                value = constant - self.source.maximum(image_rows.like(-image_rows.coeff), charged, box)
+                loss = -value.sum()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            for group in optimiser.param_groups:
+                group["lr"] *= decay
+            for position, slope in choice.slopes.items():
+                op = self.graph.ops[position]
+                assert isinstance(op, Activation)
+                slope.clamp_(op.leak, 1.0)
+            for share in choice.shares.values():
+                share.clamp_(0.0, 1.0)
+            if prices is not None:
+                prices.clamp_(min=0.0)
+        choice = Choice(
+            {k: v.detach() for k, v in choice.slopes.items()},
+            {k: v.detach() for k, v in choice.shares.items()},
+            None if prices is None else prices.detach() * unit,
+        )
+        last = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice)
+        return replace(last, value=torch.maximum(first.value, last.value))
+
+    # ---- whole layers
+
+    def _chunk(self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool) -> int:
+        """How many rows over ``target`` fit into the budget, from a trial with one."""
+        largest = [1]
+        step = self._relax(bounds)
+
+        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+            constant, out = step(position, rows)
+            largest.extend((rows.coeff[0].numel(), out.coeff[0].numel()))
+            return constant, out
+
+        with torch.no_grad():
+            _, at_input = back(self.graph, target, rows_of(torch.zeros(1, dtype=torch.long)), relax)
+        return max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored)))
+
+    @torch.no_grad()
+    def bound_layer(
+        self,
+        position: int,
+        bounds: Bounds,
+        images: int,
+        like: Tensor,
+        *,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+    ) -> None:
+        """Bound what relaxed operation ``position`` reads: all units at first, then only its unstable units again.
+
+        New bounds replace old ones only where they are tighter. Units found stable need no second bound: theirs may
+        stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer.
+        """
+        op = self.graph.ops[position]
+        shape = self.graph.ops[op.inputs[0]].shape
+        size = math.prod(shape)
+        known = position in bounds.lower
+        gains = _Collector(self, position, images, shape, like) if anchored and isinstance(op, Activation) else None
+        ready = gains is not None and gains.settle()
+        if not known:
+            self._start(position, bounds, images, like)
+            known = self._first_layer(position, bounds)
+            ready = ready or known
+        pooled = isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
+        if (ready and known) or pooled:
+            return  # rows could not improve on it
+        every = torch.arange(images * size, device=like.device)
+        done: Tensor | None = None
+        if isinstance(op, MaxPool):
+            every = self._contenders(op, position, bounds)
+        if isinstance(op, Activation):
+            every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
+            if not known and self.centre is not None:
+                # The side that could prove a unit stable comes first: then the other one is not needed.
+                likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
+                every = self._without_hope(position, bounds, every, likely, like)
+                # A compiled search need not be repeated; in torch, a short one settles what is stable anyway.
+                once = self.source.compiled and gains is None and ascent is None
+                rounds, done = (ROUNDS, likely) if once else (QUICK, None)
+                self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
+                every = every[bounds.worth_a_row(position).flatten()[every]]
+        if gains is not None:
+            gains.choose(bounds)
+        for side in (-1.0, 1.0):
+            some = every if done is None else every[done[every] != side]
+            sign = torch.full(some.shape, side, device=like.device)
+            self._bound_units(position, bounds, some, sign, like, anchored, ascent, gains if side < 0 else None)
+        if gains is not None and not ready:
+            gains.finish()
+
+    def _contenders(self, op: MaxPool, position: int, bounds: Bounds) -> Tensor:
+        """The values that may be the largest of a window that is not settled, and of which rows could say more.
+
+        Of an activation that bends they cannot: its line meets the bounds of what it reads at their ends.
+        """
+        low, up = bounds.lower[position], bounds.upper[position]
+        place = op.inputs[0]
+        before = self.graph.ops[place]
+        known = torch.zeros_like(low, dtype=torch.bool)
+        if isinstance(before, Activation) and place in bounds.lower:
+            ends = [before.value(b[place]) for b in (bounds.lower, bounds.upper)]
+            low, up = torch.maximum(low, ends[0]), torch.minimum(up, ends[1])
+            bounds.set(position, low, up)
+            known = bounds.worth_a_row(place) | (up <= low)
+        contend = op.windows(up) >= op.windows(low).amax(-1, keepdim=True)
+        contend &= contend.sum(-1, keepdim=True) > 1
+        index = op.places(low.device).expand(contend.shape).flatten(2)
+        matter = torch.zeros_like(low).flatten(2).scatter_add(2, index, contend.flatten(2).to(low.dtype)) > 0
+        return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
+
+    def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor) -> Tensor:
+        """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
+
+        Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A sample decides, image
+        by image; the units keep their intervals, where they have one. ``sign`` is the side that could prove each
+        unit of the batch stable.
+        """
+        size = math.prod(self.graph.ops[position].shape)
+        if size < LARGE:
+            return every
+        image = every // size
+        images = sign.shape[0] // size
+        many = torch.bincount(image, minlength=images) >= (1 - HOPE) * size
+        sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
+        self._bound_units(position, bounds, sample, sign[sample], like)
+        settled = sample[~bounds.unstable(position).flatten()[sample]]
+        drawn, stable = (torch.bincount(part // size, minlength=images) for part in (sample, settled))
+        share = stable / drawn.clamp(min=1)
+        known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
+        return every[~(many & (share < HOPE))[image] | ~known[every]]
+
+    def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
+        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
+        source = self.graph.ops[position].inputs[0]
+        for place in range(source + 1):
+            if place in self._intervals:
+                continue
+            op, found = self.graph.ops[place], None
+            if isinstance(op, Input):
+                low, up = self.source.ranges()
+                found = (low + up) / 2, (up - low) / 2
+            elif isinstance(op, Affine):
+                parts = [self._intervals[k] for k in op.inputs]
+                known = [part for part in parts if part is not None]
+                found = _widened(op, known) if len(known) == len(parts) else None
+            elif place in bounds.lower:
+                low, up = bounds.lower[place], bounds.upper[place]
+                if isinstance(op, MaxPool):
+                    low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
+                    found = (low + up) / 2, (up - low) / 2
+                elif isinstance(op, Activation):
+                    found = op.interval(low, up)
+                    # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
+                    found = found if bool(torch.isfinite(found[1]).all()) else None
+            self._intervals[place] = found
+        interval = self._intervals[source]
+        if interval is None:
+            shape = (images, *self.graph.ops[source].shape)
+            empty = torch.full(shape, math.inf, dtype=torch.float64, device=like.device)
+            bounds.set(position, -empty, empty)
+            return
+        centre, radius = interval
+        bounds.set(position, centre - radius, centre + radius)
+
+    def _first_layer(self, position: int, bounds: Bounds) -> bool:
+        """Bound a first convolution without rows, where that is possible."""
+        if self.first is None or self.centre is None or position not in self.first.layers:
+            return False
+        assert isinstance(self.source, TransportSet)
+        bounds.set(position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING))
+        return True
+
+    def _bound_units(
+        self,
+        position: int,
+        bounds: Bounds,
+        every: Tensor,
+        sign: Tensor,
+        like: Tensor,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+        gains: _Collector | None = None,
+        rounds: int = ROUNDS,
+    ) -> None:
+        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is tighter.
+
+        ``every`` lists them by flat position in the whole batch.
+        """
+        target = self.graph.ops[position].inputs[0]
+        shape = self.graph.ops[target].shape
+        size = math.prod(shape)
+        low, up = (b[position].view(-1) for b in (bounds.lower, bounds.upper))
+
+        def rows_of(index: Tensor) -> Rows:
+            index = index.to(like.device)
+            return units(shape, every[index] // size, every[index] % size, sign[index], like)
+
+        if every.shape[0] == 0:
+            return
+        step = self._chunk(target, rows_of, bounds, anchored)
+        for index in torch.arange(every.shape[0], device=like.device).split(step):
+            rows, here = rows_of(index), every[index]
+            if ascent is not None:
+                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
+            else:
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
+            if gains is not None:
+                gains.add((here // size, here % size), bound)
+            below = sign[index] > 0
+            low[here] = torch.where(below, torch.maximum(low[here], bound.value), low[here])
+            up[here] = torch.where(below, up[here], torch.minimum(up[here], -bound.value))
+
+    def bound_all(self, images: int, like: Tensor) -> Bounds:
+        """Bounds for every relaxed operation, in order, with the initial slopes."""
+        bounds = Bounds()
+        for position in self.graph.relaxed():
+            self.bound_layer(position, bounds, images, like)
+        return bounds
+
+    @torch.no_grad()
+    def margins(
+        self,
+        y: Tensor,
+        bounds: Bounds,
+        like: Tensor,
+        *,
+        anchored: bool = False,
+        ascent: Ascent | None = None,
+        only: Tensor | None = None,
+        exact_box: bool = False,
+    ) -> Tensor:
+        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``.
+
+        ``only`` (B, classes), bool, leaves other entries at ``-inf``; ``exact_box`` solves for the box prices.
+        """
+        target = len(self.graph.ops) - 1
+        classes = self.graph.ops[target].shape[0]
+        images = y.shape[0]
+        every = torch.arange(images * classes, device=like.device)
+        image, other = every // classes, every % classes
+        keep = other != y[image]
+        if only is not None:
+            keep &= only[image, other]
+        image, other = image[keep], other[keep]
+
+        def rows_of(index: Tensor) -> Rows:
+            index = index.to(like.device)
+            coeff = torch.zeros((index.shape[0], classes), dtype=like.dtype, device=like.device)
+            coeff.scatter_(1, y[image[index]][:, None], 1.0)
+            coeff.scatter_(1, other[index][:, None], -1.0)
+            return Rows(coeff, image[index])
+
+        out = torch.full((images, classes), -math.inf, dtype=torch.float64, device=like.device)
+        out[torch.arange(images, device=like.device), y] = math.inf
+        if image.shape[0] == 0:
+            return out
+        step = self._chunk(target, rows_of, bounds, anchored)
+        rounds = 3 * ROUNDS if isinstance(self.source, TransportSet) and self.source.small else ROUNDS
+        for index in torch.arange(image.shape[0], device=like.device).split(step):
+            rows = rows_of(index)
+            if ascent is not None:
+                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
+            else:
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
+            value = bound.value
+            if exact_box and ascent is None and isinstance(self.source, TransportSet):
+                negated = bound.at_input.like(-bound.at_input.coeff)
+                choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
+                boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds)
+                value = torch.maximum(value, boxed.value)
+            out[image[index], other[index]] = value
+        return out
+
+
+class _Collector:
+    """Gathers a layer's upper rows into its anchor."""
+
+    LIMIT = 2**14
+    """Numbers per image and pixel that the gains of one layer may hold."""
+
+    def __init__(
+        self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor
+    ) -> None:
+        self.relaxation, self.position, self.images, self.shape = relaxation, position, images, shape
+        source = relaxation.source
+        assert isinstance(source, TransportSet)
+        self.source = source
+        self.centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=like.device)
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self.chosen: Tensor | None = None
+
+    def settle(self) -> bool:
+        """Units of a first convolution share their gains: their anchor is ready without rows."""
+        centre, convolution = self.relaxation.centre, None
+        if self.source.matrix is None and centre is not None:
+            convolution = image_convolution(self.relaxation.graph, self.position)
+        if centre is None or convolution is None:
+            return False
+        anchor = ConvAnchor(convolution, self.source.moves)
+        self.relaxation.anchors[self.position] = (anchor, centre[self.position])
+        return True
+
+    def choose(self, bounds: Bounds) -> None:
+        """If not all unstable units fit, take each image's most unstable ones; the others keep the usual lines."""
+        most = self.LIMIT * math.prod(self.source.shape) // self.source.gain_size
+        low, up = (b[self.position].view(self.images, -1) for b in (bounds.lower, bounds.upper))
+        if most < low.shape[1]:
+            depth = torch.minimum(up, -low)
+            best = depth.topk(max(1, most), 1)
+            self.chosen = torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
+
+    def add(self, place: tuple[Tensor, Tensor], bound: Bound) -> None:
+        """Rows that bound ``-v``: their values at the image and their gains."""
+        image, unit = place
+        at_input, charged, constant = bound.at_input, bound.charged, bound.constant
+        if self.chosen is not None:
+            keep = self.chosen[place].nonzero()[:, 0]
+            if keep.shape[0] == 0:
+                return
+            image, unit, constant = image[keep], unit[keep], constant[keep]
+            at_input, charged = at_input.take(keep), [(anchor, weights.take(keep)) for anchor, weights in charged]
+        centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
+        self.centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        self.parts.append((image, unit, *self.source.gains(at_input.like(-at_input.coeff), charged)))
+
+    def finish(self) -> None:
+        """Register the anchor."""
+        if not self.parts:
+            return
+        image, unit, *gains = (torch.cat(part) for part in zip(*self.parts, strict=True))
+        anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
+        self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
+
+
+def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
+    """The interval after an operation, with room for the rounding of every sum in it."""
+    found = op.interval(*parts)
+    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
+    if found is None or summed is None:
+        return None
+    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
+
+
+def anchored_line(
+    low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where there is one.
+
+    Where the unit is stable or its centre is not strictly inside, the given line stays, without a bend.
+    """
+    inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
+    at = torch.where(inside, centre, 0.5 * (low + up))
+    value = torch.where(at > 0, at, leak * at)
+    left = (value - leak * low) / (at - low)
+    right = (up - value) / (up - at)
+    bend = torch.where(inside, right - left, torch.zeros_like(slope))
+    return (
+        bend.clamp(min=0),
+        torch.where(inside, left, slope),
+        torch.where(inside, value - left * at, shift),
+        inside,
+    )
+
+
+def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
+    """Slope and shift of the upper line, exact where the unit is stable."""
+    crossing = (low < 0) & (up > 0)
+    width = torch.where(crossing, up - low, torch.ones_like(up))
+    slope = torch.where(crossing, (up - leak * low) / width, torch.where(low >= 0, 1.0, leak).to(up.dtype))
+    shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
+    return slope, shift
+
+
+def _relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows]:
+    """``max >= the entry with the largest lower bound``; ``max <= largest upper bound``, or that entry if it wins."""
+    whole = rows.dense(op.shape)
+    dtype, image = whole.coeff.dtype, whole.image
+    low, up = op.windows(lower), op.windows(upper)
+    floor, pick = low.max(-1)
+    places = op.places(lower.device).expand(*low.shape)
+    source = places.gather(-1, pick[..., None])[..., 0].flatten(2)
+    others = up.scatter(-1, pick[..., None], -math.inf)
+    sure = (floor >= others.amax(-1)).flatten(2)[image]
+    ceiling = up.amax(-1).to(dtype).flatten(2)[image]
+    flat = whole.coeff.flatten(2)
+    kept = torch.where((flat > 0) | sure, flat, torch.zeros_like(flat))
+    out = flat.new_zeros((flat.shape[0], flat.shape[1], op.before[1] * op.before[2]))
+    out = out.scatter_add(2, source[image], kept)
+    constant = ((flat - kept) * ceiling).flatten(1).sum(1)
+    return constant, Rows(out.reshape(-1, *op.before), image)

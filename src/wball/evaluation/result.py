@@ -1,0 +1,331 @@
+"""What an evaluation found: one row of numbers per image, the settings they belong to, and the examples themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wball.auditing.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
+from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
+from wball.evaluation.schema import PROOFS, check_content, check_pictures
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = "wball-evaluation/1"
+RESULTS, EXAMPLES, EXHIBIT = "results.json", "examples.safetensors", "exhibit.safetensors"
+
+COLUMNS: dict[str, torch.dtype] = {
+    "label": torch.long,
+    "predicted": torch.long,
+    "read_as": torch.long,
+    "radius": torch.float64,
+    "distance": torch.float64,
+    "found_at": torch.float64,
+    "mass_error": torch.float64,
+    "box_violation": torch.float64,
+    "member": torch.long,
+    "n_steps": torch.long,
+    "certified": torch.float64,
+    "proof": torch.long,
+}
+"""One value per image. ``inf`` (in files: null) stands for "no example was found"."""
+
+PLAN, EXACT = 1, 2
+"""Places in :data:`PROOFS`."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Accuracies at one radius, as shares of all images.
+
+    Attributes:
+        eps: the radius.
+        accuracy: share of images that are classified right and that no valid example was found for: an upper bound
+            of the robust accuracy.
+        certified: share of images proved to be classified right all over the ball: a lower bound. ``None`` if no
+            certificate was asked for.
+        broken: number of images with a valid example at this radius (those that are wrong without one not counted).
+    """
+
+    eps: float
+    accuracy: float
+    certified: float | None
+    broken: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of :func:`wball.evaluate`.
+
+    Attributes:
+        settings: what was evaluated and how: model, data, threat model, radii, attack, seed.
+        provenance: command, device, kernel and versions.
+        images: per image, in the order of the data: ``label``; ``predicted`` class of the clean image (-1: its logits
+            are NaN); ``radius``, the smallest evaluated radius with a valid example (0: the clean image is already
+            wrong, inf: none found); ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the
+            radius it was searched in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble
+            that found it (-1: none); ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a
+            proof (0: none); ``proof`` of the distance: 1 if the attack's plan proves that it is at most that, 2 if it
+            is exact, 3 if it is exact and was compared with what the plan proves, 0 without example (in files: words).
+        rejected: claimed examples that failed the audit, with the reason. They are not counted.
+        warnings: signs that the numbers may be an artefact of the model (:mod:`wball.attacks.checks`).
+        examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
+        exhibit: images for a report: ``index`` and ``original`` of a selection, and under ``explorer`` the strongest
+            image found for some of them at every radius.
+        disagreements: images whose plan promised a smaller distance than exact transport found. Always empty, unless
+            code is wrong; if it is not, no plan was believed and every example was checked by exact transport.
+    """
+
+    settings: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    images: Mapping[str, Tensor]
+    rejected: tuple[Mapping[str, Any], ...] = ()
+    warnings: tuple[str, ...] = ()
+    examples: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    exhibit: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    disagreements: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.images["label"])
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["model"]["name"])
+
+    @property
+    def unit(self) -> str:
+        """The unit of radii and distances."""
+        return str(self.settings["ball"]["unit"])
+
+    @property
+    def radii(self) -> list[float]:
+        """The evaluated radii, ascending; for a search of the smallest radius: a few, up to its end."""
+        if self.settings["mode"] == "minimal":
+            top = float(self.settings["radii"][-1])
+            return [round(top * k / 10, 12) for k in range(1, 11)]
+        return [float(r) for r in self.settings["radii"]]
+
+    @property
+    def clean_accuracy(self) -> float:
+        """Share of images that the model classifies right as they are."""
+        return _share(self.images["label"] == self.images["predicted"])
+
+    def class_name(self, number: int) -> str:
+        """What the data call a class."""
+        classes = self.settings["data"]["classes"]
+        if number < 0:
+            return "no class"
+        return str(classes[number]) if number < len(classes) else str(number)
+
+    def accuracy_at(self, eps: float) -> float:
+        """Share of images that are right and have no valid example at radius ``eps`` or below.
+
+        An upper bound of the robust accuracy at any radius up to the largest one that was evaluated.
+        """
+        top = float(self.settings["radii"][-1])
+        if not 0 <= eps <= top * (1 + 1e-9):
+            raise ValueError(f"eps must be in [0, {top:g}], the radii that were evaluated, got {eps}")
+        return _share(~self.broken_at(eps))
+
+    def broken_at(self, eps: float) -> Tensor:
+        """Which images are wrong at radius ``eps``: as they are, or by a valid example."""
+        wrong = self.images["label"] != self.images["predicted"]
+        return wrong | (self.images["radius"] <= eps) | (self.images["distance"] <= eps)
+
+    def certified_at(self, eps: float) -> float | None:
+        """Share of images with a proof at radius ``eps`` or above; ``None`` if no certificate was asked for."""
+        if self.settings["certify"] is None:
+            return None
+        right = self.images["label"] == self.images["predicted"]
+        return _share(right & (self.images["certified"] >= eps))
+
+    def curve(self, radii: Sequence[float] | None = None) -> list[CurvePoint]:
+        """Accuracies at radius 0 and at the evaluated radii (or at those given)."""
+        points = [0.0, *self.radii] if radii is None else list(radii)
+        wrong = int((self.images["label"] != self.images["predicted"]).sum())
+        return [
+            CurvePoint(r, self.accuracy_at(r), self.certified_at(r), int(self.broken_at(r).sum()) - wrong)
+            for r in points
+        ]
+
+    @property
+    def contradictions(self) -> list[int]:
+        """Images with both a proof and a valid example inside the proved radius. Always empty, unless code is wrong."""
+        images = self.images
+        both = (images["certified"] > 0) & (images["distance"] * (1 + 1e-9) < images["certified"])
+        return both.nonzero().squeeze(1).tolist()
+
+    def audit_summary(self) -> dict[str, Any]:
+        """How many claimed examples were checked, how many held, and the worst of each measure among those."""
+        found = self.images["read_as"] >= 0
+        ratio = self.images["distance"][found] / self.images["found_at"][found]
+        proof = self.images["proof"][found]
+        return {
+            "checked": int(found.sum()) + len(self.rejected),
+            "valid": int(found.sum()),
+            "rejected": len(self.rejected),
+            "proved_by_plan": int((proof == PLAN).sum()),
+            "exact_transport": int((proof >= EXACT).sum()),
+            "both": int((proof == PLAN + EXACT).sum()),
+            "disagreements": list(self.disagreements),
+            "largest_mass_error": _largest(self.images["mass_error"][found]),
+            "largest_box_violation": _largest(self.images["box_violation"][found]),
+            "largest_distance_over_radius": _largest(ratio),
+            "tolerances": {"mass": MASS_TOL, "box": BOX_TOL, "distance": DISTANCE_TOL},
+            "contradictions": self.contradictions,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The headline numbers as plain data."""
+        return {
+            "images": len(self),
+            "clean_accuracy": self.clean_accuracy,
+            "unit": self.unit,
+            "curve": [
+                {"eps": p.eps, "accuracy": p.accuracy, "certified": p.certified, "broken": p.broken}
+                for p in self.curve()
+            ],
+            "audit": self.audit_summary(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the pixels, as plain data."""
+        return {
+            "format": FORMAT,
+            "provenance": dict(self.provenance),
+            "settings": dict(self.settings),
+            "summary": self.summary(),
+            "warnings": list(self.warnings),
+            "rejected": [dict(r) for r in self.rejected],
+            "disagreements": list(self.disagreements),
+            "images": {
+                name: [PROOFS[k] for k in self.images[name].tolist()] if name == "proof" else _plain(self.images[name])
+                for name in COLUMNS
+            },
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``results.json`` and the images beside it; the results come last, so that they are never alone."""
+        folder = Path(folder)
+        if self.examples:
+            write_tensors(folder / EXAMPLES, dict(self.examples))
+        if self.exhibit:
+            write_tensors(folder / EXHIBIT, dict(self.exhibit))
+        write_json(folder / RESULTS, self.to_dict())
+
+    def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
+        """Write the report, one HTML file that needs nothing else; ``others`` are compared with this evaluation."""
+        from wball.report import write_report
+
+        return write_report([self, *others], path, title=title)
+
+    def table(self) -> Table:
+        """The accuracies for a terminal."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        heading = f"{self.name}: {len(self)} images of {self.settings['data']['name']}"
+        table = Table(title=escape(heading), title_justify="left")
+        table.add_column(f"eps ({self.unit})", justify="right")
+        table.add_column("accuracy", justify="right")
+        proved = self.settings["certify"] is not None
+        if proved:
+            table.add_column("certified", justify="right")
+        table.add_column("broken", justify="right")
+        for point in self.curve():
+            row = [f"{point.eps:g}" if point.eps else "0 (clean)", f"{100 * point.accuracy:.1f} %"]
+            row += [f"{100 * point.certified:.1f} %"] if proved and point.certified is not None else []
+            table.add_row(*row, str(point.broken))
+        return table
+
+    def verdict(self) -> str:
+        """The audit in a sentence or two."""
+        audit = self.audit_summary()
+        said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
+        if audit["rejected"]:
+            said += f"; {audit['rejected']} rejected and not counted"
+        if audit["contradictions"]:
+            said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
+        if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
+            said += f"\ndistances {self.proved_how()}"
+        return said
+
+    def proved_how(self) -> str:
+        """How the distances of the valid examples were proved, in words."""
+        audit = self.audit_summary()
+        plan, exact, both = audit["proved_by_plan"], audit["exact_transport"], audit["both"]
+        if plan == both == 0:
+            return f"proved by exact transport: {exact}"
+        wrong = len(audit["disagreements"])
+        return (
+            f"proved by plan: {plan + both}, by exact transport alone: {exact - both}; "
+            f"sampled exact check: {both}, disagreements: {wrong}"
+        )
+
+
+def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
+    """Read an evaluation back from its folder or its ``results.json``."""
+    path = Path(path)
+    folder = path.parent if path.suffix == ".json" else path
+    file = path if path.suffix == ".json" else path / RESULTS
+    if not file.is_file():
+        raise FileNotFoundError(f"no {RESULTS} in {folder}; give the folder that `wball evaluate --out` wrote")
+    content = read_json(file)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
+    try:
+        check_content(content)
+    except ValueError as error:
+        raise ValueError(f"{file} is no complete evaluation: {error}") from error
+    columns = content["images"]
+    # Evaluations of earlier versions do not say: they solved every transport problem.
+    proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])
+    columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}
+    images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
+    extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
+    if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"]):
+        raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
+    return Evaluation(
+        content["settings"],
+        content["provenance"],
+        images,
+        tuple(content["rejected"]),
+        tuple(content["warnings"]),
+        extra.get(EXAMPLES, {}),
+        extra.get(EXHIBIT, {}),
+        tuple(content.get("disagreements", ())),
+    )
+
+
+def _share(mask: Tensor) -> float:
+    return float(mask.double().mean()) if mask.numel() else 0.0
+
+
+def _largest(values: Tensor) -> float | None:
+    top = float(values.max()) if values.numel() else 0.0
+    return top if math.isfinite(top) else None
+
+
+def _plain(values: Tensor) -> list[Any]:
+    if not values.is_floating_point():
+        return values.tolist()
+    return [v if math.isfinite(v) else None for v in values.tolist()]
+
+
+def _column(values: list[Any], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([math.inf if v is None else v for v in values], dtype=dtype)
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two pieces of plain data would be written as the same JSON."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)

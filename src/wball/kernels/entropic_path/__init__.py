@@ -1,0 +1,1 @@
+"""The entropic path: the engine behind exact projection and exact support function."""

@@ -1,0 +1,1 @@
+"""The entropic plan of given potentials: the attack step's oracle."""

@@ -1,0 +1,425 @@
+r"""The entropic plan on a CPU: one image at a time per thread, compiled by numba.
+
+The plan of :mod:`wball.kernels.entropic_plan.reference` is a product of three factors: with ``E_j = exp(b_j + q_j)``,
+``w_k = exp(-psi C_k)`` and ``A_i = x_i / sum_k w_k E_{i + k}``,
+
+.. math::
+    P_{i, i+k} = A_i\, w_k\, E_{i+k},
+
+so normalisers, column sums, box factors and costs are correlations of one image with the small kernel ``w``: one
+multiplication a move and *no exponential*; the box step on ``q`` is a multiplication of ``E`` as well. All of it runs
+in float64 whatever the images are, which leaves room for potentials that differ by ``LINEAR_SPREAD`` nats; images
+beyond that take the same steps on the logarithms of ``E`` and ``A``, at one exponential a move.
+
+Memory: an image is cropped to the box around its mass, widened by the reach of the moves, and laid out flat with all
+channels behind each other. The margins are wide enough that a move is a constant shift of the whole flat image, so that
+every inner loop runs over contiguous numbers and vectorises; a digit's black frame costs nothing. The working set is a
+few dozen such images per thread and stays in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wball.kernels.compiled import compiled, exp, split
+from wball.kernels.entropic_path.cpu import Best, Tolerance, follow_path
+from wball.kernels.entropic_plan.reference import COST_TOL, REPAIR_SHARES, EntropicPlan, Move
+from wball.kernels.layout import GROUP, LINEAR_SPREAD, PART, Stencil, mass_box
+from wball.kernels.projected_sinkhorn.cpu import projected_sinkhorn
+
+__all__ = ["Best", "Tolerance", "entropic_plan", "follow_path", "projected_sinkhorn", "why_not"]
+
+# Rows of the working memory; the rings follow.
+_X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP = range(13)
+_RINGS = 13
+
+_NOTHING = -1e30  # the logarithm of no mass; finite, so that differences are numbers
+_SUMS = {"contract", "nsz", "reassoc"}  # liberties the compiler may take: order of sums, fused multiplications
+_EXACT = {"contract", "nsz"}
+
+
+def why_not(x: Tensor, moves: Sequence[Move] | None) -> str | None:
+    """The reason this kernel cannot serve a call, or ``None``."""
+    if moves is None:
+        return "matrix costs are served by the torch kernel only"
+    if x.device.type != "cpu":
+        return f"the images are on {x.device}, this kernel runs on the CPU"
+    if x.dtype not in (torch.float32, torch.float64):
+        return f"the images are {x.dtype}, this kernel takes float32 or float64"
+    return None
+
+
+def entropic_plan(
+    x: Tensor,
+    b: Tensor,
+    budget: Tensor,
+    moves: Sequence[Move],
+    box: tuple[float, float] | None,
+    *,
+    psi: Tensor,
+    q: Tensor,
+    sweeps: int = 3,
+    newton: int = 12,
+) -> EntropicPlan:
+    """See :func:`wball.kernels.entropic_plan.reference.entropic_plan`."""
+    stencil, shape = Stencil(moves), tuple(x.shape)
+    # One set of types, whatever the caller's numbers are: another would be compiled anew.
+    lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
+    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
+    settings = (lo, hi, slack, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_SHARES))
+    given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
+    out = np.empty((4, *shape), dtype=given[0].dtype)
+    price = psi.detach().to(torch.float64).contiguous().numpy().copy()
+    limit = budget.detach().to(torch.float64).contiguous().numpy()
+    cost, net = np.zeros(shape[0]), np.zeros(shape[0])
+
+    def work(start: int, stop: int) -> None:
+        scratch = np.zeros((_RINGS + stencil.rings, stencil.length(shape)))
+        for first in range(start, stop, PART):
+            part = slice(first, min(stop, first + PART))
+            image, potential, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+            result = np.empty((4, *image.shape))
+            _plan_images(
+                image, potential, shift, limit[part], *stencil.arrays, *settings, scratch,
+                result, price[part], cost[part], net[part],
+            )  # fmt: skip
+            out[:, part] = result
+
+    split(shape[0], work, entries=math.prod(shape[1:]) * len(moves))
+    z, q_new, keep, give = (torch.from_numpy(a) for a in out)
+    tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(price).to(x.dtype))
+    return EntropicPlan(z, *tensors, q_new, keep, give)
+
+
+# The functions below work on the flat image between ``pad`` and ``pad + n``. With ``logs``, ``_E``, ``_A``, ``_Q`` and
+# the rings hold logarithms.
+
+
+@compiled(inner=True)
+def _weights(price, psi, out):  # type: ignore[no-untyped-def]
+    """``w_k``; 0 for the moves that fill up a ring."""
+    for k in range(price.size):
+        out[k] = math.exp(-psi * price[k]) if price[k] < math.inf else 0.0
+
+
+@compiled(inner=True, fastmath=_SUMS)
+def _correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[no-untyped-def]
+    """``out[i] = sum_k weight[k] * values[i + shift[k]]`` over ``first <= k < last``, in groups of four moves."""
+    o = out[pad : pad + n]
+    for i in range(n):
+        o[i] = 0.0
+    for k in range(first, last, GROUP):
+        s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
+        a0, a1, a2, a3 = values[s0 : s0 + n], values[s1 : s1 + n], values[s2 : s2 + n], values[s3 : s3 + n]
+        w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
+        for i in range(n):
+            o[i] += w0 * a0[i] + w1 * a1[i] + w2 * a2[i] + w3 * a3[i]
+
+
+@compiled(inner=True, fastmath=_SUMS)
+def _correlate_logs(out, here, there, factor, pad, n, shift, price, psi, first, last):  # type: ignore[no-untyped-def]
+    """``out[i] = sum_k exp(here[i] + there[i + shift[k]] - psi price[k]) * factor[i + shift[k]]``."""
+    o, h = out[pad : pad + n], here[pad : pad + n]
+    for i in range(n):
+        o[i] = 0.0
+    for k in range(first, last):
+        if price[k] < math.inf:
+            s, toll = pad + shift[k], psi * price[k]
+            t, f = there[s : s + n], factor[s : s + n]
+            for i in range(n):
+                o[i] += exp(h[i] + t[i] - toll) * f[i]
+
+
+@compiled(inner=True, fastmath=_SUMS)
+def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-def]
+    """Per distinct cost, the sum of ``E`` over the moves of that cost."""
+    for d in range(ring.size - 1):
+        if not logs:
+            ones = np.empty(price.size)
+            _weights(price, 0.0, ones)
+            _correlate(work[_RINGS + d], work[_E], pad, n, shift, ones, ring[d], ring[d + 1])
+            continue
+        out, total = work[_RINGS + d, pad : pad + n], work[_TMP, pad : pad + n]
+        for i in range(n):
+            out[i] = _NOTHING
+            total[i] = 0.0
+        for k in range(ring[d], ring[d + 1]):
+            end = work[_E, pad + shift[k] : pad + shift[k] + n]
+            for i in range(n):
+                out[i] = max(out[i], end[i]) if price[k] < math.inf else out[i]
+        for k in range(ring[d], ring[d + 1]):
+            end = work[_E, pad + shift[k] : pad + shift[k] + n]
+            for i in range(n):
+                total[i] += exp(end[i] - out[i]) if price[k] < math.inf else 0.0
+        for i in range(n):
+            out[i] += math.log(total[i])
+
+
+@compiled(inner=True, fastmath=_SUMS)
+def _moments(work, pad, n, psi, ring_cost, logs):  # type: ignore[no-untyped-def]
+    """Cost of the plan at ``psi`` and minus its derivative; the rows' normalisers go to ``_NORM`` and ``_TOP``."""
+    x, norm, top = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_TOP, pad : pad + n]
+    first, second = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
+    for i in range(n):
+        norm[i] = first[i] = second[i] = 0.0
+        top[i] = 2 * _NOTHING
+    for d in range(ring_cost.size if logs else 0):
+        ring, toll = work[_RINGS + d, pad : pad + n], psi * ring_cost[d]
+        for i in range(n):
+            top[i] = max(top[i], ring[i] - toll)
+    for d in range(ring_cost.size):
+        ring, c = work[_RINGS + d, pad : pad + n], ring_cost[d]
+        w, toll = math.exp(-psi * c), psi * c
+        if not logs:
+            for i in range(n):
+                t = w * ring[i]
+                norm[i] += t
+                first[i] += c * t
+                second[i] += c * c * t
+        else:
+            for i in range(n):
+                t = exp(ring[i] - toll - top[i])
+                norm[i] += t
+                first[i] += c * t
+                second[i] += c * c * t
+    cost, slope = 0.0, 0.0
+    for i in range(n):
+        scale = 1.0 / max(norm[i], 1e-300)
+        mean = first[i] * scale
+        cost += x[i] * mean
+        slope += x[i] * max(second[i] * scale - mean * mean, 0.0)
+    return cost, slope
+
+
+@compiled(inner=True)
+def _solve_psi(work, pad, n, psi, budget, ring_cost, newton, cost_tol, logs):  # type: ignore[no-untyped-def]
+    """The root of ``cost(psi) = budget``: Newton on the logarithm of the cost, kept in a bracket. Sets ``A``."""
+    low, high = -1.0, math.inf
+    target = budget * (1 - cost_tol / 2)
+    for attempt in range(newton + 1):
+        cost, slope = _moments(work, pad, n, psi, ring_cost, logs)
+        if attempt == newton or cost <= budget and (cost >= budget * (1 - cost_tol) or psi == 0.0):
+            break
+        if cost <= budget:
+            high = psi
+        else:
+            low = psi
+        step = max(psi + cost * math.log(cost / target) / slope, 0.0) if cost > 0.0 and slope > 0.0 else -1.0
+        if not (low < step < min(high, 100 * psi + 100)):
+            step = 2 * psi + 1 if math.isinf(high) else (max(low, 0.0) + high) / 2
+        psi = step
+    x, norm, top = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_TOP, pad : pad + n]
+    a = work[_A, pad : pad + n]
+    if logs:
+        for i in range(n):
+            a[i] = math.log(x[i] / norm[i]) - top[i] if x[i] > 0.0 else _NOTHING
+    else:
+        for i in range(n):
+            a[i] = x[i] / max(norm[i], 1e-300)
+    return psi
+
+
+@compiled(inner=True, fastmath=_EXACT)
+def _receive(work, pad, n, back, weight, price, psi, first, logs):  # type: ignore[no-untyped-def]
+    """``_RECEIVED``: what each pixel would get by the moves from ``first`` on if ``keep`` were 1."""
+    a, e, give = work[_A, pad : pad + n], work[_E, pad : pad + n], work[_GIVE, pad : pad + n]
+    received, scaled = work[_RECEIVED, pad : pad + n], work[_TMP, pad : pad + n]
+    if logs:
+        _correlate_logs(work[_RECEIVED], work[_E], work[_A], work[_GIVE], pad, n, back, price, psi, first, price.size)
+        return
+    for i in range(n):
+        scaled[i] = a[i] * give[i]
+    _correlate(work[_RECEIVED], work[_TMP], pad, n, back, weight, first, price.size)
+    for i in range(n):
+        received[i] *= e[i]
+
+
+@compiled(inner=True, fastmath=_EXACT)
+def _send(work, pad, n, shift, weight, price, psi, first, logs):  # type: ignore[no-untyped-def]
+    """``_SENT``: what each pixel would send by the moves from ``first`` on if ``give`` were 1."""
+    a, e, keep = work[_A, pad : pad + n], work[_E, pad : pad + n], work[_KEEP, pad : pad + n]
+    sent, scaled = work[_SENT, pad : pad + n], work[_TMP, pad : pad + n]
+    if logs:
+        _correlate_logs(work[_SENT], work[_A], work[_E], work[_KEEP], pad, n, shift, price, psi, first, price.size)
+        return
+    for i in range(n):
+        scaled[i] = e[i] * keep[i]
+    _correlate(work[_SENT], work[_TMP], pad, n, shift, weight, first, price.size)
+    for i in range(n):
+        sent[i] *= a[i]
+
+
+@compiled(inner=True, fastmath=_EXACT)
+def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-def]
+    """The coordinate step on ``q`` from the column sums in ``_RECEIVED``."""
+    z, q, e = work[_RECEIVED, pad : pad + n], work[_Q, pad : pad + n], work[_E, pad : pad + n]
+    most = math.exp(50.0)
+    if not logs:
+        for i in range(n):
+            scale = q[i] / max(z[i], 1e-12)
+            new = min(min(max(scale * lo, 1.0), most), scale * hi)
+            e[i] *= new / q[i]
+            q[i] = new
+        return
+    for i in range(n):
+        up = q[i] - math.log(max(z[i], 1e-12))
+        new = min(min(max(up + math.log(lo), 0.0) if lo > 0.0 else 0.0, 50.0), up + math.log(hi))
+        if e[i] > 0.5 * _NOTHING:
+            e[i] += new - q[i]
+            q[i] = new
+
+
+@compiled(inner=True, fastmath=_EXACT)
+def _repair(work, pad, n, shift, weight, price, psi, first, lo, hi, slack, shares, logs):  # type: ignore[no-untyped-def]
+    """``_KEEP`` and ``_GIVE`` such that the box holds; what is then sent and received."""
+    x, keep, give = work[_X, pad : pad + n], work[_KEEP, pad : pad + n], work[_GIVE, pad : pad + n]
+    sent, received = work[_SENT, pad : pad + n], work[_RECEIVED, pad : pad + n]
+    kept, had_sent = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
+    for attempt in range(shares.size + 1):
+        _send(work, pad, n, shift, weight, price, psi, first, logs)
+        _receive(work, pad, n, -shift, weight, price, psi, first, logs)
+        if attempt == shares.size and lo <= 0.0:
+            # Between the last two plans, just far enough.
+            way = 0.0
+            for i in range(n):
+                excess = x[i] - give[i] * had_sent[i] + kept[i] * received[i] - hi
+                if excess > slack:
+                    below = max(hi - (x[i] - give[i] * sent[i] + keep[i] * received[i]), 0.0)
+                    way = max(way, excess / (excess + below))
+            for i in range(n):
+                keep[i] = kept[i] + way * (keep[i] - kept[i])
+                sent[i] = had_sent[i] + way * (sent[i] - had_sent[i])
+        broken = 0
+        for i in range(n):
+            z = x[i] - give[i] * sent[i] + keep[i] * received[i]
+            # Outside the image x and z are 0, which is below lo and no fault.
+            broken += int(z > hi + slack) + int((z < lo - slack) & (x[i] > 0.0))
+        if broken == 0 or attempt == shares.size:
+            return
+        share = shares[attempt]
+        for i in range(n):
+            kept[i], had_sent[i] = keep[i], sent[i]
+            z = x[i] - give[i] * sent[i] + keep[i] * received[i]
+            room = max((hi - x[i] + share * give[i] * sent[i]) / max(received[i], 1e-300), 0.0)
+            spare = max((x[i] - lo + share * keep[i] * received[i]) / max(sent[i], 1e-300), 0.0)
+            keep[i] = min(keep[i], room) if z > hi + slack or share == 0.0 else keep[i]
+            give[i] = min(give[i], spare) if z < lo - slack or share == 0.0 and lo > 0.0 else give[i]
+
+
+@compiled(inner=True, fastmath=_SUMS)
+def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: ignore[no-untyped-def]
+    """Cost of the plan, and of what is left of it when opposite flows cancel."""
+    start, end = work[_A], work[_E]
+    give, keep = work[_GIVE], work[_KEEP]
+    if not logs:
+        start, end = work[_FIRST, : n + 2 * pad], work[_SECOND, : n + 2 * pad]
+        a, e = work[_A, : n + 2 * pad], work[_E, : n + 2 * pad]
+        for i in range(n + 2 * pad):
+            start[i] = a[i] * give[i]
+            end[i] = e[i] * keep[i]
+    cost, net = 0.0, 0.0
+    a0, e0, g0, k0 = start[pad : pad + n], end[pad : pad + n], give[pad : pad + n], keep[pad : pad + n]
+    for k in range(first, price.size):
+        if price[k] == math.inf:
+            continue
+        o = pad + shift[k]
+        a1, e1, g1, k1 = start[o : o + n], end[o : o + n], give[o : o + n], keep[o : o + n]
+        moved, left = 0.0, 0.0
+        toll, toll_back = psi * price[k], psi * price_back[k] if price_back[k] < math.inf else -_NOTHING
+        if not logs:
+            w, w_back = math.exp(-toll), math.exp(-toll_back)
+            for i in range(n):
+                flow = w * a0[i] * e1[i]
+                moved += flow
+                left += max(flow - w_back * a1[i] * e0[i], 0.0)
+        else:
+            for i in range(n):
+                flow = exp(a0[i] + e1[i] - toll) * g0[i] * k1[i]
+                moved += flow
+                left += max(flow - exp(a1[i] + e0[i] - toll_back) * g1[i] * k0[i], 0.0)
+        cost += price[k] * moved
+        net += price[k] * left
+    return cost, net
+
+
+@compiled()
+def _plan_images(  # type: ignore[no-untyped-def]
+    x, b, q, budget, rows, columns, price, price_back, ring_cost, ring, lo, hi, slack, sweeps, newton, cost_tol, shares,
+    work, out, psi, cost, net,
+):  # fmt: skip
+    rr, rc = 0, 0
+    for k in range(rows.size):
+        rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
+    _, channels, full_height, full_width = x.shape
+    weight = np.empty(price.size)
+    for m in range(x.shape[0]):
+        top, bottom, left, right = mass_box(x[m])
+        moving = bottom > 0 and budget[m] > 0.0
+        for c in range(channels):
+            for r in range(full_height):
+                for j in range(full_width):
+                    out[0, m, c, r, j] = x[m, c, r, j]
+                    out[1, m, c, r, j] = 0.0 if moving and sweeps > 0 else q[m, c, r, j]
+                    out[2, m, c, r, j] = 1.0
+                    out[3, m, c, r, j] = 1.0
+        if not moving:
+            continue
+
+        height, width = bottom - top + 2 * rr, right - left + 2 * rc
+        n, pad = channels * height * width, rr * width + rc
+        shift = rows * width + columns
+        first_row, last_row = max(top - rr, 0), min(bottom + rr, full_height)
+        first_column, last_column = max(left - rc, 0), min(right + rc, full_width)
+        low, high = math.inf, -math.inf
+        for c in range(channels):
+            for r in range(first_row, last_row):
+                for j in range(first_column, last_column):
+                    s = b[m, c, r, j] + q[m, c, r, j]
+                    low, high = min(low, s), max(high, s)
+        logs = high - low > LINEAR_SPREAD
+        middle = 0.5 * (low + high)
+        for row in range(_RINGS):
+            one = row in (_KEEP, _GIVE) or row == _Q and not logs
+            empty = 1.0 if one else _NOTHING if logs and row in (_E, _A) else 0.0
+            line = work[row]
+            for i in range(n + 2 * pad):
+                line[i] = empty
+        for c in range(channels):
+            for r in range(first_row, last_row):
+                at = pad + (c * height + r - top + rr) * width + rc - left
+                for j in range(first_column, last_column):
+                    s, p = b[m, c, r, j] + q[m, c, r, j], q[m, c, r, j]
+                    work[_X, at + j] = x[m, c, r, j]
+                    work[_E, at + j] = s if logs else exp(s - middle)
+                    work[_Q, at + j] = p if logs else exp(p)
+
+        p = psi[m]
+        for sweep in range(sweeps + 1):
+            if sweep > 0:
+                _weights(price, p, weight)
+                _receive(work, pad, n, -shift, weight, price, p, ring[0], logs)
+                _shift_potentials(work, pad, n, lo, hi, logs)
+            _rings(work, pad, n, shift, price, ring, logs)
+            p = _solve_psi(work, pad, n, p, budget[m], ring_cost, newton, cost_tol, logs)
+        _weights(price, p, weight)
+        _repair(work, pad, n, shift, weight, price, p, ring[1], lo, hi, slack, shares, logs)
+        cost[m], net[m] = _costs(work, pad, n, shift, price, price_back, p, ring[1], logs)
+        psi[m] = p
+
+        for c in range(channels):
+            for r in range(first_row, last_row):
+                at = pad + (c * height + r - top + rr) * width + rc - left
+                for j in range(first_column, last_column):
+                    i = at + j
+                    keep, give, p = work[_KEEP, i], work[_GIVE, i], work[_Q, i]
+                    z = work[_X, i] - give * work[_SENT, i] + keep * work[_RECEIVED, i]
+                    out[0, m, c, r, j] = min(max(z, lo), hi)
+                    if sweeps > 0:
+                        out[1, m, c, r, j] = p if logs else 0.0 if p == 1.0 else math.log(p)
+                    out[2, m, c, r, j] = keep
+                    out[3, m, c, r, j] = give

@@ -1,0 +1,79 @@
+"""How the compiled loops see images and moves: cropped, flat, ring after ring.
+
+An image is cropped to the box around its mass, widened by the reach of the moves, and laid out flat with all channels
+behind each other. The margins are wide enough that a move is a constant shift of the whole flat image, so that every
+inner loop runs over contiguous numbers and vectorises; a digit's black frame costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wball.kernels.compiled import compiled
+from wball.kernels.entropic_plan.reference import Move
+
+LINEAR_SPREAD = 600.0
+"""Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.
+
+``exp(-psi C)`` is 0 in float64 beyond 745 nats; it must not vanish where a potential could still make up for it.
+"""
+
+PART = 32
+"""Images per piece of work: their float64 copies are all the memory that grows with the images' size."""
+
+GROUP = 4
+"""Moves a pass, and moves a ring is filled up to with moves of weight 0."""
+
+
+class Stencil:
+    """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        index = {(r, c): cost for r, c, cost in moves}
+        # The move that stays has a ring of its own, even if others are free as well.
+        keys = sorted({(cost, (r, c) != (0, 0)) for r, c, cost in moves})
+        rows: list[tuple[int, int, float, float]] = []
+        edges, places = [0], []
+        for key in keys:
+            ring = [
+                (r, c, cost, index.get((-r, -c), math.inf)) for r, c, cost in moves if (cost, (r, c) != (0, 0)) == key
+            ]
+            rows += ring + [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
+            edges.append(len(rows))
+            places += [k for k, (r, c, cost) in enumerate(moves) if (cost, (r, c) != (0, 0)) == key]
+            places += [-1] * (len(rows) - len(places))
+        down, across, price, back = zip(*rows, strict=True)
+        self.radius = (max(map(abs, down)), max(map(abs, across)))
+        self.rings = len(keys)
+        self.places = np.asarray(places)  # in the moves as given; -1 for those that fill up
+        self.arrays: tuple[NDArray[np.generic], ...] = (
+            np.asarray(down),
+            np.asarray(across),
+            np.asarray(price, dtype=np.float64),
+            np.asarray(back, dtype=np.float64),
+            np.asarray([cost for cost, _ in keys], dtype=np.float64),
+            np.asarray(edges),
+        )
+
+    def length(self, shape: tuple[int, ...]) -> int:
+        """Room for a flat image with its margins, whatever box around its mass it is cropped to."""
+        _, channels, height, width = shape
+        stride = width + 2 * self.radius[1]
+        return channels * (height + 2 * self.radius[0]) * stride + 2 * (self.radius[0] * stride + self.radius[1])
+
+
+@compiled(inner=True)
+def mass_box(x):  # type: ignore[no-untyped-def]
+    """The rows and columns between which an image has mass, over all channels."""
+    channels, height, width = x.shape
+    top, bottom, left, right = height, 0, width, 0
+    for c in range(channels):
+        for r in range(height):
+            for j in range(width):
+                if x[c, r, j] > 0.0:
+                    top, bottom, left, right = min(top, r), max(bottom, r + 1), min(left, j), max(right, j + 1)
+    return top, bottom, left, right

@@ -1,0 +1,228 @@
+r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum.reference`) in Triton: one program per row.
+
+Ring maxima are taken once and stay in registers; each evaluation of ``h`` is then a few comparisons a pixel and two
+sums, in float64. Rows are read in place, nothing is staged unless the maximiser is asked for.
+"""
+
+# mypy: ignore-errors
+# ruff: noqa: RUF005  (Triton has no starred tuples)
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wball.kernels.linear_maximum.reference import FLAT, LinearMaximum
+from wball.kernels.triton_stencil import (
+    INTERPRETED,
+    Move,
+    is_halo,
+    kernel,
+    ring_prices,
+    staged_position,
+    stencil,
+)
+
+MAX_VALUES = 16384
+"""Larger images do not fit in one program."""
+_FLAT = tl.constexpr(FLAT)
+
+
+def linear_maximum(
+    a: Tensor,
+    x: Tensor,
+    budget: Tensor,
+    moves: Sequence[Move],
+    *,
+    image: Tensor | None = None,
+    far: float | None = None,
+    point: bool = False,
+    max_iter: int = 60,
+) -> LinearMaximum:
+    """See :func:`wball.kernels.linear_maximum.reference.linear_maximum`."""
+    if a.dtype == torch.float64 or x.dtype == torch.float64:
+        raise TypeError("the Triton kernels compute in float32; float64 rows are served by the torch reference")
+    if point and far is not None:
+        raise ValueError("point=True needs far=None: a far move is a bound, it has no target")
+    if image is None and len(a) != len(x):
+        raise ValueError(f"a has {len(a)} rows for {len(x)} images; say with image= whose they are")
+    table = stencil(moves, a)
+    if table.values > MAX_VALUES:
+        raise ValueError(f"images of {table.values} values do not fit in one program (at most {MAX_VALUES})")
+    rows, device = a.shape[0], a.device
+    if image is None:
+        image = torch.arange(rows, device=device)
+    psi = torch.empty(rows, dtype=torch.float32, device=device)
+    upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device)
+    n_iter = torch.empty(rows, dtype=torch.int32, device=device)
+    z = torch.empty(a.shape if point else (1,), dtype=torch.float32, device=device)
+    choice, mass = table.stage(2, rows, device) if point else (z, z)
+    block = max(128, triton.next_power_of_2(table.values))
+    channels, height, width = table.shape
+    if rows:
+        _support_kernel[(rows,)](
+            a.contiguous(), x.contiguous(), budget.to(torch.float64), image, psi, upper, cost, n_iter, z, choice, mass,
+            table.offset, table.price, _steps(tuple(moves), device), 1, max_iter, 0.0 if far is None else far,
+            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends, FAR=far is not None,
+            POINT=point, BLOCK=block, num_warps=min(32, max(4, block // 128)), num_stages=1,
+        )  # fmt: skip
+    return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long(), kernel="triton")
+
+
+_tables: dict[tuple[tuple[Move, ...], torch.device], Tensor] = {}
+
+
+def _steps(moves: tuple[Move, ...], device: torch.device) -> Tensor:
+    """Row and column offset of every move, in the order of :class:`~wball.kernels.triton_stencil.Stencil`."""
+    if (moves, device) not in _tables:
+        rest = sorted((move for move in moves if move != (0, 0, 0.0)), key=lambda move: move[2])
+        flat = [v for r, c, _ in [(0, 0, 0.0), *rest] for v in (r, c)]
+        _tables[moves, device] = torch.tensor(flat, dtype=torch.int32).to(device)
+    return _tables[moves, device]
+
+
+@triton.jit
+def _add_two(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _at(rings, prices, x, psi, budget):
+    """The function at ``psi`` and what the cheapest best moves cost."""
+    best = rings[0]
+    toll = tl.zeros_like(best)
+    for d in tl.static_range(1, len(rings)):
+        score = rings[d] - psi * prices[d]
+        toll = tl.where(score > best, prices[d], toll)
+        best = tl.maximum(best, score)
+    worth, spent = x.to(tl.float64) * best.to(tl.float64), (x * toll).to(tl.float64)
+    if INTERPRETED:
+        value, cost = tl.sum(worth, 0), tl.sum(spent, 0)
+    else:
+        value, cost = tl.reduce((worth, spent), 0, _add_two)
+    return value + psi.to(tl.float64) * budget, cost
+
+
+@kernel("one", "max_iter", "far")
+def _support_kernel(
+    a_ptr, x_ptr, budget_ptr, image_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
+    offset_ptr, price_ptr, step_ptr, one, max_iter, far,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    FAR: tl.constexpr, POINT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = C * H * W
+    MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
+    n = tl.program_id(0).to(tl.int64)
+    image = tl.load(image_ptr + n)
+    index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
+    real = index < N
+    row, column = index % (H * W) // W, index % W
+    a_ptr += n * N
+    a = tl.load(a_ptr + index, mask=real, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
+    budget = tl.maximum(tl.load(budget_ptr + image), 0.0)
+
+    prices = ring_prices(price_ptr, ENDS)
+    rings = (a,)
+    for d in tl.static_range(1, len(ENDS) - 1):
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        for k in tl.range(ENDS[d], ENDS[d + 1]):
+            r, c = row + tl.load(step_ptr + 2 * k), column + tl.load(step_ptr + 2 * k + 1)
+            inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
+            shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
+            best = tl.maximum(best, tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32))
+        rings = rings + (best,)
+    if FAR:
+        away = tl.full([BLOCK], float("-inf"), tl.float32)
+        for channel in tl.static_range(C):
+            mine = index // (H * W) == channel
+            away = tl.where(mine, tl.max(tl.where(mine & real, a, float("-inf")), 0), away)
+        rings = rings + (away,)
+        prices = prices + (far,)
+
+    # Above the steepest gain per unit of cost nobody moves.
+    steepest = tl.zeros([BLOCK], tl.float32)
+    for d in tl.static_range(1, len(rings)):
+        gain = tl.where(x > 0.0, (rings[d] - a) / tl.where(prices[d] > 0.0, prices[d], 1.0), 0.0)
+        gain = tl.where(prices[d] > 0.0, gain, 0.0)
+        steepest = tl.maximum(steepest, gain)
+    low_psi = 0.0 * tl.max(steepest, 0)
+    low_value, low_cost = _at(rings, prices, x, low_psi, budget)
+    free = low_cost <= budget
+    high_psi = tl.where(free, 0.0, tl.max(steepest, 0) * (1 + 1e-6) + 1e-30)
+    high_value, high_cost = _at(rings, prices, x, high_psi, budget)
+    steps = 2
+    settled = free
+    while (steps < max_iter) & (settled == False):  # noqa: E712
+        left, right = budget - low_cost, budget - high_cost
+        span = high_psi.to(tl.float64) - low_psi.to(tl.float64)
+        reach = (low_value - high_value + right * span) / tl.maximum(right - left, 1e-300)
+        middle = 0.5 * (low_psi + high_psi)
+        tangent_step = (steps - 2) % 3 < 2
+        trial = tl.where(tangent_step, (low_psi.to(tl.float64) + reach).to(tl.float32), middle)
+        trial = tl.where((trial > low_psi) & (trial < high_psi), trial, middle)
+        value, cost = _at(rings, prices, x, trial, budget)
+        below = tl.maximum(
+            low_value + left * (trial - low_psi).to(tl.float64), high_value - right * (high_psi - trial).to(tl.float64)
+        )
+        flat = value - below <= (tl.abs(value) + tl.abs(low_value)) * _FLAT
+        goes_high = cost <= budget
+        high_psi = tl.where(goes_high, trial, high_psi)
+        high_value = tl.where(goes_high, value, high_value)
+        high_cost = tl.where(goes_high, cost, high_cost)
+        low_psi = tl.where(goes_high, low_psi, trial)
+        low_value = tl.where(goes_high, low_value, value)
+        low_cost = tl.where(goes_high, low_cost, cost)
+        settled = tl.where(tangent_step, flat, False) | (high_psi - low_psi <= 4.8e-7 * high_psi)
+        steps += 1
+    at_low = low_value <= high_value
+    tl.store(psi_out + n, tl.where(at_low, low_psi, high_psi))
+    tl.store(upper_out + n, tl.where(at_low, low_value, high_value))
+    tl.store(cost_out + n, tl.where(at_low, low_cost, high_cost))
+    tl.store(n_iter_out + n, steps)
+
+    if POINT:
+        STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+        GUARD: tl.constexpr = RR * (W + RC) + RC
+        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+        choice_ptr += n * STAGED
+        mass_ptr += n * STAGED
+        for first in tl.range(0, STAGED + GUARD, BLOCK):
+            spot = first + index - GUARD
+            halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+            tl.store(choice_ptr + spot, -1.0, mask=halo)
+            tl.store(mass_ptr + spot, 0.0, mask=halo)
+        best_low, best_high = a, a
+        move_low, move_high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for k in tl.range(1, MOVES):
+            r, c = row + tl.load(step_ptr + 2 * k), column + tl.load(step_ptr + 2 * k + 1)
+            inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
+            shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
+            end = tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32)
+            price = tl.load(price_ptr + k)
+            number = k * 1.0
+            move_low = tl.where(end - low_psi * price > best_low, number, move_low)
+            best_low = tl.maximum(best_low, end - low_psi * price)
+            move_high = tl.where(end - high_psi * price > best_high, number, move_high)
+            best_high = tl.maximum(best_high, end - high_psi * price)
+        spread = low_cost - high_cost
+        blend = tl.where(spread > 0.0, (budget - high_cost) / tl.maximum(spread, 1e-300), 0.0)
+        blend = tl.minimum(tl.maximum(blend, 0.0), 1.0).to(tl.float32)
+        # Two choices in one number: move numbers are far below 4096.
+        code = move_high * 4096.0 + move_low
+        tl.store(choice_ptr + place, code, mask=real)
+        tl.store(mass_ptr + place, x, mask=real)
+        tl.debug_barrier()
+        z = x * (tl.where(move_high == 0.0, 1.0 - blend, 0.0) + tl.where(move_low == 0.0, blend, 0.0))
+        for k in tl.range(1, MOVES):
+            behind = place - tl.load(offset_ptr + k)
+            code = tl.load(choice_ptr + behind)
+            high_number = tl.floor(code / 4096.0)
+            low_number = code - high_number * 4096.0
+            number = k * 1.0
+            share = tl.where(high_number == number, 1.0 - blend, 0.0) + tl.where(low_number == number, blend, 0.0)
+            z += tl.load(mass_ptr + behind) * share
+        tl.store(z_out + n * N + index, z, mask=real)

@@ -1,0 +1,1 @@
+"""Projected Sinkhorn: the entropic projection with the box inside."""

@@ -1,0 +1,340 @@
+"""What every recipe works with: data, models, a device, and a folder in which finished parts are kept.
+
+A part is a file that appears whole or not at all, named after everything that its content depends on. A recipe that was
+killed finds its finished parts and goes on; recipes that need the same part share it, also across processes: the
+second waits for the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wball import provenance
+from wball.data import dataset_info, load_dataset, load_sample
+from wball.evaluation.files import read_json, read_tensors, write_tensors
+from wball.inputs import check_count, check_seed, find_device
+from wball.models import build_model
+from wball.storage.atomic import locked
+from wball.storage.weights import load_weights
+from wball.training.config import Evaluation, TrainConfig
+from wball.training.loop import train
+from wball.training.presets import override, preset, presets
+from wball.zoo import list_models, load_model, model_card
+
+ENDINGS = (".safetensors", ".pth", ".pt")
+
+
+class MissingModel(ValueError):
+    """A model that is neither in the zoo nor in the models' folder, and that must not be trained now."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How recipes are run.
+
+    Attributes:
+        quick: few images, and tiny models where none are at hand: minutes on two cores. The numbers mean little.
+        data: folder with the data sets; without it the bundled MNIST digits serve (quick runs only).
+        models: folder with trained models, ``NAME/NAME.safetensors`` (or ``.pth``, and a card ``NAME.json`` where the
+            network is not the preset's), for those that are not in the zoo.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        seed: of everything random.
+        out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
+        images: measure on so many test images (``None``: as many as the recipe wants).
+        may_train: train models that are missing. Otherwise they are left out, and the result says so.
+    """
+
+    quick: bool = False
+    data: Path | None = None
+    models: Path | None = None
+    device: str = "auto"
+    seed: int = 0
+    out: Path = Path("out/reproduce")
+    images: int | None = None
+    may_train: bool = True
+
+    def __post_init__(self) -> None:
+        if self.images is not None:
+            check_count("images", self.images)
+        check_seed(self.seed)
+        for name in ("data", "models", "out"):
+            folder = getattr(self, name)
+            if folder is not None:
+                object.__setattr__(self, name, Path(folder))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured: ``origin`` says where its weights come from."""
+
+    name: str
+    model: nn.Module
+    architecture: str
+    origin: str
+    sha256: str
+
+    def about(self) -> dict[str, Any]:
+        return {"name": self.name, "architecture": self.architecture, "origin": self.origin, "sha256": self.sha256}
+
+
+class Workshop:
+    """Data, models and finished parts for recipes with the same settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.device = find_device(settings.device)
+        if settings.models is not None and not settings.models.is_dir():
+            raise FileNotFoundError(f"models {str(settings.models)!r} is no folder: give the one that holds the models")
+        self.begin()
+        self._images: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._subjects: dict[str, Subject] = {}
+        self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
+
+    def begin(self) -> None:
+        """A new recipe: which models it misses, what its parts took, and the commits that measured them."""
+        self.missing: dict[str, str] = {}
+        self.spent = 0.0
+        self.commits: set[str] = set()
+
+    @property
+    def quick(self) -> bool:
+        return self.settings.quick
+
+    def say(self, text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    # ---- data
+
+    def test_images(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
+        """The first test images on the device: ``full`` of them, ``quick`` in a quick run, or as many as asked for."""
+        x, y = self._loaded(dataset, "test")
+        count = self.settings.images or (quick if self.quick else full)
+        return x[:count], y[:count]
+
+    def pool(self, dataset: str, full: int, quick: int) -> tuple[Tensor, Tensor]:
+        """The first test images to choose from, however many are measured."""
+        x, y = self._loaded(dataset, "test")
+        return x[: quick if self.quick else full], y[: quick if self.quick else full]
+
+    def title(self, dataset: str, count: int) -> str:
+        """What to call the first ``count`` test images."""
+        sample = "the bundled sample of " if self._bundled(dataset) else ""
+        return f"first {count:,} images of {sample}the {dataset_info(dataset).title} test set"
+
+    def _bundled(self, dataset: str) -> bool:
+        return self.settings.data is None and dataset == "mnist"
+
+    def _loaded(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+        if (dataset, split) not in self._images:
+            self._images[dataset, split] = self._load(dataset, split)
+        return self._images[dataset, split]
+
+    def _load(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+        if self._bundled(dataset):
+            if not self.quick:
+                raise FileNotFoundError(
+                    "the full recipe needs MNIST: get it with `wball data mnist --root data` and give --data data "
+                    "(or --quick, for which the bundled digits serve)"
+                )
+            x, y = load_sample("mnist", device=self.device)
+            half = len(x) // 2  # nothing is measured on the half that models are trained on
+            return (x[:half], y[:half]) if split == "test" else (x[half:], y[half:])
+        if self.settings.data is None:
+            raise FileNotFoundError(
+                f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --root data` "
+                "and give --data data"
+            )
+        return load_dataset(dataset, self.settings.data, split, device=self.device)
+
+    def fingerprint(self, x: Tensor, y: Tensor) -> str:
+        """Which images these are. Whole test sets take a while to digest, and they stay where they are."""
+        key = (x.data_ptr(), tuple(x.shape))
+        if key not in self._digests:
+            self._digests[key] = provenance.fingerprint(x, y)
+        return self._digests[key]
+
+    # ---- models
+
+    def subject(self, name: str) -> Subject:
+        """The model of that name: from the zoo, the models' folder, an earlier training here, or trained now."""
+        if name not in self._subjects:
+            model, architecture, origin = self._find(name)
+            model = model.to(self.device).eval()
+            if self.device.type == "cuda":
+                model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            about = provenance.describe_model(model, name)
+            self._subjects[name] = Subject(name, model, architecture, origin, about["sha256"])
+        return self._subjects[name]
+
+    def subjects(self, *names: str) -> list[Subject]:
+        """Those of the models that there are; what is missing is noted in the result."""
+        found = []
+        for name in names:
+            try:
+                found.append(self.subject(name))
+            except MissingModel as error:
+                self.missing[name] = str(error)
+                self.say(f"{name} is left out: {error}")
+        if not found:
+            raise MissingModel(f"none of the models {', '.join(names)}: {self.missing[names[0]]}")
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether a model is there without training."""
+        return name in list_models() or self._stored(name) is not None
+
+    def _find(self, name: str) -> tuple[nn.Module, str, str]:
+        if name in list_models():
+            return load_model(name), str(model_card(name)["architecture"]), "zoo"
+        stored = self._stored(name)
+        if stored is not None:
+            model, architecture = _load(name, stored)
+            return model, architecture, "models folder"
+        if name not in presets():
+            raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
+        kind = "quick" if self.quick else "full"
+        folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
+        weights = folder / f"{name}.safetensors"
+        if not weights.is_file() and not self.settings.may_train:
+            raise MissingModel(
+                f"neither in the zoo nor in a models' folder (--models DIR with {name}/{name}.safetensors), "
+                "and not to be trained (--no-train)"
+            )
+        with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
+            if not weights.is_file():
+                config, data, test = self._training(name)
+                self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
+                train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
+        model, architecture = _load(name, weights)
+        trained = "trained here, quick" if self.quick else "trained here by its preset"
+        return model, architecture, trained
+
+    def _stored(self, name: str) -> Path | None:
+        """The file in the models' folder: there, in a folder of its own, or as an earlier run of recipes left it."""
+        if self.settings.models is None:
+            return None
+        left = [f"{name}-{kind}-{self.settings.seed}" for kind in ("full", *["quick"] * self.quick)]
+        places = (self.settings.models / folder / f"{name}{end}" for folder in (".", name, *left) for end in ENDINGS)
+        return next((path for path in places if path.is_file()), None)
+
+    def _training(self, name: str) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        config = preset(name, seed=self.settings.seed)
+        x, y = self._loaded(config.dataset, "train")
+        if not self.quick:
+            return config, (x, y), self._loaded(config.dataset, "test")
+        few = 1000 if config.adversary is None else 250
+        return quick_config(config), (x[:few], y[:few]), None
+
+    def _start(self, config: TrainConfig) -> nn.Module | None:
+        """A few steps from nothing make nothing: quick runs start from the standard model."""
+        if not self.quick or config.name == f"{config.dataset}-standard":
+            return None
+        standard = self.subject(f"{config.dataset}-standard")
+        return copy.deepcopy(standard.model) if standard.architecture == config.architecture else None
+
+    # ---- parts
+
+    @contextmanager
+    def part(self, name: str, depends: Any) -> Iterator[Path]:
+        """A folder for a measurement that depends on ``depends`` alone, held for this process."""
+        digest = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:10]
+        folder = self.settings.out / "parts" / f"{name}.{digest}"
+        with locked(folder, wait=True):
+            yield folder
+
+    def kept(self, path: Path, *names: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Tensors and notes in a file of a part. A damaged file counts as none: it is measured again."""
+        if not path.is_file():
+            return None
+        try:
+            tensors, notes = read_tensors(path)
+        except ValueError as error:
+            self.say(f"measured again: {error}")
+            return None
+        if not set(names) <= set(tensors) or not isinstance(notes, dict):
+            self.say(f"measured again: {path} has not all of {', '.join(names)}")
+            return None
+        self.commits.update(notes.get("commits", ()))
+        return tensors, notes
+
+    def keep(self, path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Write a file of a part. It remembers by which commits it was measured: another one may go on with it."""
+        notes["commits"] = sorted({*notes.get("commits", ()), self.commit})
+        write_tensors(path, tensors, notes)
+
+    def once(
+        self, path: Path, names: Sequence[str], measure: Callable[[], dict[str, Tensor]]
+    ) -> tuple[dict[str, Tensor], float]:
+        """The tensors ``names`` that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part."""
+        part = self.kept(path, *names)
+        if part is not None:
+            return part[0], float(part[1]["seconds"])
+        clock = Clock(self.device)
+        tensors = {name: tensor.cpu() for name, tensor in measure().items()}
+        seconds = clock.seconds()
+        self.keep(path, tensors, {"seconds": seconds})
+        return tensors, seconds
+
+    @cached_property
+    def commit(self) -> str:
+        return provenance.commit()
+
+
+def quick_config(config: TrainConfig) -> TrainConfig:
+    """A preset cut down to a minute or less on two cores: small network, few epochs, few steps of the attack."""
+    small = "cifar10-resnet-small" if config.dataset == "cifar10" else config.architecture
+    options = replace(
+        config.optimisation, schedule="one-cycle", bf16=False, channels_last=False, cuda_graph=False, ema=0.0
+    )
+    fresh = config.name.endswith("-standard")
+    gentle = (0.05 if fresh else 0.01) if options.method == "sgd" else (2e-3 if fresh else 5e-4)
+    options = replace(options, lr=min(options.lr, gentle), clip=1.0)
+    config = replace(
+        config,
+        architecture=small,
+        epochs=4 if config.adversary is None else 1,
+        batch_size=50,
+        optimisation=options,
+        evaluation=Evaluation(),
+    )
+    if config.adversary is not None:
+        grows = getattr(config.adversary.attack, "growth", None) is not None
+        config = override(config, "adversary.attack.steps", 4)
+        if grows:
+            config = override(config, "adversary.attack.growth.every", 1)
+    if config.provable is not None:
+        config = replace(config, provable=replace(config.provable, crown=0.0, crown_end=0.0))
+    return config
+
+
+def _load(name: str, weights: Path) -> tuple[nn.Module, str]:
+    """A model with its card's architecture, or that of its preset where it has no card."""
+    path = weights.with_name(f"{name}.json")
+    card = read_json(path) if path.is_file() else {"architecture": preset(name).architecture}
+    if not isinstance(card, dict) or not isinstance(card.get("architecture"), str):
+        raise ValueError(f'{path} is no card of a model: it has no "architecture"; correct it or take it away')
+    return load_weights(build_model(card["architecture"]), weights), card["architecture"]
+
+
+class Clock:
+    """Seconds since it was made, with the device's work done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.start = device, time.perf_counter()
+
+    def seconds(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - self.start

@@ -1,0 +1,168 @@
+"""Figures for papers, from evaluations: accuracy against eps, examples with their perturbations, radii.
+
+Each function returns a matplotlib figure; :func:`save_figures` writes all of them. Fonts are embedded as text, sizes
+are those of one column.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wball.evaluation.result import Evaluation
+from wball.storage.atomic import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 3.4
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
+MARKERS = "osD^vPX"
+FORMATS = ("pdf", "png", "svg")
+STYLE: dict[str, Any] = {
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "wball",
+    "savefig.dpi": 300,
+}
+
+
+def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
+    """Accuracy against eps, one line per evaluation; certified accuracy dotted in the same colour."""
+    figure, axes = _one_axes(evaluations)
+    for k, e in enumerate(evaluations):
+        points = e.curve()
+        style: dict[str, Any] = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+        eps = [p.eps for p in points]
+        axes.plot(eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style)
+        proved = [100 * p.certified for p in points if p.certified is not None]
+        if proved:
+            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (proved)"), **style)
+    axes.set(xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})", ylabel="accuracy (%)", ylim=(-2, 102))
+    axes.set_xlim(left=0)
+    axes.legend()
+    return figure
+
+
+def radius_figure(evaluations: Sequence[Evaluation]) -> Figure:
+    """How the exact distances of the examples are distributed: the share of images broken by then."""
+    figure, axes = _one_axes(evaluations)
+    for k, e in enumerate(evaluations):
+        found = e.images["distance"][e.images["read_as"] >= 0].sort().values
+        wrong = int((e.images["label"] != e.images["predicted"]).sum())
+        share = 100 * (wrong + torch.arange(1, len(found) + 1)) / max(1, len(e))
+        line: dict[str, Any] = {"lw": 1.5, "color": COLOURS[k % len(COLOURS)], "label": plain(e.name)}
+        axes.step(found.tolist(), share.tolist(), where="post", **line)
+    axes.set(xlabel=f"distance of the example ({evaluations[0].unit})", ylabel="images broken (%)", ylim=(-2, 102))
+    axes.set_xlim(left=0)
+    axes.legend()
+    return figure
+
+
+def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
+    """Rows of originals, perturbations on one diverging scale, and adversarial images, spread over the distances."""
+    if not evaluation.examples or len(evaluation.examples["index"]) == 0:
+        raise ValueError(f"{evaluation.name} has no adversarial examples to show")
+    index = evaluation.examples["index"]
+    order = evaluation.images["distance"][index].argsort()
+    chosen = order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()]
+    x, z = evaluation.examples["original"][chosen].float(), evaluation.examples["adversarial"][chosen].float()
+    change = (z - x).mean(1)
+    scale = float(change.abs().max()) or 1.0
+    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.7))
+    grid = figure.subplots(3, len(chosen), squeeze=False)
+    picture: Any = None
+    for k, i in enumerate(chosen.tolist()):
+        image = int(index[i])
+        label, read_as = (evaluation.class_name(int(evaluation.images[name][image])) for name in ("label", "read_as"))
+        for row, pixels in ((0, x[k]), (2, z[k])):
+            shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
+            grid[row, k].imshow(shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        picture = grid[1, k].imshow(change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest")
+        grid[0, k].set_title(plain(f"{label} → {read_as}"), fontsize=7, pad=2)
+        grid[2, k].set_xlabel(f"{float(evaluation.images['distance'][image]):.3f}", fontsize=7, labelpad=2)
+    for axis in grid.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.grid(False)
+    figure.colorbar(picture, ax=grid[1, :], shrink=0.9, aspect=8, pad=0.02).ax.tick_params(labelsize=6)
+    return figure
+
+
+def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf") -> list[Path]:
+    """Write every figure that the evaluations give, as ``pdf``, ``png`` or ``svg``, and return the paths."""
+    if not evaluations:
+        raise ValueError("evaluations is empty: there is nothing to draw")
+    if kind not in FORMATS:
+        raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {kind!r}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with style():
+        figures = {"accuracy": accuracy_figure(evaluations), "radii": radius_figure(evaluations)}
+        for e in evaluations:
+            if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
+                safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in e.name)
+                numbered = (f"examples-{safe}" + (f"-{k}" if k > 1 else "") for k in count(1))
+                figures[next(name for name in numbered if name not in figures)] = examples_figure(e)
+        paths = []
+        for name, figure in figures.items():
+            paths.append(save_figure(figure, folder / f"{name}.{kind}"))
+    return paths
+
+
+def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
+    """Write a figure whole, without the time of day: the same figure gives the same bytes."""
+    kind, content = path.suffix.removeprefix("."), io.BytesIO()
+    stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+    with style():  # which fonts are embedded, and how, is decided here
+        figure.savefig(content, format=kind, metadata=stamp, bbox_inches="tight", dpi=dpi)
+    write_whole(path, content.getvalue())
+    return path
+
+
+def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
+    units = {e.unit for e in evaluations}
+    if len(units) != 1:
+        raise ValueError(f"evaluations must share a unit of radii, got {', '.join(sorted(units)) or 'none'}")
+    with style():
+        figure = new_figure((WIDTH, 0.72 * WIDTH))
+        return figure, figure.subplots()
+
+
+def plain(text: str) -> str:
+    """Somebody's text as it is: to matplotlib, dollars enclose mathematics, and a leading _ keeps it out of legends."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def new_figure(size: tuple[float, float]) -> Figure:
+    """A figure that belongs to no window, so that no display is needed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install wball[report]") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def style() -> Any:
+    """The settings of all figures, as a context."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install wball[report]") from error
+    return matplotlib.rc_context(STYLE)

@@ -1,0 +1,135 @@
+"""What every solver does around its mathematics: layout, precision and memory.
+
+Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get their own shape and dtype back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wball.cost import DenseCost, GroundCost
+from wball.inputs import result_dtype
+from wball.plan import Plan
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
+
+ROUNDING_SHARE = 9e-5
+"""Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
+
+SUMS = 8
+"""Roundings that a sum over the moves of a pixel amounts to."""
+
+MAX_ARC_ENTRIES = 12_000_000
+"""Moves held at once by the reference solvers (about 100 MB per arc tensor in float64)."""
+
+
+def as_grid(values: Tensor) -> Tensor:
+    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. Always float64."""
+    grid = values if values.ndim == 4 else values[:, None, None, :]
+    return grid.to(torch.float64)
+
+
+def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tensor:
+    """A float64 grid in the shape and dtype of ``x``, with rounding kept inside the box."""
+    out = point.reshape(x.shape)
+    if box is not None:
+        out = out.clamp(*box)
+    return out.to(result_dtype(x))
+
+
+def dearest_move(cost: GroundCost, x: Tensor) -> float:
+    """What the dearest move costs that these images allow."""
+    if isinstance(cost, DenseCost):
+        return float(cost.matrix[cost.matrix.isfinite()].max())
+    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+    return cost.moves(height, width)[-1][2]
+
+
+def rounding_cost(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
+    r"""How much dearer a point can become when it is rounded to the dtype of the results, per image in mass x pixels.
+
+    Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit in
+    the last place (denormal pixels change by a fixed amount instead). Scaled back to the mass of ``x``, the
+    deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]`` deviate by at most ``r u`` on average, so
+    at most
+
+    .. math:: r\, \tfrac{u}{2}\, m
+
+    of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it belongs.
+    One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a window it may
+    take several, see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
+    counts as :data:`SUMS` roundings.
+    """
+    numbers = torch.finfo(result_dtype(x))
+    roundings *= SUMS if numbers.bits == 64 else 1
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
+    return 0.5 * roundings * off * dearest_move(ball.cost, x) * _moves_to_balance(ball.cost, x)
+
+
+def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
+    """How many moves lie between pixels whose rounding errors make up for each other, per image, at least 1.
+
+    Errors are of either sign, so their sum over an area grows like the root of its pixels: along a strip about
+    ``sqrt(length / width)`` pixels have to be crossed. And where few pixels have most of the mass (an image has the
+    errors of ``(sum x)^2 / sum x^2`` equal pixels), half the way to the next of them. No proof, but what exact
+    distances bear out (``tests/torture``).
+    """
+    values = x.to(torch.float64).flatten(1)
+    if isinstance(cost, DenseCost):
+        return torch.ones_like(values[:, 0])
+    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+    long, short = max(height, width), min(height, width)
+    along = 0 if height > width else 1
+    reach = max(1, *(abs(move[along]) for move in cost.moves(height, width)))
+    largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    equal = (values / largest).sum(1).square() / (values / largest).square().sum(1).clamp(min=1)
+    apart = 0.5 * torch.sqrt(values.shape[1] / equal.clamp(min=1))
+    return (apart.clamp(min=math.sqrt(long / short)) / reach).clamp(min=1)
+
+
+def spendable(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
+    """What a plan may cost so that its columns are in the ball even after rounding, per image.
+
+    A radius is kept to 1e-4. What rounding may cost beyond that is held back: nothing at the radii in use, some of
+    radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only point.
+    """
+    budget = ball.budget(x)
+    held = (rounding_cost(ball, x, roundings) - ROUNDING_SHARE * budget).clamp(min=0)
+    return (budget - held).clamp(min=0)
+
+
+def held_back(
+    plan: Plan, budget: Tensor, spend: Tensor, value: Tensor, evaluate: Callable[[Plan], Tensor]
+) -> tuple[Plan, Tensor]:
+    """A plan within its budget, shrunk to what may be spent on points that will be rounded; and its value, per image.
+
+    ``value`` is that of the plan as it is; what shrinks is evaluated anew.
+    """
+    held = spend < budget
+    if not bool(held.any()):  # as at the radii in use
+        return plan, value
+    over = held & (plan.cost() > spend)
+    plan = plan.within(torch.where(over, spend, math.inf))
+    return plan, torch.where(over, evaluate(plan), value)
+
+
+def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:
+    """Slices of the batch whose arc tensors fit in memory."""
+    size = max(1, MAX_ARC_ENTRIES // max(1, entries_per_image))
+    for start in range(0, batch, size):
+        yield slice(start, min(batch, start + size))
+
+
+def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
+    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
+    mass = x.to(torch.float64).flatten(1).sum(1)
+    if ball.mass == "absolute":
+        return torch.ones_like(mass)
+    return mass.clamp(min=torch.finfo(torch.float64).tiny)

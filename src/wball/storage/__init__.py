@@ -1,0 +1,1 @@
+"""Files in and out: whole or not at all, and nothing read here can execute code."""

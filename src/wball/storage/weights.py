@@ -1,0 +1,234 @@
+"""Weights in and out of files. Nothing read here can execute code.
+
+Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``, and the usual ways of
+packing a state dict are undone: it may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, be one of
+a list, and carry prefixes such as ``module.`` from a wrapper that the model at hand does not have (or lack those of one
+that it has).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from wball.storage.atomic import write_whole
+
+StateDict = dict[str, Tensor]
+Model = TypeVar("Model", bound=nn.Module)
+
+# Under which names public training scripts store the weights.
+_PACKED_UNDER = ("state_dict", "model_state_dict", "net", "model", "weights", "params", "model_state", "state_dict_ema")
+_COUNTER = "num_batches_tracked"
+_AVERAGED = "n_averaged"  # of torch's AveragedModel, beside the weights
+
+
+def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
+    """Copy the weights in a ``.safetensors``, ``.pth`` or ``.pt`` file into ``model``, in place, and return it.
+
+    All or nothing: if a tensor is missing, left over or has another shape, a ``ValueError`` says which, and the model
+    is as before. Its dtype and device stay (half-precision files are widened).
+    """
+    path = Path(path)
+    wanted = _tensors_of(model)
+    candidates = list(_state_dicts(_read(path)))
+    if not candidates:
+        raise ValueError(
+            f"{path} holds no state dict: expected tensors by name, or a dict with one under {_PACKED_UNDER[0]!r}"
+        )
+    complaints = []
+    for found in candidates:
+        matched = _match(found, wanted, _aliases(model))
+        complaint = _complaint(matched, wanted)
+        if not complaint:
+            model.load_state_dict(matched, strict=False)  # only batch counters may be absent
+            return model
+        complaints.append(complaint)
+    which = f" (the first of {len(candidates)} state dicts in it)" if len(candidates) > 1 else ""
+    raise ValueError(f"the weights in {path}{which} do not fit this {type(model).__name__}: {complaints[0]}")
+
+
+def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+    """Write the model's weights as safetensors. The file appears whole or not at all."""
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"path must end in .safetensors, got {path}")
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _tensors_of(model).items()}
+    # save_file would make a file that only its owner can read.
+    write_whole(path, save(tensors, metadata=dict(metadata) if metadata else None))
+
+
+def _tensors_of(model: nn.Module) -> StateDict:
+    """The model's state without what modules of its own keep beside tensors (``get_extra_state``)."""
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if lazy := [name for name, value in state.items() if is_lazy(value)]:
+        raise ValueError(f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first")
+    return state
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The text stored beside the weights of a safetensors file."""
+    with _safetensors(Path(path)) as file:
+        return dict(file.metadata() or {})
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no weights file at {path}") from None
+    except (SafetensorError, json.JSONDecodeError, OSError) as error:
+        raise ValueError(f"{path} is no complete safetensors file ({error}): truncated or not that format") from error
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights file at {path}")
+    if path.suffix.lower() == ".safetensors":
+        with _safetensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if path.suffix.lower() not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
+        raise ValueError(f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make it raise anything
+        # torch wraps the reason in advice to switch the protection off, which is not ours to pass on.
+        if isinstance(error, pickle.UnpicklingError) and (refused := re.search(r"GLOBAL ([\w.]+)", str(error))):
+            raise ValueError(
+                f"{path} holds more than tensors ({refused[1]}) and was not opened, because loading such files can run "
+                "code. Where you trust it, resave its state dict alone with torch.save(model.state_dict(), ...)"
+            ) from error
+        raise ValueError(f"{path} is no complete weights file: truncated or not that format") from error
+
+
+def _state_dicts(content: Any) -> Iterator[StateDict]:
+    """Every state dict inside a loaded object, outermost and first in a list first.
+
+    Files may hold objects that contain themselves, or each other a million times: each is looked at once.
+    """
+    left, seen = [content], set()
+    while left:
+        content = left.pop()
+        if id(content) in seen:
+            continue
+        seen.add(id(content))
+        inside: Sequence[Any] = ()
+        if isinstance(content, Mapping):
+            inside = [content[k] for k in _PACKED_UNDER if k in content and not isinstance(content[k], Tensor)]
+            tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
+            if tensors and not inside:
+                yield tensors
+        elif isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+            inside = content
+        left.extend(reversed(inside))
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Names that published checkpoints use for the parameters of a network inside ``model``, if it knows any."""
+    for module in model.modules():
+        names = getattr(module, "public_names", None)
+        if callable(names):
+            return names()
+    return {}
+
+
+def _match(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> StateDict:
+    """``found`` under the names of ``wanted``, if wrappers explain the difference; else ``found`` as it is."""
+    source = _sources(found, wanted, aliases)
+    if not source:
+        return found
+    matched = {key: found[other] for key, other in source.items()}
+    for key in wanted.keys() - source.keys() - {_AVERAGED}:  # batch counters, where the file has them
+        counter = source[key.replace(_COUNTER, "running_mean")].replace("running_mean", _COUNTER)
+        if counter in found:
+            matched[key] = found[counter]
+    return matched
+
+
+def _sources(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Where each tensor of ``wanted`` stands in ``found``; empty if no wrapper explains the difference of the names."""
+    mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
+    if mine.keys() == theirs.keys():
+        return {key: key for key in mine}
+    for names in (theirs, {key: aliases.get(short, short) for key, short in theirs.items()}):
+        if set(names.values()) == set(mine.values()):
+            back = {short: key for key, short in names.items()}
+            return {key: back[short] for key, short in mine.items()}
+    return _same_row(found, wanted)
+
+
+def _essential(state: StateDict) -> list[str]:
+    """The names that must be there. Counters are absent from old checkpoints and play no role in inference."""
+    return [key for key in state if not key.endswith(_COUNTER) and key != _AVERAGED]
+
+
+def _without_prefix(keys: list[str]) -> dict[str, str]:
+    """Each key without the leading components that all keys share (``module.``, ``model.``)."""
+    parts = [key.split(".") for key in keys]
+    shared = 0
+    while parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
+        shared += 1
+    return {key: ".".join(p[shared:]) for key, p in zip(keys, parts, strict=True)}
+
+
+def _same_row(found: StateDict, wanted: StateDict) -> dict[str, str]:
+    """Match a row of layers whose numbers are shifted, as by a layer without parameters before an ``nn.Sequential``.
+
+    Order (of the numbers: files may be sorted by letters), shapes and every part of the names that is no number must
+    agree.
+    """
+
+    def row(state: StateDict) -> list[tuple[str, str]]:
+        short = _without_prefix(_essential(state))
+        return sorted(short.items(), key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(9), item[1]))
+
+    def signature(state: StateDict) -> list[tuple[str, torch.Size]]:
+        return [(re.sub(r"\d+", "#", name), state[key].shape) for key, name in row(state)]
+
+    if signature(found) != signature(wanted):
+        return {}
+    return {mine: theirs for (mine, _), (theirs, _) in zip(row(wanted), row(found), strict=True)}
+
+
+def _complaint(found: StateDict, wanted: StateDict) -> str:
+    missing = [key for key in _essential(wanted) if key not in found]
+    unexpected = [key for key in _essential(found) if key not in wanted]
+    shapes = [
+        f"{key} is {tuple(found[key].shape)} in the file and {tuple(wanted[key].shape)} in the model"
+        for key in _essential(wanted)
+        if key in found and found[key].shape != wanted[key].shape
+    ]
+    types = [
+        f"{key} is {_kind(found[key])} in the file"
+        for key in _essential(wanted)
+        if key in found and _kind(found[key]) != _kind(wanted[key])
+    ]
+    said = [f"missing {_some(missing)}"] if missing else []
+    said += [f"unexpected {_some(unexpected)}"] if unexpected else []
+    said += [f"wrong shape: {_some(shapes, '; ')}"] if shapes else []
+    said += [f"wrong type: {_some(types, '; ')}"] if types else []
+    if any(re.search(r"(^|\.)(mean|std|mu|sigma)$", key) for key in unexpected):
+        said.append("the file has normalisation constants: wrap the model in wball.Normalized with them")
+    return "; ".join(said)
+
+
+def _kind(value: Tensor) -> str:
+    """What cannot be turned into something else without loss, or without knowing more."""
+    if value.is_quantized or value.is_meta or value.layout != torch.strided:
+        return "quantized" if value.is_quantized else "on no device (meta)" if value.is_meta else "sparse"
+    return "complex" if value.is_complex() else "floating point" if value.is_floating_point() else "integer"
+
+
+def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
+    rest = len(items) - limit
+    return between.join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")

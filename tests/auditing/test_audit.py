@@ -1,0 +1,330 @@
+"""The audit: agrees with the references, and notices everything that was planted."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import wball
+from problems import (
+    KINDS,
+    Known,
+    arc_list,
+    known,
+    random_problem,
+    reference_distance,
+    reference_support,
+)
+from wball import AuditReport, DenseCost, GridCost, LinfBall, WassersteinBall, audit
+from wball import audit as audit_function
+
+
+def line_case(eps: float = 0.1, over: float = 1.0) -> tuple[WassersteinBall, Tensor, Tensor]:
+    """A digit-like bar, a share of which moves by one pixel so that the distance is ``over * eps``."""
+    x = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
+    x[:, :, 2:6, 3] = 0.5
+    z = x.clone()
+    z[..., 3] -= x[..., 3] * eps * over
+    z[..., 4] += x[..., 3] * eps * over
+    return WassersteinBall(eps), x, z
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distance_matches_clarabel(kind: str) -> None:
+    for seed in range(30):
+        p = random_problem(seed, kind=kind, mass="relative" if seed % 2 else "absolute")  # type: ignore[arg-type]
+        z = reference_support(p.ball, p.x, p.g).point
+        report = audit(p.ball, p.x, z)
+        want = reference_distance(p.ball, p.x, z.clamp(min=0))
+        assert float(report.distance) == pytest.approx(want, rel=1e-6, abs=1e-6), p.label
+        assert report.all_valid, f"{p.label}: {report}"
+        assert not audit(p.ball.at(float(report.distance) * (1 - 3e-4)), p.x, z).all_valid or want < 1e-6
+
+
+@settings(max_examples=120)
+@given(known, st.sampled_from(("relative", "absolute")))
+def test_closed_forms(case: Known, mass: str) -> None:
+    ball = case.ball(mass=mass)  # type: ignore[arg-type]
+    want = case.relative if mass == "relative" else case.absolute
+    report = audit(ball, case.x, case.z)
+    assert float(report.distance) == pytest.approx(want, rel=1e-9, abs=1e-12)
+    assert report.all_valid == math.isfinite(want)
+
+
+def test_agrees_with_the_solver_it_shares_nothing_with() -> None:
+    for seed in range(40):
+        p = random_problem(seed, kind=KINDS[seed % 3])
+        z = reference_support(p.ball, p.x, p.g).point.float()
+        report = audit(p.ball, p.x.float(), z)
+        assert float(report.distance) == pytest.approx(float(p.ball.distance(p.x.float(), z)), rel=1e-9, abs=1e-12)
+
+
+def test_imports_nothing_it_checks() -> None:
+    source = Path(wball.__file__).parent.joinpath("auditing", "audit.py").read_text()
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    forbidden = ("wball.solvers", "wball.kernels", "wball.plan", "wball.attacks")
+    assert not [name for name in imported if name.startswith(forbidden)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("eps", [1e-2, 0.1, 0.5])
+def test_distance_over_by_two_parts_in_ten_thousand(eps: float, dtype: torch.dtype) -> None:
+    ball, x, z = line_case(eps)
+    assert audit(ball, x.to(dtype), z.to(dtype)).all_valid
+    ball, x, z = line_case(eps, 1 + 0.5e-4)
+    assert audit(ball, x.to(dtype), z.to(dtype)).all_valid
+    ball, x, z = line_case(eps, 1 + 2e-4)
+    report = audit(ball, x.to(dtype), z.to(dtype))
+    assert not report.all_valid
+    assert "x eps" in report.reasons[0]
+
+
+def test_mass_off_by_two_parts_in_a_hundred_thousand() -> None:
+    ball, x, z = line_case(0.1, 0.9)
+    ok, off = z.clone(), z.clone()
+    ok[0, 0, 3, 3] += 0.5e-5 * float(x.sum())
+    off[0, 0, 3, 3] += 2e-5 * float(x.sum())
+    report = audit(ball, torch.cat([x, x]), torch.cat([ok, off]))
+    assert report.valid.tolist() == [True, False]
+    assert report.mass_error.tolist() == pytest.approx([0.5e-5, 2e-5], rel=1e-3)
+    assert "mass is off" in report.reasons[1]
+
+
+def test_mass_that_changed_channel() -> None:
+    """The image's total mass is right, and each pixel is within the box."""
+    ball, x, _ = line_case(0.5)
+    z = x.clone()
+    z[0, 0] *= 0.98
+    z[0, 1] *= 1.02
+    report = audit(ball, x, z)
+    assert float(z.sum()) == pytest.approx(float(x.sum()))
+    assert not report.all_valid
+    assert float(report.distance) == math.inf
+    assert float(report.mass_error) == pytest.approx(0.02 / 3)
+
+
+def test_box_off_by_two_millionths() -> None:
+    x = torch.full((2, 1, 4, 4), 0.5, dtype=torch.float64)
+    x[:, :, 1, 1] = 1.0
+    z = x.clone()
+    for k, over in enumerate((0.5e-6, 2e-6)):
+        z[k, 0, 1, 1] += over
+        z[k, 0, 1, 2] -= over
+    report = audit(WassersteinBall(0.1), x, z)
+    assert report.valid.tolist() == [True, False]
+    assert report.box_violation.tolist() == pytest.approx([0.5e-6, 2e-6])
+    assert audit(WassersteinBall(0.1, box=None), x, z).all_valid
+    below = z.clone()
+    below[..., 0, 0] = -1e-3
+    assert not audit(WassersteinBall(0.1, box=None), x, below).valid.any()
+
+
+def test_bad_contents_are_findings_not_errors() -> None:
+    ball, x, z = line_case()
+    bad = torch.cat([z * math.nan, z * math.inf, -z, z * 0, z * 1e30, z, torch.rand_like(z)])
+    bad[0] = z[0]
+    bad[0, 0, 0, 0] = math.nan
+    report = audit(ball, x.expand(7, -1, -1, -1), bad)
+    assert report.valid.tolist() == [False] * 5 + [True, False]
+    assert report.reasons[0] == report.reasons[1] == "NaN or infinite pixels"
+    assert bool((report.distance[:5] == math.inf).all())
+    assert not report.distance.isnan().any()
+
+
+def test_bad_arguments_raise() -> None:
+    ball, x, z = line_case()
+    with pytest.raises(ValueError, match="z must have the shape of x"):
+        audit(ball, x, z[:, :1])
+    with pytest.raises(TypeError, match="z must be a floating-point"):
+        audit(ball, x, z.to(torch.uint8))
+    with pytest.raises(ValueError, match="x has NaN"):
+        audit(ball, x * math.nan, z)
+    with pytest.raises(ValueError, match="eps has 2 values for 1"):
+        audit(ball.at([0.1, 0.2]), x, z)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exact"):
+        audit(ball, x, z, exact="some")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ball"):
+        audit(GridCost(), x, z)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="9 pixels"):
+        audit(WassersteinBall(0.1, DenseCost(torch.zeros(9, 9))), x, z)
+
+
+def test_black_images_empty_batches_and_radius_zero() -> None:
+    ball, x, z = line_case()
+    black = torch.zeros_like(x)
+    assert audit(ball, black, black).all_valid
+    assert audit(ball.at(0.0), x, x).all_valid
+    report = audit(ball.at(0.0), x, z)
+    assert not report.all_valid
+    assert report.reasons == ("distance 0.1 is more than eps = 0",)
+    dot = black.clone()
+    dot[0, 0, 0, 0] = 1e-3
+    assert not audit(ball, black, dot).all_valid
+    empty = audit(ball, x[:0], z[:0])
+    assert len(empty) == 0
+    assert empty.all_valid
+    assert "0 images" in str(empty)
+    assert len(audit(LinfBall(0.1), x[:0], z[:0])) == 0
+
+
+def test_radius_per_image_and_histograms() -> None:
+    ball, x, z = line_case(0.1)
+    report = audit(ball.at(torch.tensor([0.1, 0.05])), torch.cat([x, x]), torch.cat([z, z]))
+    assert report.valid.tolist() == [True, False]
+    assert report.eps.tolist() == pytest.approx([0.1, 0.05])
+    cost = DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    a, b = torch.tensor([[0.6, 0.4]]), torch.tensor([[0.4, 0.6]])
+    assert float(audit(WassersteinBall(0.2, cost), a, b).distance) == pytest.approx(0.2, rel=1e-6)
+    assert float(audit(WassersteinBall(0.2, cost), b, a).distance) == pytest.approx(0.4, rel=1e-6)
+
+
+def test_linf_ball() -> None:
+    x = torch.full((3, 1, 4, 4), 0.5)
+    z = x.clone()
+    z[0] += 0.1
+    z[1, 0, 0, 0] -= 0.1003
+    z[2, 0, 0, 0] = math.nan
+    report = audit(LinfBall(0.1), x, z)
+    assert report.valid.tolist() == [True, False, False]
+    assert report.distance[:2].tolist() == pytest.approx([0.1, 0.1003], rel=1e-5)
+    over = torch.full((1, 1, 2, 2), 0.99)
+    assert not audit(LinfBall(0.1), over, over + 0.05).all_valid
+
+
+def plan_of(x: Tensor, z: Tensor, cost: GridCost) -> Tensor:
+    """The exact plan as an arc tensor, by dense POT, written in the layout of the cost's list of moves."""
+    channels, height, width = x.shape[1:]
+    matrix = np.full((height * width,) * 2, 1e4)
+    for i, j, c in arc_list(cost, height, width):
+        matrix[i, j] = c
+    moves = {(r, c): k for k, (r, c, _) in enumerate(cost.moves(height, width))}
+    flow = torch.zeros(1, channels, len(moves), height, width, dtype=torch.float64)
+    for channel in range(channels):
+        a, b = x[0, channel].flatten().numpy(), z[0, channel].flatten().numpy()
+        plan = ot.emd(a, b * a.sum() / b.sum(), matrix)
+        for i, j in zip(*np.nonzero(plan), strict=True):
+            (r, c), (s, t) = divmod(int(i), width), divmod(int(j), width)
+            flow[0, channel, moves[s - r, t - c], r, c] = plan[i, j]
+    return flow
+
+
+class Claim:
+    """A plan, as results carry it."""
+
+    def __init__(self, flow: Tensor) -> None:
+        self.flow = flow
+
+    def arcs(self) -> Tensor:
+        return self.flow
+
+
+def test_a_plan_is_proof_and_a_wrong_plan_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = GridCost(5, 1.0)
+    ball, x, z = line_case(0.1)
+    exact = float(audit(ball, x, z).distance)
+    good = plan_of(x, z, cost)
+    solved = []
+    inner = ot.emd
+    monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
+    report = audit(ball, x, z, plan=Claim(good), exact="needed")
+    assert report.all_valid
+    assert not solved
+    assert not report.exact.any()
+    assert float(report.distance) == pytest.approx(exact, rel=1e-9)
+    assert "upper bound by a checked plan" in report.summary()
+    assert audit(ball, x.float(), z.float(), plan=good.float(), exact="needed").exact.tolist() == [False]
+
+    cheap = torch.zeros_like(good)  # "everything stays": costs nothing, does not arrive at z
+    cheap[:, :, 0] = x
+    leaky = 0.99 * good
+    outside = good.clone()
+    outside[0, 0, 1, 0, 0] = 1e-3  # a move out of the image
+    moves = {(r, c): k for k, (r, c, _) in enumerate(cost.moves(8, 8))}
+    swap = torch.zeros_like(good)  # two pixels exchange mass: no sum changes, only the cost
+    for r, step in ((2, 1), (3, -1)):
+        swap[0, :, moves[0, 0], r, 3], swap[0, :, moves[step, 0], r, 3] = -0.2, 0.2
+    negative = good - swap
+    for wrong in (cheap, leaky, outside, negative, good * math.nan):
+        solved.clear()
+        report = audit(ball, x, z, plan=wrong, exact="needed")
+        assert solved, "a plan that proves nothing must lead to an exact solve"
+        assert report.exact.tolist() == [True]
+        assert float(report.distance) == pytest.approx(exact, rel=1e-9)
+        assert not audit(ball.at(0.05), x, z, plan=wrong, exact="needed").all_valid
+
+    report = audit(ball, x, z, plan=good + swap, exact="needed")  # a valid plan, but it costs too much
+    assert report.all_valid
+    assert report.exact.tolist() == [True]
+    with pytest.raises(ValueError, match="plan must list its moves"):
+        audit(ball, x, z, plan=good[:, :1])
+
+
+def test_exact_on_a_sample() -> None:
+    ball, x, z = line_case(0.1)
+    flow = plan_of(x, z, GridCost()).expand(10, -1, -1, -1, -1)
+    xs, zs = x.expand(10, -1, -1, -1), z.expand(10, -1, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    report = audit(ball, xs, zs, plan=flow, exact="sample", sample=3, generator=generator)
+    assert int(report.exact.sum()) == 3
+    assert report.all_valid
+    again = audit(ball, xs, zs, plan=flow, exact="sample", sample=3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(report.exact, again.exact)
+    assert audit(ball, xs, zs, plan=flow).exact.all()
+    assert audit(ball, xs, zs, exact="sample", sample=3).exact.all()  # without plans nothing else is proof
+
+
+def test_dense_plans() -> None:
+    cost = DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))
+    a, b = torch.tensor([[0.6, 0.4]]), torch.tensor([[0.4, 0.6]])
+    flow = torch.zeros(1, 1, 2, 1, 2)  # [target, source]
+    flow[0, 0, 0, 0, 0], flow[0, 0, 1, 0, 0], flow[0, 0, 1, 0, 1] = 0.4, 0.2, 0.4
+    report = audit(WassersteinBall(0.25, cost), a, b, plan=flow, exact="needed")
+    assert report.all_valid
+    assert not report.exact.any()
+    assert float(report.distance) == pytest.approx(0.2, rel=1e-5)
+
+
+def test_a_wrong_answer_of_the_flow_solver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ball, x, z = line_case()
+    inner = ot.emd
+
+    def lossy(*args: object, **kwargs: object) -> object:
+        plan, log = inner(*args, **kwargs)
+        return plan * 0.9, log
+
+    monkeypatch.setattr(ot, "emd", lossy)
+    assert float(audit(ball, x, z).distance) == pytest.approx(0.1, rel=1e-8)
+
+
+def test_report_text_and_json() -> None:
+    ball, x, z = line_case(0.1)
+    report = audit(ball, x.expand(9, -1, -1, -1), torch.cat([z, z * math.nan, x, *[z * 2] * 6]))
+    assert isinstance(report, AuditReport)
+    assert (len(report), report.n_valid, report.n_invalid) == (9, 2, 7)
+    text = str(report)
+    assert "9 images: 2 valid, 7 invalid" in text
+    assert "image 1: NaN" in text
+    assert "and 2 more" in text
+    loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert loaded["valid"] == report.valid.tolist()
+    assert loaded["distance"][1] is None
+    assert loaded["unit"] == ball.unit
+
+
+def test_is_public() -> None:
+    assert wball.audit is audit_function

@@ -1,0 +1,312 @@
+"""Plans as proofs: they prove what they should, never too much, and nothing once something was changed."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from problems import arc_list, reference_distance
+from wball import DenseCost, GridCost, StencilCost, WassersteinBall, audit
+from wball.auditing.proof import proved_distance
+from wball.cost import GroundCost
+from wball.result import EntropicProof, ListedProof, Proof
+
+ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
+BALLS = {
+    "grid": WassersteinBall(0.2),
+    "squared": WassersteinBall(0.3, GridCost(3, 2.0)),
+    "one way": WassersteinBall(0.1, ONE_WAY),
+    "absolute, no box": WassersteinBall(2.0, GridCost(5), mass="absolute", box=None),
+    "narrow box": WassersteinBall(0.2, box=(0.2, 0.8)),
+    "matrix": WassersteinBall(0.4, DenseCost((torch.arange(30.0)[:, None] - torch.arange(30.0)).abs())),
+}
+
+
+def images(ball: WassersteinBall, count: int = 5, channels: int = 2, seed: int = 0) -> Tensor:
+    """Images with empty and full pixels."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, channels, 5, 6, generator=random)
+    x = torch.where(torch.rand(x.shape, generator=random) < 0.3, torch.zeros(()), x)
+    x = torch.where(torch.rand(x.shape, generator=random) < 0.2, torch.ones(()), x)
+    lo, hi = ball.box or (0.0, 1.0)
+    return lo + (hi - lo) * x
+
+
+def climbed(ball: WassersteinBall, steps: int = 12, **settings: object) -> tuple[Tensor, wball.AttackResult]:
+    """The result of an attack on a random linear model, with its proof."""
+    x = images(ball)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    attack = wball.DualAveraging(ball, steps=steps, until_success=False, proofs=True, **settings)  # type: ignore[arg-type]
+    return x, attack(model, x, torch.arange(5) % 3)
+
+
+def formula(cost: GroundCost, x: Tensor, proof: EntropicProof) -> tuple[np.ndarray, np.ndarray]:
+    """Plan matrix (without what stays) and point of one channel, written down pixel by pixel."""
+    height, width = x.shape
+    n = height * width
+    s, keep, give = (v.double().flatten().numpy() for v in (proof.potentials, proof.keep, proof.give))
+    psi, share, mass = float(proof.price), float(proof.share), x.double().flatten().numpy()
+    prices = np.full((n, n), math.inf)
+    for i, j, c in arc_list(cost, height, width):
+        prices[i, j] = c
+    plan = np.zeros((n, n))
+    for i in range(n):
+        score = np.array([s[j] - psi * prices[i, j] if prices[i, j] < math.inf else -math.inf for j in range(n)])
+        weight = np.exp(score - score.max())
+        plan[i] = share * mass[i] * give[i] * keep * weight / weight.sum()
+        plan[i, i] = 0.0
+    return plan, mass - plan.sum(1) + plan.sum(0)
+
+
+@pytest.mark.parametrize("name", BALLS)
+def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ball = BALLS[name]
+    x, found = climbed(ball)
+    exact = audit(ball, x, found.images)
+    monkeypatch.setattr(ot, "emd", lambda *a, **k: pytest.fail("a transport problem was solved"))
+    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert bool((report.distance >= exact.distance * (1 - 1e-7) - 1e-7).all())
+    torch.testing.assert_close(report.distance, found.distance, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        wball.FrankWolfe(BALLS["grid"], steps=6),
+        wball.FrankWolfe(BALLS["one way"], steps=4, rule="line-search"),
+        wball.FrankWolfe(BALLS["narrow box"], steps=4, reg=100.0),
+        wball.PGD(BALLS["grid"], steps=3),
+        wball.PGD(BALLS["matrix"], steps=3, step="l2"),
+    ],
+    ids=lambda attack: f"{type(attack).__name__} {attack.ball.cost}",
+)
+@pytest.mark.parametrize("until_success", [True, False])
+def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, until_success: bool) -> None:
+    assert isinstance(attack.ball, WassersteinBall)
+    x = images(attack.ball)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    y = model(x).argmax(1)
+    y[1] = (y[1] + 1) % 3
+    found = replace(attack, proofs=True, until_success=until_success)(model, x, y)
+    assert isinstance(found.proof, ListedProof)
+    report = audit(attack.ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert bool((report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all())
+    torch.testing.assert_close(replace(attack, until_success=until_success)(model, x, y).images, found.images)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 9), (3, 7, 1), (1, 1, 1), (9,)], ids=str)
+@pytest.mark.parametrize("window", [3, 31])
+def test_images_of_one_row_or_column(shape: tuple[int, ...], window: int) -> None:
+    x = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3))
+    ball = WassersteinBall(0.2, GridCost(window))
+    attack = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)
+    found = attack(model, x, torch.arange(4) % 3)
+    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert torch.allclose(report.distance, found.distance, atol=1e-6)
+
+
+def test_attacks_that_have_no_plan_say_nothing() -> None:
+    ball = BALLS["grid"]
+    x = images(ball)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    y = model(x).argmax(1)
+    for attack in (
+        wball.PGD(ball, steps=2, random_start=True, proofs=True),
+        wball.PGD(ball, steps=2, reg=1000.0, mode="paper", proofs=True),
+        wball.FrankWolfe(ball, steps=2, random_start=True, proofs=True),
+        wball.PGD(wball.LinfBall(0.1), steps=2, proofs=True),
+        wball.FrankWolfe(wball.LinfBall(0.1), steps=2, proofs=True),
+        wball.StandardAttack(wball.LinfBall(0.01), version="fast", check=False, proofs=True),
+    ):
+        assert attack(model, x, y).proof is None
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpu"])
+@pytest.mark.parametrize("settings", [{"random_start": 3.0}, {"steps": 60, "step_size": 10.0}, {"steps": 1}])
+def test_from_every_kernel_and_at_any_sharpness(
+    kernel: str, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", kernel)
+    x, found = climbed(BALLS["grid"], **settings)  # type: ignore[arg-type]
+    assert found.kernel == kernel
+    report = audit(BALLS["grid"], x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+
+
+def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
+    ball = BALLS["grid"]
+    x = images(ball, 12)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
+    y = model(x).argmax(1)
+    y[3] = (y[3] + 1) % 3
+    attack = wball.StandardAttack(ball.at(0.05), version="fast", check=False, batch_size=5, proofs=True)
+    found = attack(model, x, y)
+    assert 2 < int(found.success.sum()) < 12
+    assert isinstance(found.proof, EntropicProof)
+    report = audit(ball.at(0.05), x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert float(report.distance[3]) == 0.0
+    assert replace(attack, proofs=False)(model, x, y).proof is None
+    torch.testing.assert_close(replace(attack, proofs=False)(model, x, y).images, found.images, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["grid", "squared", "one way", "matrix"])
+def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
+    """Against the formula pixel by pixel, opposite moves cancelled, and never below the exact distance."""
+    cost = BALLS[name].cost
+    random = torch.Generator().manual_seed(2)
+    for _ in range(6):
+        x = torch.rand(1, 1, 5, 6, generator=random, dtype=torch.float64)
+        proof = EntropicProof(
+            3 * torch.randn(x.shape, generator=random),
+            2 * torch.rand(1, generator=random),
+            torch.rand(x.shape, generator=random).sqrt(),
+            torch.rand(x.shape, generator=random).sqrt(),
+            torch.rand(1, generator=random, dtype=torch.float64),
+        )
+        plan, z = formula(cost, x[0, 0], proof)
+        prices = {(i, j): c for i, j, c in arc_list(cost, 5, 6)}
+        net = np.maximum(plan - plan.T, 0)
+        want = sum(net[i, j] * c for (i, j), c in prices.items())
+        point = torch.from_numpy(z).reshape(x.shape)
+        got = float(proved_distance(cost, x, point, proof))
+        assert got == pytest.approx(want, rel=1e-9)
+        ball = WassersteinBall(1.0, cost, mass="absolute", box=None)
+        assert got >= reference_distance(ball, x, point) - 1e-6
+
+
+def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
+    ball = BALLS["grid"]
+    x, found = climbed(ball)
+    proof, z = found.proof, found.images
+    assert isinstance(proof, EntropicProof)
+
+    def proved(x: Tensor, z: Tensor, proof: Proof) -> Tensor:
+        return proved_distance(ball.cost, x.double(), z.double(), proof).isfinite()
+
+    assert proved(x, z, proof).all()
+    moved = z.clone()
+    moved[:, :, 2, 2], moved[:, :, 2, 3] = z[:, :, 2, 2] - 1e-4, z[:, :, 2, 3] + 1e-4
+    assert not proved(x, moved, proof).any()
+    assert not proved(x, z * 1.0001, proof).any()
+    assert not proved(x.roll(1, 0), z, proof).any()
+    assert not proved(x.flip(3), z.flip(3), proof).any()
+    assert not proved(x, z.flip(1), proof).any()
+    nan = torch.full_like(proof.keep, math.nan)
+    for wrong in (
+        replace(proof, potentials=proof.potentials.flip(2)),
+        replace(proof, price=proof.price * 1.01),
+        replace(proof, share=proof.share * 0.999),
+        replace(proof, keep=0.999 * proof.keep),
+        replace(proof, give=proof.give * 1.001),
+        replace(proof, potentials=nan),
+        replace(proof, keep=nan),
+        replace(proof, price=proof.price * math.inf),
+        replace(proof, potentials=proof.potentials * math.inf),
+        proof.take(torch.tensor([1, 2, 3, 4, 0])),
+    ):
+        assert not proved(x, z, wrong).any()
+    report = audit(ball, x, z, plan=proof.take(torch.tensor([1, 2, 3, 4, 0])), exact="needed")
+    assert report.exact.all() and report.all_valid  # no proof is no verdict: the problems were solved
+
+
+def test_no_pixel_may_send_more_than_it_has() -> None:
+    """Flows whose sums are right, but a pixel in the middle forwards mass that is still on its way."""
+    x = torch.zeros(1, 1, 1, 5, dtype=torch.float64)
+    x[..., 0] = 1.0
+    z = torch.zeros_like(x)
+    z[..., 4] = 1.0
+    cost = StencilCost(((1.0, 0.0, 1.0),))
+    chain = torch.zeros(1, 1, 3, 1, 5, dtype=torch.float64)  # stay, left, right: one pixel at a time, four times
+    chain[0, 0, 2, 0, :4] = 1.0
+    assert proved_distance(cost, x, z, chain).isinf().all()
+    dear = torch.tensor([[[[60.0, 40.0, 20.0, 0.0, -20.0]]]], dtype=torch.float64).flip(3)
+    many = EntropicProof(dear, torch.zeros(1), torch.ones_like(x), 1e6 * torch.ones_like(x), torch.ones(1))
+    assert proved_distance(cost, x, z, many).isinf().all()
+
+
+def test_listed_proofs_are_plans() -> None:
+    ball = BALLS["grid"]
+    x = images(ball).double()
+    result = ball.project(x, images(ball, seed=7).double())
+    assert result.plan is not None
+    report = audit(ball, x, result.point, plan=ListedProof(result.plan.flow), exact="needed")
+    same = audit(ball, x, result.point, plan=result.plan, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    assert torch.equal(report.distance, same.distance)
+
+
+def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    ball = BALLS["grid"]
+    x, found = climbed(ball)
+    proof = found.proof
+    assert isinstance(proof, EntropicProof)
+    whole = audit(ball, x, found.images, plan=proof, exact="needed").distance
+    monkeypatch.setitem(proved_distance.__globals__["AT_ONCE"], "cpu", 1)
+    torch.testing.assert_close(audit(ball, x, found.images, plan=proof, exact="needed").distance, whole)
+    assert len(audit(ball, x[:0], found.images[:0], plan=proof.take(torch.zeros(0).long()), exact="needed")) == 0
+    with pytest.raises(ValueError, match=r"plan\.keep must have shape"):
+        audit(ball, x, found.images, plan=replace(proof, keep=proof.keep[:, :1]), exact="needed")
+    with pytest.raises(TypeError, match="potentials"):
+        audit(ball, x, found.images, plan=object(), exact="needed")  # type: ignore[arg-type]
+
+
+def test_proofs_are_taken_put_and_chosen_per_image() -> None:
+    x = images(BALLS["grid"], 4)
+    one, two = EntropicProof.of_nothing(x), EntropicProof.of_nothing(x + 1)
+    two = replace(two, share=torch.arange(4.0), potentials=x)
+    mask = torch.tensor([True, False, True, False])
+    mixed = two.where(mask, one)
+    assert mixed.share.tolist() == [0.0, 0.0, 2.0, 0.0]
+    assert torch.equal(mixed.potentials[2], x[2]) and not mixed.potentials[1].any()
+    put = one.put(torch.tensor([3, 1]), two.take(torch.tensor([2, 3])))
+    assert put.share.tolist() == [0.0, 3.0, 0.0, 2.0]
+    assert Proof.joined([one, two]).share.tolist() == [0.0] * 4 + [0.0, 1.0, 2.0, 3.0]
+    still = proved_distance(GridCost(), x.double(), x.double(), one)
+    assert still.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("cost", [GridCost(1), GridCost(3), ONE_WAY, BALLS["matrix"].cost], ids=str)
+def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
+    x = torch.rand(2, 1, 5, 6, dtype=torch.float64)
+    proof = replace(EntropicProof.of_nothing(x), potentials=torch.randn_like(x), share=torch.ones(2).double())
+    given = [x, *(getattr(proof, name) for name in ("potentials", "price", "keep", "give", "share"))]
+    before = [values.clone() for values in given]
+    proved = proved_distance(cost, x, x, proof)
+    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
+    assert proved.tolist() == [0.0, 0.0] if cost == GridCost(1) else proved.isinf().all()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    ball = BALLS["grid"]
+    x = images(ball).cuda()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3)).cuda()
+    found = wball.DualAveraging(ball, steps=60, until_success=False, proofs=True)(model, x, model(x).argmax(1))
+    report = audit(ball, x, found.images, plan=found.proof, exact="needed")
+    assert report.all_valid and not report.exact.any()
+    exact = audit(ball, x.cpu(), found.images.cpu()).distance
+    assert bool((report.distance.cpu() >= exact * (1 - 1e-6)).all())
+
+
+def test_imports_nothing_it_checks() -> None:
+    source = Path(wball.__file__).parent.joinpath("auditing", "proof.py").read_text()
+    imported = {f"{node.module}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if name.startswith("wball")} == {"wball.cost", "wball.result"}

@@ -1,0 +1,538 @@
+"""Certificates: never above the exact minimum, equal to it where nothing is relaxed, the same in any batch."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from certificates.exact import euclidean, exact_margin
+from wball.certificates import CertificateStatus, UnsupportedModule, certified_radius, certify
+
+WASSERSTEIN: dict[str, dict[str, Any]] = {
+    "interval": {"method": "interval"},
+    "dual": {"method": "dual"},
+    "plain": {"method": "crown", "refine": False},
+    "crown": {"method": "crown"},
+    "optimised": {"method": "crown", "optimise": True, "steps": 2},
+}
+
+
+def dense_net(channels: int, side: int, hidden: tuple[int, ...], classes: int, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    sizes = [channels * side * side, *hidden, classes]
+    parts: list[nn.Module] = [nn.Flatten()]
+    for a, b in pairwise(sizes):
+        parts += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def chain(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+    ]
+
+
+def images(count: int, channels: int, side: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand((count, channels, side, side), generator=generator)
+    return torch.where(torch.rand(x.shape, generator=generator) < 0.3, torch.zeros_like(x), x.sqrt())
+
+
+def referee(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall, cost: np.ndarray) -> list[float]:
+    budgets = ball.budget(x).tolist()
+    return [
+        exact_margin(chain(net), x[i].double().flatten(1).numpy(), int(y[i]), cost, budgets[i], ball.box)
+        for i in range(x.shape[0])
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_below_the_exact_minimum(seed: int) -> None:
+    channels, side = (1, 3) if seed % 2 else (2, 2)
+    net = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed)
+    x = images(3, channels, side, seed)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(torch.tensor([0.05, 0.2, 0.6]))
+    exact = torch.tensor(referee(net, x, y, ball, euclidean(side, side)), dtype=torch.float64)
+    for name, settings in WASSERSTEIN.items():
+        margin = certify(net, x, y, ball, **settings).margin
+        assert bool((margin <= exact + 1e-7).all()), (name, margin, exact)
+
+
+@pytest.mark.parametrize("box", [(0.0, 1.0), None])
+def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(box: tuple[float, float] | None) -> None:
+    net = dense_net(1, 3, (6,), 3, 1)
+    with torch.no_grad():
+        net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, 9.0]))
+    x = images(3, 1, 3, 5)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.3, box=box)
+    exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
+    for refine in (False, True):
+        margin = certify(net, x, y, ball, refine=refine).margin
+        assert bool((margin <= exact + 1e-7).all())
+        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+
+
+def test_window_plans_are_a_smaller_set_and_exact_for_it() -> None:
+    net = dense_net(1, 4, (5,), 3, 3)
+    with torch.no_grad():
+        net[1].bias.fill_(9.0)
+    x = images(2, 1, 4, 3)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(2.0, wball.GridCost(window=3), box=None)
+    cost = euclidean(4, 4)
+    windowed = np.where(cost < 1.5, cost, np.inf)
+    for plans, matrix in (("full", cost), ("window", windowed)):
+        exact = torch.tensor(referee(net, x, y, ball, matrix), dtype=torch.float64)
+        margin = certify(net, x, y, ball, plans=plans).margin  # type: ignore[arg-type]
+        assert bool((margin <= exact + 1e-7).all())
+        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+
+
+def test_exact_for_a_linear_model_at_any_radius_and_cost() -> None:
+    generator = torch.Generator().manual_seed(0)
+    net, x = dense_net(1, 4, (), 2, 0), images(6, 1, 4, 6)
+    y = net(x).argmax(1)
+    cost = 3 * torch.rand((16, 16), generator=generator, dtype=torch.float64)
+    cost.fill_diagonal_(0.0)
+    for eps in (0.05, 0.2, 0.5):
+        ball = wball.WassersteinBall(eps, wball.DenseCost(cost))
+        exact = torch.tensor(referee(net, x, y, ball, cost.numpy()), dtype=torch.float64)
+        margin = certify(net, x, y, ball).margin
+        assert bool((margin <= exact + 1e-7).all())
+        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+
+
+def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
+    net = dense_net(1, 3, (6,), 3, 2)
+    x = images(4, 1, 3, 2)
+    y = net(x).argmax(1)
+    table = tuple(tuple(math.hypot(r, c) for c in range(-2, 3)) for r in range(-2, 3))
+    margins = [
+        certify(net, x, y, wball.WassersteinBall(0.2, cost)).margin
+        for cost in (wball.GridCost(5), wball.StencilCost(table), wball.DenseCost(torch.tensor(euclidean(3, 3))))
+    ]
+    torch.testing.assert_close(margins[0], margins[1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(margins[0], margins[2], atol=1e-6, rtol=0)
+
+
+class Residual(nn.Module):
+    """Normalisation, batch norm, a residual sum, strides, groups, dilation and both kinds of pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.4, 0.5]).view(1, 2, 1, 1))
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.left = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), nn.LeakyReLU(0.1), nn.Dropout(0.5))
+        self.right = nn.Conv2d(4, 4, 1, stride=2)
+        self.wide = nn.Conv2d(4, 3, 2, dilation=2)
+        self.pool = nn.MaxPool2d(2, stride=1)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.stem((x - self.mean) / 0.25)))
+        h = torch.relu(self.left(h) + self.right(h))
+        h = self.pool(self.wide(h))
+        return self.head(nn.functional.adaptive_avg_pool2d(h, 1).view(h.size(0), -1))
+
+
+def residual(seed: int) -> Residual:
+    torch.manual_seed(seed)
+    net = Residual()
+    net.norm.running_mean.normal_()
+    net.norm.running_var.uniform_(0.5, 2)
+    return net
+
+
+def conv_net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 4, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 4, 2, 1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(),
+        nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dual", "plain", "crown", "optimised"])
+@pytest.mark.parametrize("kind", ["conv", "residual"])
+def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
+    if kind == "conv":
+        net, x = conv_net(0), images(2, 1, 16, 0)
+    else:
+        net, x = residual(0), images(2, 2, 9, 0)  # type: ignore[assignment]
+    net.eval()
+    y = net(x).argmax(1)
+    for eps in (0.02, 0.2) if kind == "conv" else (0.05,):
+        margin = certify(net, x, y, wball.WassersteinBall(eps), **WASSERSTEIN[name]).margin
+        lowest = torch.full_like(margin, math.inf)
+        z = x.clone()
+        for step in range(8):
+            z.requires_grad_(True)
+            gaps = gap(net(z), y)
+            lowest = torch.minimum(lowest, gaps.detach().double())
+            (g,) = torch.autograd.grad(gaps.sum(), z)
+            z = far_point(x, -g, eps) if step % 2 == 0 else 0.5 * (z.detach() + far_point(x, -g, eps))
+        assert bool((margin <= lowest + 1e-5).all()), (eps, margin, lowest)
+
+
+class Minus(nn.Module):
+    """What a branch adds, taken away."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.inner(x)
+
+
+LAYERS: dict[str, list[nn.Module]] = {
+    "stride that leaves a column": [nn.Conv2d(2, 3, 3, stride=2, bias=False)],
+    "batch norm": [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)],
+    "batch norm of a vector": [nn.Flatten(), nn.BatchNorm1d(72)],
+    "batch norm without weights": [nn.BatchNorm2d(2, affine=False)],
+    "mean of a part": [nn.AvgPool2d(3, 2, padding=1)],
+    "mean without padding": [nn.AvgPool2d(3, 2, padding=1, count_include_pad=False)],
+    "mean over the edge": [nn.AvgPool2d(4, 3, ceil_mode=True)],
+    "maximum": [nn.MaxPool2d(3, 2, padding=1)],
+    "maximum over the edge": [nn.MaxPool2d(4, 3, ceil_mode=True)],
+    "leak": [nn.Conv2d(2, 3, 2), nn.LeakyReLU(0.3)],
+    "difference": [nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), Minus(nn.Conv2d(3, 3, 3, padding=1))],
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_over_a_ball_of_next_to_nothing_bounds_are_the_network(kind: str) -> None:
+    torch.manual_seed(2)
+    x = images(3, 2, 6, 5)
+    front = nn.Sequential(*LAYERS[kind]).eval()
+    for module in front.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_floating_point():
+                tensor.data.uniform_(0.2, 1.5)  # fresh normalisations would do nothing
+    net = nn.Sequential(front, nn.Flatten(), nn.Linear(front(x).flatten(1).shape[1], 5), nn.ReLU(), nn.Linear(5, 3))
+    y = net.eval()(x).argmax(1)
+    true = gap(net.double()(x.double()), y).detach()
+    for name in ("interval", "dual", "plain", "crown"):
+        found = certify(net, x.double(), y, wball.WassersteinBall(1e-9), **WASSERSTEIN[name]).margin
+        torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
+
+
+def gap(logits: Tensor, y: Tensor) -> Tensor:
+    others = logits.scatter(1, y[:, None], -math.inf).amax(1)
+    return logits.gather(1, y[:, None])[:, 0] - others
+
+
+def far_point(x: Tensor, g: Tensor, eps: float) -> Tensor:
+    """Move mass greedily along the steepest neighbouring pixel while the budget lasts, inside the box."""
+    z = x.clone()
+    for b in range(x.shape[0]):
+        left = eps * float(x[b].sum()) * 0.999
+        slopes = []
+        for axis, shift in ((1, 1), (1, -1), (2, 1), (2, -1)):
+            rolled = torch.roll(g[b], -shift, axis)
+            edge = [slice(None)] * 3
+            edge[axis] = slice(-1, None) if shift == 1 else slice(0, 1)
+            rolled[tuple(edge)] = -math.inf
+            slopes.append(rolled - g[b])
+        gain = torch.stack(slopes)
+        for index in gain.flatten().argsort(descending=True).tolist():
+            k, c, r, s = np.unravel_index(index, gain.shape)
+            if left <= 0 or gain[k, c, r, s] <= 0:
+                break
+            to = [(r + 1, s), (r - 1, s), (r, s + 1), (r, s - 1)][k]
+            amount = min(left, float(z[b, c, r, s]), 1 - float(z[b, c, to[0], to[1]]), float(x[b, c, r, s]))
+            z[b, c, r, s] -= amount
+            z[b, c, to[0], to[1]] += amount
+            left -= amount
+    return z.clamp(0, 1)
+
+
+def test_patches_give_what_dense_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = conv_net(1), images(3, 1, 24, 1)
+    net[6] = nn.Linear(6 * 9, 8)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.05)
+    patched = certify(net, x, y, ball).margin
+    from wball.certificates import relaxation
+
+    original = relaxation.units
+    monkeypatch.setattr(relaxation, "units", lambda *args: original(*args, dense=True))
+    torch.testing.assert_close(certify(net, x, y, ball).margin, patched, atol=1e-5, rtol=0)
+
+
+def test_batches_do_not_matter() -> None:
+    net, x = conv_net(2), images(3, 1, 16, 2)
+    y = net(x).argmax(1)
+    eps = torch.tensor([0.01, 0.05, 0.3])
+    whole = certify(net, x, y, wball.WassersteinBall(eps))
+    for i in range(3):
+        alone = certify(net, x[i : i + 1], y[i : i + 1], wball.WassersteinBall(float(eps[i])))
+        torch.testing.assert_close(alone.margin, whole.margin[i : i + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_methods_are_ordered_and_alpha_never_loses() -> None:
+    net, x = conv_net(3), images(2, 1, 16, 3)
+    y = net(x).argmax(1)
+    ball = wball.WassersteinBall(0.05)
+    margin = {name: certify(net, x, y, ball, **settings).margin for name, settings in WASSERSTEIN.items()}
+    assert bool((margin["interval"] < margin["plain"]).all())
+    assert bool((margin["dual"] <= margin["plain"] + 1e-3).all())
+    assert bool((margin["crown"] >= margin["plain"]).all())
+    assert bool((margin["optimised"] >= margin["crown"]).all())
+    same: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("crown", {"method": "anchored", "refine": False}),
+        ("optimised", {"method": "alpha-crown", "steps": 2}),
+        ("optimised", {"method": "crown", "steps": 2}),
+    )
+    for name, settings in same:
+        torch.testing.assert_close(certify(net, x, y, ball, **settings).margin, margin[name], atol=0, rtol=0)
+    with pytest.raises(ValueError, match="nothing to optimise"):
+        certify(net, x, y, ball, "dual", optimise=True)
+
+
+def test_optimisation_raises_what_is_still_open() -> None:
+    net, x = dense_net(1, 4, (12, 10), 4, 3), images(6, 1, 4, 3)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.8, wball.GridCost(7))
+    before, after = (certify(net, x, y, ball, steps=steps).margin for steps in (None, 10))
+    gained = after - before
+    assert bool((gained[before <= 0] >= 0).all()) and float(gained.max()) > 1e-3
+    assert bool((gained[before > 0] == 0).all())  # what is proved is left alone
+
+
+def test_linf_ball_matches_its_closed_form_on_a_linear_model() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(9, 2))
+    x = images(4, 1, 3, 4)
+    y = net(x).argmax(1)
+    ball = wball.LinfBall(0.05)
+    weight = net[1].weight.double()
+    for i in range(4):
+        a = (weight[y[i]] - weight[1 - y[i]]).view(1, 1, 3, 3)
+        low = -ball.support(x[i : i + 1].double(), -a).value
+        constant = net[1].bias.double()[y[i]] - net[1].bias.double()[1 - y[i]]
+        result = certify(net, x[i : i + 1], y[i : i + 1], ball)
+        torch.testing.assert_close(result.margin, (low + constant).detach(), atol=1e-9, rtol=0)
+
+
+def test_statuses_mode_and_edges() -> None:
+    net, x = conv_net(4), images(3, 1, 16, 4)
+    x[1] = 0.0  # a ball of one point
+    net.train()
+    y = net(x).argmax(1)
+    y[2] = (y[2] + 1) % 4
+    result = certify(net, x, y, wball.WassersteinBall(0.0))
+    assert result.certified.tolist() == [True, True, False]
+    assert result.status[2] is CertificateStatus.MISCLASSIFIED
+    assert result.plans == "full" and result.method == "crown"
+    assert net.training
+    clean = gap(net.double()(x.double()), y).detach()
+    torch.testing.assert_close(result.margin, clean, atol=1e-4, rtol=0)
+    empty = certify(net.float(), x[:0], y[:0], wball.WassersteinBall(0.1))
+    assert empty.certified.shape == (0,)
+
+
+def test_unsupported_modules_are_named() -> None:
+    x, y = images(1, 1, 4, 0), torch.tensor([0])
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Softplus(), nn.Linear(4, 2))
+    with pytest.raises(UnsupportedModule, match=r"'2'.*Softplus"):
+        certify(net, x, y, wball.WassersteinBall(0.1))
+
+    class Squared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * x).flatten(1)
+
+    with pytest.raises(UnsupportedModule, match="mul"):
+        certify(Squared(), x, y, wball.WassersteinBall(0.1))
+    with pytest.raises(ValueError, match="method"):
+        certify(net, x, y, wball.WassersteinBall(0.1), "crowning")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one integer label"):
+        certify(net, x, y.float(), wball.WassersteinBall(0.1))
+    with pytest.raises(TypeError, match="ball must be"):
+        certify(net, x, y, 0.1)  # type: ignore[arg-type]
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="batch_size"):
+            certify(net, x, y, wball.WassersteinBall(0.1), batch_size=size)
+
+
+def test_wrappers_are_looked_into() -> None:
+    net, x = conv_net(0), images(2, 1, 16, 0)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, refine=False).margin
+    for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
+        assert torch.equal(certify(wrapped, x, y, ball, refine=False).margin, plain)
+
+
+@pytest.mark.parametrize("name", WASSERSTEIN)
+def test_the_memory_format_does_not_matter(name: str) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, stride=2)
+    net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
+    x = images(2, 2, 6, 6)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, **WASSERSTEIN[name]).margin
+    last = torch.channels_last
+    for images_in, model_in in ((last, torch.contiguous_format), (torch.contiguous_format, last), (last, last)):
+        net.to(memory_format=model_in)
+        margin = certify(net, x.contiguous(memory_format=images_in), y, ball, **WASSERSTEIN[name]).margin
+        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)
+
+
+def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
+    class Normalised(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.sub_(0.1).div_(0.3))
+
+    net, x = conv_net(2), images(2, 1, 16, 2)
+    y, ball, before = net((x - 0.1) / 0.3).argmax(1), wball.WassersteinBall(0.02), x.clone()
+    radius = certified_radius(Normalised(net), x, y, ball, rounds=3, refine=False)
+    assert torch.equal(x, before)
+    assert bool(certify(Normalised(net), x, y, ball.at(radius), refine=False).certified.all())
+    assert bool((radius > 0).all())
+
+
+def test_a_hook_that_changes_little_is_seen() -> None:
+    net, x = conv_net(3), images(2, 1, 16, 3)
+    y = net(x).argmax(1)
+    net[-1].register_forward_hook(lambda _, __, out: 1.01 * out)  # another function, one percent away
+    with pytest.raises(UnsupportedModule, match="hooks"):
+        certify(net, x, y, wball.WassersteinBall(0.01))
+
+
+def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
+    x, y, ball = images(2, 1, 4, 0), torch.zeros(2, dtype=torch.long), wball.WassersteinBall(0.01)
+    with pytest.raises(ValueError, match="at least two classes"):
+        certify(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), x, y, ball)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).eval()
+    with pytest.raises(UnsupportedModule, match="symbolically"):
+        certify(torch.jit.freeze(torch.jit.script(net)), x, y, ball)
+
+
+def test_precision_of_images_and_model_may_differ() -> None:
+    net, x = conv_net(1), images(2, 1, 16, 1)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, refine=False).margin
+    for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        margin = certify(net.to(model_in), x.to(images_in), y, ball, refine=False).margin
+        torch.testing.assert_close(margin, plain, atol=1e-6, rtol=0)
+    for half in (torch.float16, torch.bfloat16):
+        margin = certify(net.to(half), x, y, ball, refine=False).margin
+        torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)
+
+
+def test_certified_radius_is_certified_and_bracketed() -> None:
+    net, x = conv_net(5), images(4, 1, 16, 5)
+    y = net(x).argmax(1)
+    y[3] = (y[3] + 1) % 4
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, refine=False)
+    assert float(radius[3]) == 0.0
+    assert bool((radius[:3] > 0).all())
+    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), refine=False).certified.all())
+    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), refine=False).certified.any())
+
+
+class Wide(nn.Module):
+    """Activations that read what only automatic differentiation can transpose: other paddings, concatenation, means."""
+
+    def __init__(self, padding: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1, padding_mode=padding)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, padding_mode=padding)
+        self.third = nn.Conv2d(8, 4, 3, stride=2)
+        self.hidden, self.head = nn.Linear(24, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.first(x))
+        second = torch.relu(self.second(first) - first.mean((2, 3), keepdim=True))
+        third = torch.relu(self.third(nn.functional.leaky_relu(torch.cat([first, second], 1), 0.1)))
+        return self.head(torch.relu(self.hidden(third.flatten(1))))
+
+
+@pytest.mark.parametrize("padding", ["reflect", "circular"])
+def test_layers_without_an_interval_are_bounded_too(padding: str) -> None:
+    torch.manual_seed(0)
+    net, x = Wide(padding), images(2, 1, 8, 0)[..., :6]
+    y = net(x).argmax(1)
+    clean = gap(net(x), y).detach().double()
+    for name, settings in WASSERSTEIN.items():
+        at_zero = certify(net, x, y, wball.WassersteinBall(0.0), **settings).margin
+        torch.testing.assert_close(at_zero, clean, atol=1e-5, rtol=0)
+        margin = certify(net, x, y, wball.WassersteinBall(0.02), **settings).margin
+        reached = gap(net(far_point(x, torch.randn_like(x), 0.02)), y).detach().double()
+        assert bool((margin <= reached + 1e-5).all()), name
+        assert name == "interval" or bool((margin > 0).all()), name
+
+
+class Careless(nn.Module):
+    """Changes tensors in place and reads them again, or hides what it does from a tracer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.over, self.head = nn.ReLU(inplace=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x - torch.tensor(0.1))
+        if self.kind == "relu_":
+            h.relu_()
+        elif self.kind == "module":
+            h = self.second(self.over(h)) + h
+        elif self.kind == "add_":
+            h.add_(torch.relu(h))
+        elif self.kind == "alias":
+            same = h
+            h += torch.relu(h)
+            h = same
+        elif self.kind == "dropout":
+            h = nn.functional.dropout(torch.relu(h), 0.5)
+        elif self.kind == "floor":
+            h = torch.div(h, 0.1, rounding_mode="floor")
+        elif self.kind == "int":
+            h = h.to(torch.int32).to(torch.float32)
+        elif self.kind == "batch":
+            h = torch.relu(h - h.mean(0, keepdim=True))
+        elif self.kind == "all":
+            h = torch.relu(h - h.mean())
+        elif self.kind == "scaled":
+            h = self.second(h.mul_(2.0).sub_(0.5))
+        return self.head(h.flatten(1))
+
+
+@pytest.mark.parametrize("kind", ["relu_", "module", "add_", "scaled"])
+def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
+    torch.manual_seed(0)
+    net, x = Careless(kind), images(3, 1, 4, 1)
+    attributes = set(vars(net))
+    y = net(x).argmax(1)
+    margin = certify(net, x, y, wball.WassersteinBall(0.0)).margin
+    torch.testing.assert_close(margin, gap(net(x), y).detach().double(), atol=1e-5, rtol=0)
+    assert set(vars(net)) == attributes  # a tracer keeps constants on the model
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("alias", "in place"),
+        ("dropout", "dropout"),
+        ("floor", "div"),
+        ("int", "to"),
+        ("batch", "mean.*mixes images"),
+        ("all", "mean.*mixes"),
+    ],
+)
+def test_what_symbols_do_not_show_is_refused(kind: str, message: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModule, match=message):
+        certify(Careless(kind), images(3, 1, 4, 1), torch.zeros(3, dtype=torch.long), wball.WassersteinBall(0.0))

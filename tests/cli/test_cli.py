@@ -1,0 +1,465 @@
+"""The command line: what it writes, what it says, and how it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from rich.console import Console
+
+import wball
+from wball.cli import main
+from wball.cli.commands import app
+from wball.evaluation import load_evaluation
+from wball.evaluation.files import read_tensors
+from wball.storage.atomic import locked
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+MINE = """
+import torch
+from torch import nn
+
+def halves():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return model
+
+def other():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+
+def data():
+    x = torch.rand(9, 1, 6, 6, generator=torch.Generator().manual_seed(0)).square() * 0.8
+    return x, halves()(x).argmax(1)
+
+def labels_out_of_range():
+    x, y = data()
+    return x, y + 5
+
+def slow():
+    import time
+    net = halves()
+    def model(x):
+        time.sleep(0.2)
+        return net(x)
+    return model
+
+broken = 3
+
+class Stumbles(nn.Module):
+    def forward(self, x):
+        return {}["weights"]
+
+class Talks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = halves()
+    def forward(self, x):
+        print("hello")
+        return self.net(x)
+
+class Leaves(nn.Module):
+    def forward(self, x):
+        raise SystemExit(1)
+
+def leaves():
+    raise SystemExit(3)
+
+def unreadable():
+    return ({}[i] for i in range(3))
+
+def raises():
+    raise RuntimeError("no weights")
+"""
+
+QUICK = ["--attack", "dual-averaging", "--steps", "5", "--eps", "0.1,0.3"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of the user's, as the working directory."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "raising.py").write_text("def net(:")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(4)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WBALL_DATA", raising=False)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK, "--out", "o")
+    assert code == 0
+    assert "halves on 9 images" in out and "audit:" in out and "mass fraction x px" in out
+    result = load_evaluation(here / "o")
+    assert result.clean_accuracy == 1.0 and result.radii == [0.1, 0.3]
+    assert (here / "o" / "report.html").stat().st_size > 1e6
+    tensors, _ = read_tensors(here / "o" / "examples.safetensors")
+    assert tensors["adversarial"].shape == tensors["original"].shape
+    # the same command again reads the result back
+    before = (here / "o" / "results.json").stat().st_mtime_ns
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "--json")
+    assert code == 0 and (here / "o" / "results.json").stat().st_mtime_ns == before
+    (content,) = json.loads(out)
+    assert content["model"] == "halves" and content["curve"][0]["accuracy"] == 1.0
+    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "-q")
+    assert (code, out) == (0, "")
+
+
+def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
+    models = ["mine.py:halves", "mine.py:other"]
+    line = ["evaluate", *models, "-d", "mine.py:data", *QUICK, "--minimal", "--no-report", "--out", "two"]
+    assert said(capsys, *line)[0] == 0
+    assert not (here / "two" / "report.html").exists()
+    code, out, _ = said(capsys, "report", "two/halves", "two/other", "--out", "r.html", "--title", "A & <b>")
+    assert code == 0 and "r.html" in out
+    assert "A &amp; &lt;b&gt;" in (here / "r.html").read_text()
+    code, out, _ = said(capsys, "figures", "two/halves", "two/other", "--out", "f", "--format", "png")
+    assert code == 0
+    assert (here / "f" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert (here / "f" / "examples-halves.png").exists()
+
+
+def test_attack_shows_each_image(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.3", "--limit", "4"]
+    code, out, _ = said(capsys, *line, "--out", "z.safetensors", "--json")
+    content = json.loads(out)
+    assert code == 0 and len(content["success"]) == 4 and content["audit"]["valid_count"] == 4
+    tensors, _ = read_tensors(here / "z.safetensors")
+    assert torch.equal(tensors["success"], torch.tensor(content["success"]))
+    code, out, _ = said(capsys, *line, "--target", "1", "--attack", "pgd", "--steps", "2")
+    assert code == 0 and "pgd on halves" in out
+
+
+def test_certify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["certify", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.001,5", "--method", "crown", "--json"]
+    code, out, _ = said(capsys, *line)
+    small, large = json.loads(out)["radii"]
+    assert code == 0 and small["certified"] > large["certified"] == 0.0
+
+
+def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "models")
+    assert code == 0 and all(name in out for name in (*wball.list_models(), *wball.architectures()))
+    code, out, _ = said(capsys, "models", "mnist-standard")
+    assert json.loads(out)["architecture"] == "mnist-cnn"
+    code, out, _ = said(capsys, "data")
+    assert code == 0 and "fashion-mnist" in out
+    code, out, _ = said(capsys, "info", "--json")
+    content = json.loads(out)
+    assert content["wball"] == wball.__version__ and content["kernels"]["torch"]["cpu"] is None
+    code, out, _ = said(capsys, "--version")
+    assert (code, out.strip()) == (0, wball.__version__)
+
+
+def test_reproduce_writes_data_figures_and_a_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, _ = said(capsys, "reproduce")
+    assert code == 0 and "six-pixels" in out and "Figure 1" in out
+    code, out, _ = said(capsys, "reproduce", "six-pixels", "--quick", "--device", "cpu", "--out", "r")
+    assert code == 0 and "moved by one pixel" in out
+    assert {p.name for p in (here / "r").glob("*.*")} == {"six-pixels.json", "six-pixels.pdf", "six-pixels.png"}
+    (here / "r" / "six-pixels.png").unlink()
+    assert said(capsys, "reproduce", "all", "--figures-only", "--out", "r")[0] == 0
+    assert (here / "r" / "six-pixels.png").is_file()
+    assert said(capsys, "reproduce", "page", "--out", "r", "--page", "page.md")[0] == 0
+    assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in (here / "page.md").read_text(encoding="utf-8")
+
+
+def test_bench_runs_the_checkouts_benchmarks(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("benchmarks.")]:
+        monkeypatch.delitem(sys.modules, name)  # that another test has imported
+    monkeypatch.setitem(sys.modules, "benchmarks", None)
+    code, _, err = said(capsys, "bench")
+    assert code == 2 and "checkout" in err and err.count("\n") == 1
+    words: list[str] = []
+    fakes = {name: ModuleType(name) for name in ("benchmarks", "benchmarks.__main__", "benchmarks.oracle")}
+    fakes["benchmarks.__main__"].main = words.extend  # type: ignore[attr-defined]
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    assert said(capsys, "bench", "--device", "cpu", "--quick", "--seed", "3")[0] == 0
+    assert words == ["--device", "cpu", "--seconds", "2.0", "--seed", "3", "--quick"]
+
+
+@pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands])  # type: ignore[union-attr]
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, command, "--help")
+    assert code == 0 and "Usage: wball " + command in out
+
+
+def test_train_says_each_epoch_and_writes_the_model(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = wball.load_sample("mnist")
+    monkeypatch.setattr("wball.data.load_dataset", lambda name, root, split, device: (x[:50], y[:50]))
+    command = ["train", "mnist-adversarial", "--epochs", "2", "--limit", "40", "--device", "cpu", "--name", "mine"]
+    for change in (
+        "architecture=mnist-cnn",
+        "batch_size=20",
+        "adversary.attack.steps=2",
+        "evaluation.attack.steps=2",
+        "evaluation.every=2",
+        "optimisation.bf16=False",
+    ):
+        command += ["--set", change]
+    code, out, _ = said(capsys, *command, "--out", "out")
+    first, second = (json.loads(row) for row in (here / "out/metrics.jsonl").read_text().splitlines())
+    lines = out.splitlines()
+    assert code == 0 and len(lines) == 3 and lines[2] == "written: out/mine.safetensors"
+    assert lines[0].startswith("epoch   1") and "clean" not in lines[0] and "clean_accuracy" not in first
+    assert f"clean {100 * second['clean_accuracy']:.2f} %  eps 0.1: {100 * second['robust_accuracy_0.1']:.1f} %" in out
+    assert f"mean radius {second['mean_radius']:.3f}" in lines[1] and second["step"] == 4
+    card = json.loads((here / "out/mine.json").read_text())
+    assert card["training"]["batch_size"] == 20 and card["training"]["optimisation"]["bf16"] is False
+    model = wball.load_weights(wball.build_model(card["architecture"]), here / "out/mine.safetensors").eval()
+    assert float((model(x[:50]).argmax(1) == y[:50]).double().mean()) == pytest.approx(card["clean_accuracy"])
+    assert said(capsys, *command, "--out", "quiet", "--quiet") == (0, "", "")
+
+
+BAD = {
+    "unknown command": (["evalute"], "evalute"),
+    "unknown option": (["evaluate", "mnist-standard", "--epsilon", "1"], "--epsilon"),
+    "no model": (["evaluate"], "MODEL"),
+    "unknown model": (["evaluate", "mnist-standart"], "did you mean mnist-standard?"),
+    "architecture without weights": (["evaluate", "mnist-cnn"], "--weights"),
+    "missing weights": (["evaluate", "mnist-cnn", "--weights", "none.pth"], "no weights file"),
+    "truncated weights": (["evaluate", "mnist-cnn", "--weights", "cut.safetensors"], "cut.safetensors"),
+    "wrong architecture": (["evaluate", "cifar10-resnet18", "--weights", "mnist.safetensors"], "do not fit"),
+    "weights for a zoo model": (["evaluate", "mnist-standard", "--weights", "mnist.safetensors"], "comes with weights"),
+    "no such file": (["evaluate", "nothing.py:net"], "nothing.py"),
+    "no such module": (["evaluate", "no.such.module:net"], "cannot import"),
+    "no such function": (["evaluate", "mine.py:halvs"], "did you mean halves?"),
+    "not a model": (["evaluate", "mine.py:broken"], "not callable"),
+    "a function that raises": (["evaluate", "mine.py:raises"], "mine.py:raises: the call raised RuntimeError: no"),
+    "data that raise": (["evaluate", "mine.py:halves", "--data", "mine.py:raises"], "the call raised RuntimeError"),
+    "a module that raises": (["evaluate", "raising.py:net"], "cannot import raising.py (SyntaxError"),
+    "a function that ends the process": (["evaluate", "mine.py:leaves"], "the call raised SystemExit: 3"),
+    "a module that ends the process": (["evaluate", "leaving.py:net"], "cannot import leaving.py (SystemExit: 4)"),
+    "a model that raises": (["evaluate", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
+    "an attack on it": (["attack", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
+    "data that raise later": (["attack", "mine.py:halves", "--data", "mine.py:unreadable"], "reading it raised KeyE"),
+    "huge seed": (["attack", "mine.py:halves", "--data", "mine.py:data", "--seed", str(2**63)], "--seed"),
+    "no such data": (["evaluate", "mnist-standard", "--data", "nowhere"], "--data nowhere"),
+    "data not downloaded": (["evaluate", "mnist-standard", "--data", "mnist"], "wball data mnist"),
+    "labels out of range": (["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"], "2 classes"),
+    "wrong shape": (["evaluate", "mnist-standard", "--data", "mine.py:data"], "does not take images of shape"),
+    "bad radius": (["evaluate", "mnist-standard", "--eps", "0.1,b"], "--eps"),
+    "negative radius": (["evaluate", "mnist-standard", "--eps", "-0.1"], "above 0"),
+    "even window": (["evaluate", "mnist-standard", "--window", "4"], "odd"),
+    "bad mass": (["evaluate", "mnist-standard", "--mass", "most"], "--mass"),
+    "bad attack": (["evaluate", "mnist-standard", "--attack", "magic"], "--attack magic"),
+    "steps of a fixed attack": (["evaluate", "mnist-standard", "--steps", "3"], "--steps"),
+    "bad split": (["evaluate", "mnist-standard", "--split", "all"], "--split"),
+    "bad device": (["evaluate", "mnist-standard", "--device", "tpu"], "--device tpu"),
+    "zero images": (["evaluate", "mnist-standard", "--limit", "0"], "--limit"),
+    "out is a file": (["evaluate", "mine.py:halves", "--data", "mine.py:data", "--out", "mine.py"], "is a file"),
+    "no results": (["report", "."], "results.json"),
+    "bad method": (["certify", "mine.py:halves", "-d", "mine.py:data", "--method", "guess"], "method"),
+    "bad data set": (["data", "imagenet"], "imagenet"),
+    "bad preset": (["train", "nothing"], "mnist-standard"),
+    "bad recipe": (["reproduce", "everything"], "mnist-curves"),
+    "recipe without data": (["reproduce", "cifar10-curves", "--out", "r"], "wball data cifar10"),
+    "recipe on no device": (["reproduce", "six-pixels", "--device", "tpu"], "tpu"),
+    "data below a file": (["data", "mnist", "--root", "mine.py"], "mine.py/mnist: a file stands where a folder"),
+    "figures below a file": (["figures", "done", "--out", "mine.py"], "mine.py: a file stands where a folder"),
+    "bad file for images": (["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"], ".safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = here / "mnist.safetensors"
+    if "safetensors" in " ".join(BAD[case][0]):
+        wball.save_weights(wball.build_model("mnist-cnn"), whole)
+        (here / "cut.safetensors").write_bytes(whole.read_bytes()[:1000])
+    arguments, expected = BAD[case]
+    if "done" in arguments:
+        assert main(["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "-qo", "done"]) == 0
+    code, out, err = said(capsys, *arguments)
+    assert code == 2
+    assert "Traceback" not in out and err.count("\n") == 1 and err.startswith("wball: ")
+    assert expected in err
+    assert not (here / "out").exists()
+
+
+def test_a_models_file_may_import_what_lies_beside_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "far").mkdir()
+    (here / "far" / "beside.py").write_text(MINE)
+    (here / "far" / "uses.py").write_text("from beside import halves as net, data")
+    line = ["attack", "far/uses.py:net", "--data", "far/uses.py:data", "--quiet"]
+    assert said(capsys, *line) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "attack", "certify"])
+def test_json_is_alone_on_stdout(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = [*QUICK, "--no-report", "--out", "o"] if command == "evaluate" else ["--eps", "0.1"]
+    code, out, err = said(capsys, command, "mine.py:Talks", "--data", "mine.py:data", "--json", *more)
+    assert code == 0 and json.loads(out) and "hello" in err
+
+
+def test_names_are_no_markup(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label in ("a", "b"):
+        (here / "set [bold]" / label).mkdir(parents=True)
+        image.new("L", (6, 6), 99).save(here / "set [bold]" / label / "1.png")
+    for command, more in (("evaluate", [*QUICK, "--no-report", "-o", "o"]), ("attack", []), ("certify", [])):
+        code, out, _ = said(capsys, command, "mine.py:halves", "-d", "set [bold]", "--grey", *more)
+        assert code == 0 and out.count("images of set [bold]") == (2 if command == "evaluate" else 1)
+    x, y = torch.rand(2, 1, 6, 6), torch.zeros(2, dtype=torch.long)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    result = wball.evaluate(model, x, y, wball.WassersteinBall(0.1), attack="fast", name="a[/b]", progress=True)
+    stream = io.StringIO()
+    Console(file=stream).print(result.table())
+    assert "a[/b]" in stream.getvalue() and "a[/b]" in capsys.readouterr().err
+
+
+def test_without_the_packages_of_the_report(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--out", "o"]
+    for name in ("jinja2", "plotly", "PIL"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            code, _, err = said(capsys, *line)
+            assert code == 0 and (here / "o" / "results.json").is_file()
+            assert err.startswith("wball: there will be no report.html: reports need jinja2, plotly and Pillow")
+            assert f"{name} is missing: pip install wball[report]" in err
+            code, _, err = said(capsys, "report", "o")
+            assert code == 2 and err.count("\n") == 1 and "pip install wball[report]" in err
+    assert not list(here.rglob("report.html"))
+
+
+def test_warnings_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--attack", "fast", "-n", "1")
+    assert code == 0 and err.count("\n") == 1 and err.startswith("wball: warning: the model has 2 classes")
+
+
+def test_a_model_that_ends_the_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "attack", "mine.py:Leaves", "--limit", "2")[0] == 1, "no success: nothing was attacked"
+
+
+@pytest.mark.slow
+def test_a_reader_that_had_enough() -> None:
+    line = [sys.executable, "-m", "wball.cli", "models"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_locale_without_letters(here: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for label in ("漢字", "é"):
+        (here / "bilder ü" / label).mkdir(parents=True)
+        image.new("L", (6, 6), 99).save(here / "bilder ü" / label / "1.png")
+    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:halves", "-d", "bilder ü", "--grey", *QUICK]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [*line, "-o", "o"], cwd=here, env=environment | {"PYTHONUTF8": "0", "PYTHONIOENCODING": ""}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (here / "o" / "report.html").read_text(encoding="utf-8")
+    assert "bilder ü" in page and "original: 漢字" in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_when_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "evaluate", "mnist-standard", "--device", "cuda")
+    assert code == 2 and "--device cpu" in err
+
+
+def test_full_disk_and_folder_in_use(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "--out", "o"]
+    with locked(here / "o"):
+        code, _, err = said(capsys, *line)
+        assert code == 4 and "in use" in err
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        code, _, err = said(capsys, *line)
+    assert code == 5 and "No space left" in err and err.count("\n") == 1
+    assert not list((here / "o").rglob("*.part"))
+    assert said(capsys, *line)[0] == 0
+
+
+def test_claims_that_fail_the_audit_have_an_exit_code(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wball.evaluation import check
+
+    def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object) -> wball.AuditReport:
+        return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
+
+    monkeypatch.setattr(check, "audit", strict)
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "--out", "o"]
+    code, out, _ = said(capsys, *line)
+    assert code == 3 and "rejected and not counted" in out
+
+
+def test_unexpected_errors_are_one_line_too(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("surprise")
+
+    monkeypatch.setattr("wball.zoo.list_models", fail)
+    code, _, err = said(capsys, "models")
+    assert code == 70 and err == "wball: unexpected ZeroDivisionError: surprise (WBALL_DEBUG=1 shows where)\n"
+
+
+@pytest.mark.slow
+def test_interrupted_by_the_keyboard(here: Path) -> None:
+    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", *QUICK, "--out", "o"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+
+    def listen() -> None:  # a test run in the background of a shell has inherited a deaf ear
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        line, cwd=here, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listen
+    ) as process:
+        while not (here / "o" / "log.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1].startswith("wball: interrupted") and "Traceback" not in err
+    assert not (here / "o" / "results.json").exists() and not list(here.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from wball.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,77 @@
+"""What the README and the documentation show must run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page, one after the other, as a reader would paste them."""
+    if "report(" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("plotly")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        exec(compile("\n" * line + found[1], page.name, "exec", dont_inherit=True), names)
+
+
+def test_commands_in_the_documentation_exist() -> None:
+    from wball.cli.commands import app
+
+    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
+    for page in PAGES:
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            for command in re.findall(r"^(?:torchrun .*? -m wball\.cli|wball) ([a-z]\w*)", block, re.MULTILINE):
+                assert command in known, f"{page.name} shows `wball {command}`"
+
+
+@pytest.mark.slow
+def test_notebook_runs(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        setup = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})"
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(setup))
+        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", []))
+        assert "audit" in printed
+
+
+def test_what_the_site_is_built_with_is_in_the_repository() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r": ([\w/-]+\.md)$", settings, re.MULTILINE)
+    named = re.findall(r"[\w/.-]+\.py\b", settings) + [f"docs/{page}" for page in pages]
+    assert "tools/docs/hooks.py" in named and "docs/gpu.md" in named
+    for path in named:
+        assert (ROOT / path).is_file(), f"mkdocs.yml names {path}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs mkdocs (pip install wball[docs])")
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cli" / "index.html").read_text(encoding="utf-8").count("<h2") >= 9
+    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert ":class:" not in api and ".. math::" not in api

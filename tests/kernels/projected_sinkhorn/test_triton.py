@@ -1,0 +1,159 @@
+"""Projected Sinkhorn: torch reference against the path-following solver, Triton kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from wball.ball import WassersteinBall
+from wball.cost import GridCost, StencilCost
+from wball.kernels.projected_sinkhorn import reference
+from wball.kernels.projected_sinkhorn.reference import ProjectedSinkhorn
+
+DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+
+ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int, int]
+    window: int = 3
+    box: tuple[float, float] | None = (0.0, 1.0)
+    reg: float = 100.0
+    eps: float = 0.1
+    step: float = 0.3
+    one_way: bool = False
+
+    @property
+    def ball(self) -> WassersteinBall:
+        return WassersteinBall(self.eps, ONE_WAY if self.one_way else GridCost(self.window), box=self.box)
+
+    def images(self) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(0)
+        x = torch.rand(self.shape, generator=random)
+        x = torch.where(torch.rand(self.shape, generator=random) < 0.3, torch.zeros(()), x)
+        x = torch.where(torch.rand(self.shape, generator=random) < 0.3, torch.ones(()), x)
+        if self.shape[0] > 1:
+            x[-1] = 0.0
+        lo, hi = self.box or (0.0, 1.0)
+        x = lo + (hi - lo) * x
+        return x.to(DEVICE), (x + self.step * torch.randn(self.shape, generator=random)).to(DEVICE)
+
+    def solve(self, kernel: Any, dtype: torch.dtype, tol: float, max_iter: int = 400) -> ProjectedSinkhorn:
+        x, w = (image.to(dtype) for image in self.images())
+        mass = x.sum((1, 2, 3))
+        moves = self.ball.cost.moves(*self.shape[2:])  # type: ignore[union-attr]
+        return kernel.projected_sinkhorn(
+            x, w, self.ball.budget(x), moves, self.box, mass / self.reg,
+            u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter,
+        )  # fmt: skip
+
+
+CASES = [
+    Case((2, 1, 6, 7)),
+    Case((1, 2, 5, 4), window=5, reg=300.0, eps=0.3),
+    Case((1, 1, 5, 6), box=None),
+    Case((1, 1, 5, 5), one_way=True, reg=200.0),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, Case((2, 1, 8, 7), window=5, reg=500.0, step=0.5)], ids=str)
+def test_reference_meets_its_gap_and_the_other_solver(case: Case) -> None:
+    ours = case.solve(reference, torch.float64, 1e-4, 2000)
+    assert bool((ours.gap <= ours.allowed).all())
+    x, w = (image.double() for image in case.images())
+    path = case.ball.project(x, w, reg=case.reg, tol=1e-8)
+    mass = x.sum((1, 2, 3))
+    offset = mass / case.reg * (torch.special.xlogy(x, x).sum((1, 2, 3)) - torch.special.xlogy(mass, mass))
+    excess = ours.objective - (path.objective - offset)
+    # Between the optimum and the optimum plus the gap; path.objective is itself only good to its own gap.
+    assert bool((excess >= -path.gap - 1e-12).all()) and bool((excess <= ours.gap + 1e-12).all())
+    assert float((ours.z - path.point).square().sum((1, 2, 3)).sub(2 * ours.gap + 2 * path.gap).max()) <= 1e-9
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_point_is_in_the_ball(case: Case) -> None:
+    pytest.importorskip("ot").emd
+    x, _ = case.images()
+    for max_iter in (1, 5, 400):
+        assert bool(case.ball.contains(x, case.solve(reference, torch.float32, 1e-3, max_iter).z).all())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_equals_reference(case: Case) -> None:
+    pytest.importorskip("triton")
+    from wball.kernels.projected_sinkhorn import triton as triton_projection
+
+    tol = 1e-3
+    exact = case.solve(reference, torch.float64, 1e-6, 5000)
+    single = case.solve(reference, torch.float32, tol)
+    ours = case.solve(triton_projection, torch.float32, tol)
+    assert ours.kernel == "triton"
+    assert bool((ours.gap <= ours.allowed).all())
+    # The gap is a proof: it bounds the distance to the optimum, up to float32's rounding of the objective.
+    rounding = 1e-6 * (1 + exact.objective.abs())
+    assert bool(((ours.objective - exact.objective) <= ours.gap + rounding).all())
+    assert bool(((ours.objective - exact.objective) >= -exact.gap - rounding).all())
+    error, yardstick = ((answer.z.double() - exact.z).abs().max() for answer in (ours, single))
+    assert float(error) <= 2 * float(yardstick) + 1e-4
+    x, _ = case.images()
+    mass = x.double().sum((1, 2, 3))
+    assert float((ours.z.double().sum((2, 3)) - x.double().sum((2, 3))).abs().max()) <= 1e-6 * (1 + float(mass.max()))
+    assert bool((ours.cost <= case.ball.budget(x) * (1 + 1e-6)).all())
+    if case.box is not None:
+        assert float(ours.z.min()) >= case.box[0] and float(ours.z.max()) <= case.box[1]
+
+
+def test_kernel_stops_early_with_a_valid_point() -> None:
+    pytest.importorskip("triton")
+    from wball.kernels.projected_sinkhorn import triton as triton_projection
+
+    case = Case((1, 1, 5, 6), reg=1000.0, step=1.0)
+    x, w = case.images()
+    first = case.solve(triton_projection, torch.float32, 1e-6, max_iter=2)
+    assert int(first.n_iter[0]) == 2 and float(first.gap[0]) > float(first.allowed[0])
+    assert bool((first.cost <= case.ball.budget(x) * (1 + 1e-6)).all())
+    again = triton_projection.projected_sinkhorn(
+        x, w, case.ball.budget(x), case.ball.cost.moves(5, 6), case.box, x.sum((1, 2, 3)) / case.reg,  # type: ignore[union-attr]
+        u=first.u, psi=first.psi, tol=1e-6, max_iter=2,
+    )  # fmt: skip
+    assert float(again.gap[0]) < float(first.gap[0])
+
+
+def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from wball.kernels import dispatch
+
+    case = Case((1, 1, 4, 4))
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    assert case.solve(dispatch, torch.float32, 1e-2).kernel == "triton"
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    assert case.solve(dispatch, torch.float32, 1e-2).kernel == "torch"
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    with pytest.raises(dispatch.KernelError, match="float64"):
+        case.solve(dispatch, torch.float64, 1e-2)
+
+
+def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    case = Case((2, 1, 5, 6))
+    x, w = case.images()
+    monkeypatch.setenv("WBALL_KERNEL", "torch")
+    path = case.ball.project(x, w, reg=case.reg, tol=1e-4)
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    ours = case.ball.project(x, w, reg=case.reg, tol=1e-4)
+    assert bool(ours.converged.all())
+    assert int(ours.n_iter[0]) > int(path.n_iter[0]), "sweeps were taken"
+    assert (path.kernel, ours.kernel) == ("torch", "triton")
+    assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
+    assert ours.plan is not None
+    torch.testing.assert_close(ours.plan.rows(), x.double())
+    assert bool((ours.plan.cost() <= case.ball.budget(x) * (1 + 1e-9)).all())

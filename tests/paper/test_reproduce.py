@@ -1,0 +1,642 @@
+"""Recipes: what they measure, that they go on after being killed, and that figures and page need only their files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import nn
+
+import wball
+from wball.attacks import PGD, GrowingRadius
+from wball.evaluation.files import read_json, write_json
+from wball.paper import (
+    RECIPES,
+    MissingModel,
+    Settings,
+    Workshop,
+    chosen,
+    draw,
+    overview,
+    reproduce,
+    run,
+    timings,
+    workshop,
+)
+from wball.paper import measure as measuring
+from wball.paper.__main__ import main
+from wball.paper.curves import MNIST_CURVES
+from wball.paper.draw import bars, curves
+from wball.paper.page import ASSETS, _section, text, write
+from wball.paper.run import command
+from wball.paper.tables import Table, pack, percent, unpack
+from wball.paper.workshop import Subject, quick_config
+from wball.storage.atomic import locked
+from wball.training import TrainConfig, preset, presets
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+
+
+def halves() -> Subject:
+    """A linear model on 6 x 6 images: is there more mass on the left or on the right?"""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return Subject("halves", model.eval(), "linear", "here", "0")
+
+
+def images(count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.rand(count, 1, 6, 6).square() * 0.8
+    return x, halves().model(x).argmax(1)
+
+
+def test_tables() -> None:
+    table = Table(["a", "b"], [["x", None], ["longer", "1 %"]], "title")
+    assert table.text().splitlines() == ["title", "a         b", "x         –", "longer  1 %"]
+    assert table.markdown().splitlines()[2:] == ["| a | b |", "| --- | ---: |", "| x | – |", "| longer | 1 % |"]
+    assert percent(None) is None and percent(0.12345, 2) == "12.35 %"
+
+
+def test_pixels_survive_json() -> None:
+    x = torch.rand(3, 4, 5)
+    again = unpack(json.loads(json.dumps(pack(x))))
+    np.testing.assert_allclose(again, x.numpy(), atol=3e-4)
+
+
+def test_every_figure_and_table_of_the_paper_has_a_recipe() -> None:
+    places = " ".join(r.place for r in RECIPES.values())
+    assert "Table 1" in places and all(f"Figure {n}" in places for n in range(1, 9))
+    assert all(name in overview().text() for name in RECIPES)
+    assert chosen(["all"]) == list(RECIPES) and chosen(["timings", "timings"]) == ["timings"]
+    assert chosen(["ALL"]) == chosen("all") == list(RECIPES) and chosen("timings") == ["timings"]
+    for wrong in (["nothing"], ["all", "nothing"], []):
+        with pytest.raises(ValueError, match="mnist-curves"):
+            chosen(wrong)
+
+
+def test_standard_attack_counts_valid_examples_only(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images()
+    y[0] = 1 - y[0]  # wrong as it is
+    fall = measuring.under_standard_attack(shop, halves(), x, y, [0.5, 0.05])
+    assert fall.radii == (0.05, 0.5) and float(fall.radius[0]) == 0.0
+    assert set(fall.radius.tolist()) <= {0.0, 0.05, 0.5, math.inf}
+    # A linear model: the support function says exactly who can fall.
+    margin = halves().model(x).detach()
+    weight = halves().model[1].weight.detach()
+    direction = (weight[1] - weight[0]).view(1, 1, 6, 6)
+    for eps in fall.radii:
+        sign = torch.where(y == 0, 1.0, -1.0).view(-1, 1, 1, 1)
+        gain = wball.WassersteinBall(eps).support(x, (sign * direction).expand_as(x).contiguous()).value
+        gain = gain - (sign * direction * x).flatten(1).sum(1)
+        lead = margin.gather(1, y[:, None])[:, 0] - margin.gather(1, 1 - y[:, None])[:, 0]
+        can_fall = (gain > lead * (1 + 1e-3)) | (lead <= 0)
+        cannot = gain < lead * (1 - 1e-3)
+        fell = fall.radius <= eps
+        assert bool(fell[can_fall].all()) and not bool(fell[cannot].any())
+    assert fall.checks["rejected"] == 0 and fall.checks["checked_exactly"] > 0
+    assert fall.checks["found"] == 11 - int(fall.radius.isinf().sum())
+    assert 0.5 < fall.checks["largest_distance_over_radius"] <= 1 + 1e-4  # a linear model takes all there is
+    curve = fall.about()["curve"]
+    assert curve[0]["accuracy"] == pytest.approx(11 / 12) and curve[-1]["accuracy"] == fall.accuracy_at(0.5)
+
+    def strict(ball: wball.WassersteinBall, a: torch.Tensor, b: torch.Tensor) -> wball.AuditReport:
+        return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), a, b)
+
+    monkeypatch.setattr(measuring, "audit_in_threads", strict)
+    other = measuring.under_standard_attack(shop, replace(halves(), sha256="1"), x, y, [0.5])
+    assert other.checks["rejected"] >= 1 and other.accuracy_at(0.5) > fall.accuracy_at(0.5)
+
+
+def test_papers_attack_gives_the_radius_of_each_fall(shop: Workshop) -> None:
+    x, y = images()
+    y[0] = 1 - y[0]
+    attack = PGD.paper(
+        "mnist", ball=wball.WassersteinBall(0.01), steps=12, growth=GrowingRadius(3.0, 2), progress=False
+    )
+    fall = measuring.under_paper_attack(shop, halves(), x, y, attack)
+    assert fall.radii == pytest.approx([0.01 * 3**k for k in range(6)])
+    assert float(fall.radius[0]) == 0.0
+    reached = fall.radius[1:][fall.radius[1:].isfinite()]
+    assert len(reached) and all(any(abs(r - t) < 1e-9 for t in fall.radii) for r in reached.tolist())
+    direct = attack(halves().model, x, y)
+    assert fall.accuracy_at(0.1) == pytest.approx(direct.accuracy_at(0.1))
+    mass, after = (v.double().flatten(1).sum(1) for v in (x, direct.images))
+    off = ((after - mass).abs() / mass)[1:][direct.success[1:]]
+    assert fall.checks["found"] == len(off) and fall.checks["mass_off"] == int((off > 1e-5).sum()) > 0
+    assert fall.checks["mean_mass_error"] == pytest.approx(float(off.mean()))
+    assert fall.checks["largest_mass_error"] == pytest.approx(float(off.max()))
+
+
+def test_half_precision_finds_and_full_precision_decides() -> None:
+    x, y = images()
+    ball = wball.WassersteinBall(0.3)
+    attack = wball.DualAveraging(ball, steps=10, progress=False)
+    full, lean = (measuring.attacked(halves().model, attack, x, y, lean=half) for half in (False, True))
+    assert torch.equal(lean.success, halves().model(lean.images).argmax(1) != y)
+    assert int((full.success != lean.success).sum()) <= 1 and bool(lean.success.any())
+    assert wball.audit(ball, x, lean.images).all_valid
+
+
+def test_what_half_precision_only_claims_is_attacked_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images()
+    attack = wball.DualAveraging(wball.WassersteinBall(0.1), steps=10, progress=False)
+    model = halves().model
+    monkeypatch.setattr(measuring, "AsTrained", lambda model, options: lambda x: -model(x))  # always wrong
+    full, lean = (measuring.attacked(model, attack, x, y, lean=half) for half in (False, True))
+    assert 0 < int(full.success.sum()) < len(x)
+    for name in ("images", "success", "distance", "radius", "n_steps"):
+        assert torch.equal(getattr(full, name), getattr(lean, name))
+
+
+def test_a_measurement_goes_on_where_it_was(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = images(20)
+    monkeypatch.setitem(measuring.BATCH, "cpu", 5)
+    whole = measuring.under_standard_attack(shop, halves(), x, y, [0.05, 0.2])
+    other, calls = Workshop(replace(shop.settings, out=shop.settings.out / "b")), 0
+    work = measuring._counted
+
+    def dies(*arguments: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return work(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measuring, "_counted", dies)
+    with pytest.raises(KeyboardInterrupt):
+        measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    resumed = measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    assert torch.equal(resumed.radius, whole.radius) and resumed.checks == whole.checks
+    before = calls
+    measuring.under_standard_attack(other, halves(), x, y, [0.05, 0.2])
+    assert calls == before  # finished parts are read back
+
+
+def test_a_part_is_measured_once_by_processes_that_share_a_folder(tmp_path: Path) -> None:
+    shop, order = Workshop(Settings(quick=True, device="cpu", out=tmp_path)), []
+
+    def hold() -> None:
+        with shop.part("p", ["the same"]):
+            order.append("first")
+            started.set()
+            time.sleep(0.5)
+            order.append("first is done")
+
+    started, other = threading.Event(), threading.Thread(target=hold)
+    other.start()
+    started.wait(10)
+    with shop.part("q", ["another"]), shop.part("p", ["the same"]):
+        order.append("second")
+    other.join()
+    assert order == ["first", "first is done", "second"]
+
+
+def test_quick_settings_are_small_for_every_preset() -> None:
+    for name in presets():
+        config = quick_config(preset(name))
+        assert config.epochs <= 4 and config.batch_size <= 50 and config.architecture != "cifar10-resnet18"
+
+
+def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
+    assert Workshop(Settings(device="cpu", out=tmp_path)).subject("mnist-standard").origin == "zoo"
+    folder = tmp_path / "models" / "cifar10-linf-provable"
+    small = wball.build_model("cifar10-resnet-small")
+    wball.save_weights(small, folder / "cifar10-linf-provable.safetensors")
+    shop = Workshop(Settings(device="cpu", models=tmp_path / "models", out=tmp_path, may_train=False))
+    assert shop.subject("cifar10-linf-provable").origin == "models folder"
+    with pytest.raises(MissingModel, match=r"cifar10-standard\.safetensors"):
+        shop.subject("cifar10-standard")
+    for path in ("a/cifar10-linf-provable.pth", "b/cifar10-linf-provable-full-0/cifar10-linf-provable.safetensors"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        save_it = torch.save if path.endswith("pth") else save_file
+        save_it(small.state_dict(), tmp_path / path)
+        other = Workshop(replace(shop.settings, models=tmp_path / path[0])).subject("cifar10-linf-provable")
+        assert other.sha256 == shop.subject("cifar10-linf-provable").sha256
+    card = folder / "cifar10-linf-provable.json"
+    for wrong in ([], {"name": 1}, {"architecture": None}):
+        write_json(card, wrong)
+        with pytest.raises(ValueError, match="no card of a model"):
+            Workshop(shop.settings).subject("cifar10-linf-provable")
+    card.unlink()
+    found = shop.subjects("cifar10-linf-provable", "cifar10-standard")
+    assert [s.name for s in found] == ["cifar10-linf-provable"] and "cifar10-standard" in shop.missing
+
+
+def test_a_model_that_is_broken_is_right_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = halves().model
+    x, y = images(4)
+    assert torch.equal(measuring.predicted(model, x), y)
+    assert measuring.predicted(model, x[:0]).tolist() == []
+    assert set(measuring.predicted(lambda z: model(z) * math.nan, x).tolist()) == {-1}  # type: ignore[arg-type]
+    monkeypatch.setattr("wball.paper.pictures.predicted", lambda model, x: torch.full((len(x),), -1))
+    for name in ("wasserstein-vs-linf", "mnist-digits", "lambda-p"):
+        with pytest.raises(ValueError, match="none of the images right"):
+            reproduce(name, Settings(quick=True, device="cpu", out=tmp_path))
+
+
+def test_missing_data_say_how_to_get_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mnist-curves", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert "wball data mnist" in capsys.readouterr().err
+    assert main(["cifar10-curves", "--quick", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert "wball data cifar10" in err and err.count("\n") == 1 and "Traceback" not in out + err
+    assert not list(tmp_path.glob("*.json"))
+    assert main(["six-pixels", "--device", "tpu", "--out", str(tmp_path)]) == 2
+
+
+def test_words_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["page"], "no results in"),
+        (["page", "six-pixels"], "page stands alone"),
+        (["all", "--figures-only"], "nothing to draw"),
+        (["timings", "--figures-only"], "run `wball reproduce timings"),
+        (["timings"], "wball data cifar10"),  # nothing to time
+        (["six-pixels", "--images", "0"], "images must be at least 1"),
+        (["six-pixels", "--images", "-3"], "images must be at least 1"),
+        (["six-pixels", "--jobs", "0"], "jobs must be at least 1"),
+        (["six-pixels", "--seed", "-1"], "seed must be at least 0"),
+        (["six-pixels", "--seed", str(2**64)], "seed must be below"),
+        (["six-pixels", "--models", str(tmp_path / "nowhere")], "is no folder"),
+    ):
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+    assert not [p for p in tmp_path.iterdir() if p.is_file()]
+
+
+def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*arguments: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("wball.paper.__main__.run", interrupted)
+    assert main(["six-pixels"]) == 130
+    assert "goes on where it was" in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_drawn_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("wball.report.figures.write_whole", full)
+        assert run(["six-pixels", "wasserstein-vs-linf"], settings) == 2
+    assert {p.name for p in tmp_path.glob("*.*")} == {"six-pixels.json", "wasserstein-vs-linf.json"}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"wball\[report\]"):  # before anything is measured
+        run(["six-pixels"], Settings(quick=True, device="cpu", out=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_damaged_parts_are_measured_again(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = images(10)
+    monkeypatch.setitem(measuring.BATCH, "cpu", 5)
+    attack = PGD.paper("mnist", ball=wball.WassersteinBall(0.05), steps=2, growth=GrowingRadius(3.0, 1), progress=False)
+
+    def measured() -> list[measuring.Fall]:
+        theirs = measuring.under_paper_attack(shop, halves(), x, y, attack)
+        return [theirs, measuring.under_standard_attack(shop, halves(), x, y, [0.05, 0.2])]
+
+    first = measured()
+    files = sorted((shop.settings.out / "parts").rglob("*.safetensors"))
+    assert len(files) == 4
+    for damage in (lambda b: b[: len(b) // 2], lambda b: b"", lambda b: save({"other": torch.zeros(1)})):
+        capsys.readouterr()
+        for path in files:
+            path.write_bytes(damage(path.read_bytes()))
+        again = measured()
+        assert capsys.readouterr().out.count("measured again") == 4
+        for before, after in zip(first, again, strict=True):
+            assert torch.equal(before.radius, after.radius) and before.checks == after.checks
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Quick results of a few recipes, on next to no images."""
+    out = tmp_path_factory.mktemp("results")
+    settings = Settings(quick=True, device="cpu", out=out, images=6)
+    assert run(["six-pixels", "wasserstein-vs-linf"], replace(settings, images=None), figures=False) == 0
+    assert run(["timings"], settings, figures=False) == 0
+    return out
+
+
+def test_parts_of_another_commit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path, images=2)
+    x, y = images(2)
+    made = replace(RECIPES["six-pixels"], measure=lambda shop: {"rows": _fell(shop, x, y)})
+    monkeypatch.setitem(RECIPES, "six-pixels", made)
+    origins = []
+    for commit in ("a", "a", "b"):
+        monkeypatch.setattr("wball.provenance.commit", lambda commit=commit: commit)
+        origins.append(reproduce("six-pixels", settings)["provenance"])
+    assert [(o["commit"], o.get("earlier_commits")) for o in origins] == [("a", None), ("a", None), ("b", ["a"])]
+    content = {"quick": False, "missing": {}, "data": {"rows": [], "unit": "px", "original": None}}
+    content["provenance"] = origins[-1]
+    monkeypatch.setitem(RECIPES, "six-pixels", replace(made, tables=lambda data: [], remarks=lambda data: []))
+    assert "commit b, parts at a, " in _section("six-pixels", content)
+
+
+def _fell(shop: Workshop, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    return [measuring.under_standard_attack(shop, halves(), x, y, [0.1]).accuracy_at(0.1)]
+
+
+def test_results_are_data_with_their_origin(results: Path) -> None:
+    content = read_json(results / "six-pixels.json")
+    assert content["format"] == "wball-reproduction/1" and content["quick"] is True
+    origin = content["provenance"]
+    assert origin["command"] == "wball reproduce six-pixels --quick --device cpu --seed 0"
+    asked = Settings(images=7, may_train=False, device="cpu")
+    assert command("timings", asked) == "wball reproduce timings --images 7 --no-train --device cpu --seed 0"
+    assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
+    moved, greyer = content["data"]["rows"]
+    assert moved["wasserstein"] == pytest.approx(1.0) and moved["linf"] == pytest.approx(1.0)
+    assert greyer["wasserstein"] == pytest.approx(0.6) and greyer["linf"] == pytest.approx(0.2)
+    rows = {r["name"]: r for r in read_json(results / "wasserstein-vs-linf.json")["data"]["rows"]}
+    assert rows["Wasserstein"]["background"] < 0.01 < rows["l-inf"]["background"]
+
+
+def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = ["six-pixels", "wasserstein-vs-linf", "timings"]
+    paths = draw(names, results, into=tmp_path)
+    assert {p.name for p in paths} == {f"{n}.{k}" for n in names for k in ("pdf", "png")}
+    assert (tmp_path / "six-pixels.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "six-pixels.pdf").read_bytes()
+    assert b"/Type3" not in drawn and b"/CIDFontType2" in drawn  # text that can be searched, fonts that journals take
+    assert draw("six-pixels", str(results), into=str(tmp_path)) == paths[:2]
+    page, *pictures = write(results, tmp_path / "docs" / "page.md")
+    said = page.read_text(encoding="utf-8")
+    assert said == text(results) and len(pictures) == 3
+    assert "A quick run" in said and "Not measured yet" in said and "`mnist-curves`" in said
+    assert f"{ASSETS}/six-pixels.png" in said and (tmp_path / "docs" / ASSETS / "six-pixels.png").is_file()
+    with pytest.raises(FileNotFoundError, match="wball reproduce lambda-p"):
+        draw(["lambda-p"], results)
+
+
+def curve(*accuracies: float) -> dict[str, object]:
+    points = [{"eps": 0.1 * k, "accuracy": a} for k, a in enumerate(accuracies)]
+    checks = {"found": 10, "mass_off": 9, "mean_mass_error": 0.01, "rejected": 0, "checked_exactly": 5}
+    return {"attack": "a", "images": 10, "curve": points, "examples": checks, "seconds": 1.0}
+
+
+def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
+    model = {
+        "label": "adv. training",
+        "name": "m",
+        "paper_attack": curve(0.9, 0.8),
+        "same_ball": curve(0.9, 0.2),
+        "standard_attack": curve(0.9, 0.1),
+        "at": [{"eps": 0.1, "paper_attack": 0.8, "same_ball": 0.2, "standard_attack": 0.1}],
+    }
+    data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
+    said = " ".join(MNIST_CURVES.remarks(data))
+    assert "**falls**" in said and "from 80.0 % to 10.0 %" in said and "90.0 % of the paper's attack's" in said
+    assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "20.0 %", "10.0 %"]
+    assert "first" not in said and "begins" not in said
+    early = {"eps": 0.05, "paper_attack": 0.9, "same_ball": 0.3, "standard_attack": 0.0}  # the curves begin at 0.1
+    fewer = {**curve(0.9, 0.1), "images": 5}
+    other = {**data, "models": [{**model, "standard_attack": fewer, "at": [early, *model["at"]]}]}
+    said = " ".join(MNIST_CURVES.remarks(other))
+    assert "from 80.0 % to 10.0 %" in said and "begins at eps 0.1" in said and "the first 5 of the 10 images" in said
+    assert [t.rows[0][-2] for t in MNIST_CURVES.tables(other)] == [None, None, None]
+    pytest.importorskip("matplotlib")
+    assert MNIST_CURVES.draw is not None
+    titles = [axis.get_title() for axis in MNIST_CURVES.draw(data).axes]
+    assert titles == ["the paper's attack (a)", "ours, valid examples (a)"]
+
+
+def test_remarks_say_no_more_than_their_data() -> None:
+    row = {"dataset": "mnist", "label": "standard", "paper": 0.9890, "accuracy": 0.9887}
+    nominal, digits = RECIPES["nominal-accuracies"], RECIPES["lambda-p"]
+    assert nominal.remarks({"rows": [row]}) == ["Less accurate than the paper's: MNIST standard (by 0.03 points)."]
+    assert nominal.remarks({"rows": [{**row, "accuracy": 0.9890}]})[0].startswith("Every model is at least as accurate")
+    shown = {**row, "images": 10_000, "architecture": "a", "linf": 0.1, "verified": 0.939}
+    assert nominal.tables({"rows": [{**shown, "verified_images": 200}]})[0].rows[0][-1] == "93.9 % of 200 at 0.1"
+    cells = [{"lambda": 1.0, "p": 1.0, "radius": [0.3, None, 0.6, 0.4, 0.5]}]
+    (table,) = digits.tables({"cells": cells})
+    assert table.rows == [["1", "0.45 (4/5)"]]  # the median, not the upper one
+    pixels = [{"wasserstein": 1.0, "linf": 0.5}, {"wasserstein": 0.6, "linf": 0.2}]
+    assert "costs 1.5 times" in RECIPES["six-pixels"].remarks({"rows": pixels})[0]
+    fell = {"claim": "a", "eps": 0.1, "paper": 0.5, "paper_attack": 0.4, "same_ball": 0.3, "standard_attack": 0.2}
+    (table,) = RECIPES["headlines"].tables({"rows": [{**fell, "images": [10_000, 1_000]}]})
+    assert table.rows[0][-4:] == ["40.0 %", "30.0 %", "20.0 %", "10,000; 1,000"]
+
+
+def test_windows_and_certificates_from_their_data() -> None:
+    row = {"label": "l-inf robust", "name": "mnist-linf-provable", "paper_attack": curve(1.0, 0.4)}
+    rows = [
+        {**row, "window": window, "p": p, "standard_attack": curve(1.0, 0.1) if p == 1 else None}
+        for p in (1.0, 2.0)
+        for window in (3, 5)
+    ]
+    data = {"images": "ten", "unit": "px", "rows": rows}
+    windows, proofs = RECIPES["windows"], RECIPES["certificates"]
+    (table,) = windows.tables(data)
+    assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
+    assert table.title == "Ten; ours is a"
+    assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
+    assert "it leaves here, at eps 0.10, 40.0 % with 3 x 3" in windows.remarks(data)[0]
+    methods = [("interval", "proof", 0.0), ("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9)]
+    seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
+    lines = [
+        {"method": m, "kind": k, "images": 10, "curve": curve(1.0, a)["curve"], "seconds": 1.0} | seen
+        for m, k, a in methods
+    ]
+    proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
+    said = " ".join(proofs.remarks(proved))
+    assert "prove nothing at any radius" in said and "prove 70.0 % of the images at eps 0.1" in said
+    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["0.0 %", "70.0 %", "90.0 %"]
+    pytest.importorskip("matplotlib")
+    assert windows.draw is not None and proofs.draw is not None
+    assert len(windows.draw(data).axes) == 2 and len(proofs.draw(proved).axes[0].lines) == 3
+
+
+def test_the_time_of_compiling_is_not_counted(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def slow_at_first(way: object, device: torch.device) -> tuple[object, float]:
+        calls.append(way)
+        return SimpleNamespace(n_iter=torch.ones(1), kernel="k"), 0.25 if way in calls[:-1] else 100.0
+
+    monkeypatch.setattr(timings, "_timed", slow_at_first)
+    data = timings.measure(shop)
+    assert {row["seconds"] for row in data["rows"]} == {0.25}
+    row = {**data["rows"][0], "iterations": 10, "median_iterations": 4}
+    assert timings.tables({"rows": [row]})[0].rows[0][1:4] == ["250 ms", "4; 10", "25 ms"]
+
+
+def test_every_recipe_has_a_figure_and_bars_say_their_values() -> None:
+    assert all(r.draw is not None for r in RECIPES.values())
+    pytest.importorskip("matplotlib")
+    figure = bars(["a", "b"], [("paper", [98.9, None]), ("here", [99.04, 7.0])], "accuracy (%)")
+    (axis,) = figure.axes
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["a", "b"]
+    assert sorted(t.get_text() for t in axis.texts) == ["7.0", "98.9", "99.0"] and len(axis.patches) == 3
+
+
+def test_curves_share_their_axis_and_one_legend() -> None:
+    pytest.importorskip("matplotlib")
+    small = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.001, 0.9), (0.1, 0.1))]
+    large = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.01, 0.5), (0.05, 0.2))]
+    figure = curves([("one", [("a", small)]), ("two", [("a", large), ("b", large)])], "px", log=True)
+    left, right = figure.axes
+    assert left.get_xlim() == right.get_xlim()  # the same radius at the same place
+    assert [t.get_text() for t in left.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
+    assert left.lines[0].get_xdata()[0] == right.lines[0].get_xdata()[0] == left.get_xticks()[0] < 0.001
+    (legend,) = figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["a", "b"]  # b is in the second panel alone
+
+
+def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
+    for wrong in ({"format": "other"}, [1], {"format": "wball-reproduction/1", "recipe": "timings", "data": {}}):
+        write_json(tmp_path / "six-pixels.json", wrong)
+        with pytest.raises(ValueError, match=r"run .* again"):
+            text(tmp_path)
+        with pytest.raises(ValueError, match=r"run .* again"):
+            draw(["six-pixels"], tmp_path)
+
+
+def test_the_committed_page_is_what_the_committed_results_say() -> None:
+    stored, page = ROOT / "results" / "paper", ROOT / "docs" / "reproduction.md"
+    said = page.read_text(encoding="utf-8")
+    assert said == text(stored), "docs/reproduction.md is stale: run `wball reproduce page --out results/paper`"
+    for line in said.splitlines():
+        if line.startswith("!["):
+            assert (page.parent / line.split("](")[1].rstrip(")")).is_file()
+
+
+@pytest.mark.slow
+def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
+    """A machine that has only torch: no typer, jinja2, plotly or matplotlib."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'click', 'jinja2', 'plotly', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from wball.paper.__main__ import main\n"
+        f"sys.exit(main(['six-pixels', '--quick', '--no-figures', '--device', 'cpu', '--out', {str(tmp_path)!r}]))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""})
+    assert (tmp_path / "six-pixels.json").is_file()
+
+
+def test_a_killed_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(ThreadPoolExecutor):
+        def __init__(self, jobs: int, *context: object) -> None:
+            super().__init__(jobs)
+
+        def map(self, *work: object) -> Iterator[int]:  # type: ignore[override]
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(sys.modules["wball.paper.run"], "ProcessPoolExecutor", Killed)
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    assert run(["six-pixels", "windows"], settings, figures=False, jobs=2) == 2
+    assert "fewer --jobs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
+    words = [
+        "reproduce",
+        "mnist-curves",
+        "windows",
+        "--quick",
+        "--device",
+        "cpu",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = subprocess.Popen([sys.executable, "-m", "wball.cli", *words], env=environment, stdout=subprocess.DEVNULL)
+    locks = [tmp_path / "parts" / f".{name}" for name in ("mnist-curves", "windows")]
+    while not all((lock / ".lock").exists() for lock in locks):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.send_signal(how)
+    assert command.wait(60) == (130 if how is signal.SIGTERM else -how)
+    for lock in locks:  # held until the process ends
+        with locked(lock, wait=True):
+            pass
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_recipes(tmp_path: Path) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    assert run(["six-pixels", "cifar10-gallery", "wasserstein-vs-linf"], settings, figures=False, jobs=2) == 2
+    assert {p.stem for p in tmp_path.glob("*.json")} == {"six-pixels", "wasserstein-vs-linf"}
+
+
+def test_reproduce_is_repeatable(tmp_path: Path) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    first, second = (reproduce("six-pixels", settings) for _ in range(2))
+    assert first["data"] == second["data"]
+
+
+def test_a_missing_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(quick=True, device="cpu", out=tmp_path)
+    monkeypatch.setattr(workshop, "quick_config", lambda config: replace(quick_config(config), epochs=1))
+    trained = Workshop(settings).subject("mnist-flow-noise")
+    assert trained.origin == "trained here, quick"
+    monkeypatch.setattr(workshop, "train", lambda *arguments, **options: pytest.fail("trained again"))
+    assert Workshop(settings).subject("mnist-flow-noise").sha256 == trained.sha256
+    only = replace(settings, may_train=False)
+    assert Workshop(only).subject("mnist-flow-noise").sha256 == trained.sha256  # it is there
+    with pytest.raises(MissingModel, match="--no-train"):
+        Workshop(replace(only, seed=1)).subject("mnist-flow-noise")
+
+
+def test_models_of_full_recipes_are_trained_as_their_presets_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = {split: images(4) for split in ("train", "test")}
+    given: list[object] = []
+
+    def train(config: TrainConfig, data: object, test: object, *, out: Path, model: object, **options: object) -> None:
+        given.extend([config, data, test, model])
+        wball.save_weights(wball.build_model(config.architecture), out / f"{config.name}.safetensors")
+
+    monkeypatch.setattr(Workshop, "_load", lambda self, dataset, split: sets[split])
+    monkeypatch.setattr(workshop, "train", train)
+    subject = Workshop(Settings(device="cpu", out=tmp_path, seed=3)).subject("mnist-flow-noise")
+    assert given == [preset("mnist-flow-noise", seed=3), sets["train"], sets["test"], None]
+    assert subject.origin == "trained here by its preset" and subject.architecture == "mnist-cnn"
+    given.clear()
+    quick = Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+    assert quick.subject("mnist-flow-noise").origin == "trained here, quick"
+    config, _, test, start = given
+    assert config == quick_config(preset("mnist-flow-noise")) and test is None and isinstance(start, nn.Module)
+    standard = quick.subject("mnist-standard").model
+    assert start is not standard and all(map(torch.equal, start.parameters(), standard.parameters()))

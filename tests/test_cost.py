@@ -1,0 +1,93 @@
+"""Ground costs: gather and scatter are adjoint, moves are what the definition says, bad tables are refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from problems import arc_list
+from wball import DenseCost, GridCost, StencilCost
+from wball.cost import GroundCost
+
+
+def costs(height: int, width: int) -> list[GroundCost]:
+    n = height * width
+    matrix = torch.rand(n, n, dtype=torch.float64)
+    matrix[torch.rand(n, n) < 0.3] = math.inf
+    matrix.fill_diagonal_(0)
+    table = ((math.inf, 2.0, 1.0), (0.5, 0.0, 3.0), (math.inf, math.inf, 1.5))
+    return [GridCost(3), GridCost(5, 2.0), GridCost(11), GridCost(1), StencilCost(table), DenseCost(matrix)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 1), (4, 3), (3, 5)])
+def test_arcs_are_the_moves_of_the_definition(shape: tuple[int, int]) -> None:
+    for cost in costs(*shape):
+        arcs = cost.arcs(*shape, torch.zeros((), dtype=torch.float64))
+        n = shape[0] * shape[1]
+        ends = arcs.gather(torch.arange(1.0, n + 1, dtype=torch.float64).reshape(1, 1, *shape))[0, 0]
+        found = set()
+        for k in range(ends.shape[0]):
+            for start in range(n):
+                r, c = divmod(start, shape[1])
+                if bool(arcs.allowed[k, r, c]):
+                    price = arcs.cost.expand_as(ends)[k, r, c]
+                    found.add((start, int(ends[k, r, c]) - 1, round(float(price), 9)))
+        assert found == {(i, j, round(v, 9)) for i, j, v in arc_list(cost, *shape)}
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (4, 3)])
+def test_scatter_is_the_adjoint_of_gather_and_opposite_turns_arcs_round(shape: tuple[int, int]) -> None:
+    for cost in costs(*shape):
+        arcs = cost.arcs(*shape, torch.zeros((), dtype=torch.float64))
+        image = torch.rand(2, 3, *shape, dtype=torch.float64)
+        flow = torch.rand_like(arcs.gather(image)) * arcs.allowed
+        torch.testing.assert_close((arcs.gather(image) * flow).sum(), (image * arcs.scatter(flow)).sum())
+        # What is sent to j by opposite arcs is what j sent.
+        both = torch.where(
+            arcs.opposite(torch.ones_like(flow) * arcs.allowed) * arcs.allowed > 0, flow, torch.zeros_like(flow)
+        )
+        torch.testing.assert_close(arcs.opposite(arcs.opposite(both)), both)
+        torch.testing.assert_close(arcs.scatter(arcs.opposite(both)), both.sum(2))
+        assert bool((arcs.stay().sum(0) == 1).all())
+        # As the power of the sum that a large power of what arrives has.
+        size = torch.where(arcs.allowed, 1 + flow, torch.zeros_like(flow))
+        most = arcs.scatter_max(torch.where(arcs.allowed, 1 + flow, torch.full_like(flow, -math.inf)))
+        torch.testing.assert_close(most, arcs.scatter(size**400) ** (1 / 400), rtol=0.02, atol=0)
+
+
+def test_full_cost_covers_the_image() -> None:
+    assert not GridCost(5).covers(28, 28)
+    full = GridCost(5, 2.0).full(28, 20)
+    assert full.covers(28, 20)
+    assert full.p == 2.0
+    assert len(GridCost(101).moves(3, 3)) == 25
+
+
+@pytest.mark.parametrize("window", [0, -3, 4, 2])
+def test_even_or_empty_window(window: int) -> None:
+    with pytest.raises(ValueError, match=f"window must be odd.*{window}"):
+        GridCost(window)
+
+
+def test_bad_costs_are_refused() -> None:
+    with pytest.raises(TypeError, match="window"):
+        GridCost(5.0)  # type: ignore[arg-type]
+    for p in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="p must be"):
+            GridCost(5, p)
+    with pytest.raises(ValueError, match="odd sides"):
+        StencilCost(((0.0, 1.0),))
+    with pytest.raises(ValueError, match="centre"):
+        StencilCost(((1.0,),))
+    with pytest.raises(ValueError, match="negative or NaN"):
+        StencilCost(((-1.0, 0.0, 1.0),))
+    with pytest.raises(ValueError, match="square"):
+        DenseCost(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="diagonal"):
+        DenseCost(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="negative or NaN"):
+        DenseCost(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+    with pytest.raises(ValueError, match=r"4 pixels.*3 x 3"):
+        DenseCost(torch.zeros(4, 4)).arcs(3, 3, torch.zeros(1))
