@@ -5,8 +5,8 @@ certifies a smoothed classifier with a stated probability.
 """
 
 from wball.certificates.certificate import CertificateResult, CertificateStatus, certified_radius, certify
-from wball.certificates.graph import UnsupportedModule
 from wball.certificates.smoothing import FlowSmoothing, SmoothingResult, flow_noise
+from wball.certificates.trust import UnsupportedModule
 
 __all__ = [
     "CertificateResult",

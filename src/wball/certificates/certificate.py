@@ -104,7 +104,7 @@ def certify(
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
     effort = _effort(method, refine, optimise, steps)
-    graph = trace(model, x)
+    graph = trace(model, x, ball)
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)

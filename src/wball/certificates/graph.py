@@ -8,6 +8,7 @@ values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a, b>`
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,16 +20,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from wball.ball import Ball
+from wball.certificates import trust
 from wball.certificates.rows import Rows, add, transposed, trim
+from wball.certificates.trust import UnsupportedModule, own_type
 from wball.model import evaluating
 
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]
 """Centre and radius of every coordinate."""
-
-
-class UnsupportedModule(TypeError):
-    """The model contains an operation for which no bound is known. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Diagonal(Affine):
 
     scale: Tensor  # (1, *shape), or (1, C, 1, 1) where the same all over the map
     shift: Tensor
+    summed: Tensor | None = None  # magnitudes that cancelled in the shift, if any
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
@@ -298,7 +299,32 @@ class Graph:
         """What the network answers."""
         return deque(self._run(x), maxlen=1)[0][1]
 
-    def _run(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    @torch.no_grad()
+    def rounded(self, x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
+        """What the network answers when every operation makes random errors of the size of its rounding.
+
+        A sum of ``n`` products is off by about ``log2(n)`` units of the sum of their magnitudes.
+        """
+
+        def spoil(op: Op, sources: list[Tensor], value: Tensor) -> Tensor:
+            if not isinstance(op, Affine) or isinstance(op, Reshape):
+                return value
+            summed = op.interval(*((torch.zeros_like(h), h.abs()) for h in sources))
+            if summed is None:  # with absolute coefficients unknown
+                size = op.forward(*(h.abs() for h in sources)).abs() + value.abs()
+            else:
+                size = summed[0].abs() + summed[1]
+            if isinstance(op, Diagonal) and op.summed is not None:
+                size = size + op.summed.to(size)
+            terms = op.weight[0].numel() if isinstance(op, (Linear, Conv2d)) else sources[0][0].numel()
+            noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
+            return value + noise * unit * (2 + math.log2(terms + 1)) * size
+
+        return deque(self._run(x, spoil), maxlen=1)[0][1]
+
+    def _run(
+        self, x: Tensor, spoil: Callable[[Op, list[Tensor], Tensor], Tensor] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """The value of every operation, in order; each is forgotten once nothing reads it any more."""
         last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
         held: dict[int, Tensor] = {0: x}
@@ -312,6 +338,8 @@ class Graph:
             else:
                 assert isinstance(op, MaxPool)
                 held[position] = op.windows(sources[0]).amax(-1)
+            if spoil is not None:
+                held[position] = spoil(op, sources, held[position])
             yield position, held[position]
             for source in op.inputs:
                 if last[source] == position:
@@ -343,22 +371,30 @@ def back(
     return constant, pending[0]
 
 
-def trace(model: nn.Module, x: Tensor) -> Graph:
-    """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B, n)``)."""
+def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
+    """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B, n)``).
+
+    A graph that does not answer as the model does at points of the ``ball`` around ``x`` is refused.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}")
-    while isinstance(inner := getattr(model, "_orig_mod", None) or _wrapped(model), nn.Module):
-        model = inner
-    attributes = set(vars(model))
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+    inner = trust.unwrap(model)
+    trust.check_modules(inner)
+    attributes = set(vars(inner))
+    dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), x.dtype)
+    if dtype in (torch.float16, torch.bfloat16):
+        raise UnsupportedModule(
+            f"the model computes in {dtype}, whose rounding may change its answers inside a certified ball; convert it "
+            "with model.float() and certify (and run) that"
+        )
     with torch.no_grad(), evaluating(model):
         try:
-            graph = _Builder(model, _symbols(model), x.new_zeros((1, *x.shape[1:]), dtype=dtype)).build()
-            _compare(model, graph, x.to(dtype))
-            return graph
+            graph = _Builder(inner, _symbols(inner), x.new_zeros((1, *x.shape[1:]), dtype=dtype)).build()
         finally:
-            for name in set(vars(model)) - attributes:  # constants that the tracer left there
-                delattr(model, name)
+            for name in set(vars(inner)) - attributes:  # constants that the tracer left there
+                delattr(inner, name)
+        trust.compare(model, graph, trust.probes(x, ball), dtype)
+        return graph
 
 
 def _symbols(model: nn.Module) -> fx.Graph:
@@ -369,37 +405,6 @@ def _symbols(model: nn.Module) -> fx.Graph:
             f"{type(model).__name__}.forward cannot be followed symbolically ({error}); "
             "write it without branches that depend on the values of tensors"
         ) from error
-
-
-def _wrapped(model: nn.Module) -> nn.Module | None:
-    """The model inside a wrapper that distributes it."""
-    return model.module if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)) else None
-
-
-ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Share of the largest logit by which a model and its graph may differ, by the model's precision on a CPU."""
-
-ROUGHLY_ALIKE = 0.02
-"""That share in half precision, and on GPUs, whose convolutions round float32 to half of its digits."""
-
-
-def _compare(model: nn.Module, graph: Graph, x: Tensor) -> None:
-    """Refuse a graph that does not answer as the model does on a few images.
-
-    Symbols do not show everything: a tensor that is changed in place under another name, a hook, a random layer.
-    """
-    noise = torch.rand((4, *x.shape[1:]), generator=torch.Generator().manual_seed(0)).to(x)
-    alike = ROUGHLY_ALIKE if x.is_cuda else ALIKE.get(x.dtype, ROUGHLY_ALIKE)
-    for images in (noise, x[:4]) if x.shape[0] else (noise,):
-        with torch.autocast(x.device.type, enabled=False):
-            expected = model(images.clone()).to(torch.float64)
-        found = graph.logits(images.to(torch.float64))
-        finite = bool(torch.isfinite(expected).all())  # a broken model is none of the tracer's business
-        if finite and not bool(((found - expected).abs() <= alike * expected.abs().amax()).all()):
-            raise UnsupportedModule(
-                f"{type(model).__name__}.forward computes something else than its symbols say: look for tensors that "
-                "are changed in place (+=, inplace=True) and read again, for hooks, and for random layers"
-            )
 
 
 _IDENTITY = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -459,6 +464,20 @@ _TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_", operator.neg, t
 _RELU = {F.relu, torch.relu, torch.relu_, F.relu_, "relu", "relu_"}
 _DROPOUT = {F.dropout, F.dropout2d}
 _NOTHING = {"contiguous", "clone", "detach", "float", "double", "to", torch.clone} | _DROPOUT
+
+
+_DESCRIPTIONS = ("shape", "ndim", "dtype", "device")
+"""Attributes of a tensor that say nothing about its values."""
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward
+    for kind in (
+        *_IDENTITY,
+        *_GENERIC_MODULES,
+        *(nn.Linear, nn.BatchNorm1d, nn.BatchNorm2d, nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.Flatten, nn.Unflatten),
+    )
+}
+"""The modules that are known, and what they run."""
 
 
 class _Builder:
@@ -541,14 +560,29 @@ class _Builder:
             held = {name for name, _ in module.named_parameters()}
             signed = isinstance(module, nn.Upsample) or not held <= {"weight", "bias"}
         magnitude = None if signed else self._function(node, sources, absolute=True)
-        try:
-            apart = function(*(self.x.new_zeros((2, *part)) for part in before)).shape[0] == 2
-        except RuntimeError:
-            apart = False
-        if not apart:
-            raise UnsupportedModule(f"{self._title(node)} mixes images of a batch")
+        self._check_generic(node, function, before)
         name = node.name if module is None else str(node.target)
         return Generic(name, inputs, shape, before, function, magnitude)
+
+    def _check_generic(self, node: fx.Node, function: Callable[..., Tensor], before: tuple[Shape, ...]) -> None:
+        """Refuse a function that mixes images or is not affine, as random inputs show."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(part: Shape) -> Tensor:
+            return torch.randn((2, *part), dtype=torch.float64, generator=generator).to(self.x.device)
+
+        first, second = ([draw(part) for part in before] for _ in (0, 1))
+        try:
+            at, there = function(*first), function(*second)
+            alone = torch.cat([function(*(h[k : k + 1] for h in first)) for k in (0, 1)])
+            middle = function(*((a + b) / 2 for a, b in zip(first, second, strict=True)))
+        except (RuntimeError, ValueError):
+            raise UnsupportedModule(f"{self._title(node)} mixes images of a batch") from None
+        size = 1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() and there.numel() else 0.0
+        if at.shape != alone.shape or at.shape[0] != 2 or not bool(((at - alone).abs() <= size).all()):
+            raise UnsupportedModule(f"{self._title(node)} mixes images of a batch")
+        if not bool((((at + there) / 2 - middle).abs() <= size).all()):
+            raise UnsupportedModule(f"{self._title(node)} is not affine in what it reads")
 
     def _call(self, node: fx.Node) -> None:
         sources = [n for n in dict.fromkeys(node.all_input_nodes) if n in self.place]
@@ -562,8 +596,16 @@ class _Builder:
             assert callable(target)
             value = target(*args, **kwargs)
         self.values[node] = value
-        if not sources or not isinstance(value, Tensor):
-            return  # a constant, or a size
+        if not sources:
+            return  # a constant
+        if not isinstance(value, Tensor):
+            if not (target in ("size", "dim") or (target is getattr and node.args[1] in _DESCRIPTIONS)):
+                raise UnsupportedModule(f"{self._title(node)} reads the values of a tensor, which symbols cannot show")
+            return
+        if not all(_keeps_precision(self.values[n].dtype, value.dtype) for n in sources):
+            raise UnsupportedModule(
+                f"{self._title(node)} computes in {value.dtype}, which is less precise than what it reads"
+            )
         if value.shape[:1] != (1,):
             raise UnsupportedModule(
                 f"{self._title(node)} mixes images of a batch: its output has shape {tuple(value.shape)}"
@@ -604,6 +646,8 @@ class _Builder:
         if node.op == "call_module":
             return self._module(node, sources, inputs, before, shape)
         target: Any = node.target
+        if kwargs.get("out") is not None:
+            raise self._refuse(node)
         if target in _NOTHING:
             random = target in _DROPOUT and kwargs.get("training", args[2] if len(args) > 2 else True)
             if random or not self.values[node].is_floating_point():
@@ -628,19 +672,27 @@ class _Builder:
         sum_like = target in _PLUS or target in _MINUS
         if sum_like and "alpha" not in kwargs and len(sources) == 2 and before[0] == before[1] == shape:
             return Sum(node.name, inputs, shape, 1.0 if target in _PLUS else -1.0)
+        if target is F.avg_pool2d:
+            self._check_divisor(node, args[6] if len(args) > 6 else kwargs.get("divisor_override"))
         if sum_like or (target in _GENERIC_FUNCTIONS and self._linear_use(node, sources)):
             return self._generic(node, sources, inputs, before, shape)
         raise self._refuse(node)
 
     def _operands(self, node: fx.Node) -> int:
-        """How many of a node's two operands depend on the image (``h * h`` reads one node twice)."""
-        return sum(1 for a in node.args if isinstance(a, fx.Node) and a in self.place)
+        """How many of a node's operands depend on the image (``h * h`` reads one node twice)."""
+        found: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n) if n in self.place else None)
+        return len(found)
 
     def _linear_use(self, node: fx.Node, sources: list[fx.Node]) -> bool:
         """Whether the image enters only where the function is linear (a product of two variables is not)."""
         if node.target is torch.cat:
             return True
         return self._operands(node) == 1 and len(sources) == 1
+
+    def _check_divisor(self, node: fx.Node, divisor: int | None) -> None:
+        if divisor is not None and not divisor > 0:
+            raise UnsupportedModule(f"{self._title(node)}: divisor_override must be above 0, got {divisor}")
 
     def _leaky(self, node: fx.Node, inputs: tuple[int, ...], shape: Shape, slope: float) -> Op:
         if not 0 <= slope <= 1:
@@ -670,30 +722,35 @@ class _Builder:
         self, node: fx.Node, sources: list[fx.Node], inputs: tuple[int, ...], before: tuple[Shape, ...], shape: Shape
     ) -> Op | None:
         module, name = self.modules[str(node.target)], str(node.target)
-        if isinstance(module, _IDENTITY):
+        kind = own_type(module)
+        if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
+            raise UnsupportedModule(f"{self._title(node)}: {kind.__name__}.forward is patched")
+        if kind in _IDENTITY:
             return None
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and kind is nn.Linear:
             return Linear(name, inputs, shape, module.weight, module.bias)
-        if isinstance(module, nn.Conv2d) and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        if isinstance(module, nn.Conv2d) and kind is nn.Conv2d and _is_plain(module):
             stride, padding, dilation = (_pair(v) for v in (module.stride, module.padding, module.dilation))
             weight, bias = module.weight, module.bias
             return Conv2d(name, inputs, shape, before[0], weight, bias, stride, padding, dilation, module.groups)
-        if isinstance(module, nn.AvgPool2d) and _is_convolution(module) and len(shape) == 3:
-            kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
-            divisor = module.divisor_override or kernel[0] * kernel[1]
-            mean = torch.full((shape[0], 1, *kernel), 1.0 / divisor, dtype=torch.float64, device=self.x.device)
-            return Conv2d(name, inputs, shape, before[0], mean, None, stride, padding, (1, 1), shape[0])
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+        if isinstance(module, nn.AvgPool2d) and kind is nn.AvgPool2d:
+            self._check_divisor(node, module.divisor_override)
+            if _is_convolution(module) and len(shape) == 3:
+                kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
+                divisor = module.divisor_override or kernel[0] * kernel[1]
+                mean = torch.full((shape[0], 1, *kernel), 1.0 / divisor, dtype=torch.float64, device=self.x.device)
+                return Conv2d(name, inputs, shape, before[0], mean, None, stride, padding, (1, 1), shape[0])
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)) and kind in (nn.BatchNorm1d, nn.BatchNorm2d):
             return self._batch_norm(node, module, inputs, shape)
-        if isinstance(module, (nn.ReLU, nn.LeakyReLU)):
+        if isinstance(module, (nn.ReLU, nn.LeakyReLU)) and kind in (nn.ReLU, nn.LeakyReLU):
             slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else 0.0
             return self._leaky(node, inputs, shape, float(slope))
-        if isinstance(module, nn.MaxPool2d):
+        if isinstance(module, nn.MaxPool2d) and kind is nn.MaxPool2d:
             settings_ = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
             return self._max_pool(node, inputs, before[0], shape, *settings_, module.return_indices)
-        if isinstance(module, (nn.Flatten, nn.Unflatten)):
+        if kind in (nn.Flatten, nn.Unflatten):
             return Reshape(name, inputs, shape, before[0])
-        if isinstance(module, _GENERIC_MODULES):
+        if kind in _GENERIC_MODULES:
             return self._generic(node, sources, inputs, before, shape)
         raise self._refuse(node)
 
@@ -710,17 +767,26 @@ class _Builder:
         if module.bias is not None:
             shift = shift + module.bias.to(wide)
         view = (1, -1, *[1] * (len(shape) - 1))
-        return Diagonal(str(node.target), inputs, shape, scale.view(view), shift.view(view))
+        summed = (module.running_mean.to(wide) * scale).abs()
+        return Diagonal(str(node.target), inputs, shape, scale.view(view), shift.view(view), summed.view(view))
 
 
 def _diagonal(name: str, inputs: tuple[int, ...], shape: Shape, function: Callable[..., Tensor], x: Tensor) -> Op:
     zero = torch.zeros((1, *shape), dtype=torch.float64, device=x.device)
-    shift = function(zero)
-    scale = function(zero + 1) - shift
+    shift, pull, *_ = torch.func.vjp(function, zero)  # differences would lose the digits of 1 beside a large shift
+    (scale,) = pull(zero + 1)
     maps = [scale, shift]
     if len(shape) == 3 and all(bool((m == m[..., :1, :1]).all()) for m in maps):
         maps = [m[..., :1, :1] for m in maps]
     return Diagonal(name, inputs, shape, maps[0], maps[1])
+
+
+def _keeps_precision(before: torch.dtype, after: torch.dtype) -> bool:
+    return after.is_floating_point and torch.promote_types(before, after) == after
+
+
+def _is_plain(module: nn.Conv2d) -> bool:
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def _is_convolution(module: nn.AvgPool2d) -> bool:

@@ -106,7 +106,8 @@ class Bounds:
 
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
         """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
-        self.lower[position], self.upper[position] = lower.contiguous(), upper.contiguous()
+        self.lower[position] = lower.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()  # NaN is no bound
+        self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
 
     def put(self, index: Tensor, other: Bounds) -> None:
         """Write back the bounds of a subset."""
@@ -477,8 +478,8 @@ class Relaxation:
             if gains is not None:
                 gains.add((here // size, here % size), bound)
             below = sign[index] > 0
-            low[here] = torch.where(below, torch.maximum(low[here], bound.value), low[here])
-            up[here] = torch.where(below, up[here], torch.minimum(up[here], -bound.value))
+            low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
+            up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
 
     def bound_all(self, images: int, like: Tensor) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
@@ -608,6 +609,7 @@ def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
     summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
     if found is None or summed is None:
         return None
+    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), f"{op.name}: negative radius"
     return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
 
 

@@ -9,7 +9,7 @@ mix
     \underline m = \beta\, \underline m_{CROWN} + (1 - \beta)\, \underline m_{interval}
 
 is sound for every ``beta`` in [0, 1] (CROWN-IBP; Zhang et al., 2020). Computed in the images' precision without
-outward rounding: good for training and for following it. Certificates come from :func:`wball.certify.certify`.
+outward rounding: good for training and for following it. Certificates come from :func:`wball.certificates.certify`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from wball.certificates.graph import (
     Linear,
     Reshape,
     Sum,
-    UnsupportedModule,
     back,
     trace,
 )
 from wball.certificates.relaxation import upper_line
 from wball.certificates.rows import Rows
+from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
 from wball.kernels import dispatch
 from wball.kernels.linear_maximum import reference as linear_maximum

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
-from wball.certificates.graph import UnsupportedModule
+from wball.certificates.trust import UnsupportedModule
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 from wball.training.network import AsTrained

@@ -1,0 +1,401 @@
+"""What is certified is what runs: hostile, careless and unusual models are followed or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import wball
+from wball.certificates import UnsupportedModule, certified_radius, certify
+from wball.certificates.graph import Diagonal, trace
+
+BALL = wball.LinfBall(0.3, box=(0.0, 2.0))
+
+
+def dense(seed: int = 0, side: int = 4) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def images(count: int = 4, side: int = 4) -> Tensor:
+    return torch.rand((count, 1, side, side), generator=torch.Generator().manual_seed(0))
+
+
+def refused(model: nn.Module, match: str | None = None, ball: Any = BALL, x: Tensor | None = None) -> None:
+    x = images() if x is None else x
+    with pytest.raises(UnsupportedModule, match=match):
+        certify(model, x, torch.zeros(x.shape[0], dtype=torch.long), ball)
+
+
+def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    """Another answer where a pixel exceeds 1, which no image shows."""
+    return torch.where(given[0].flatten(1).amax(1, keepdim=True) > 1, -out, out)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize("divisor", [-1, -4])
+@pytest.mark.parametrize("kind", ["function", "keyword", "module", "padded module"])
+def test_average_pooling_with_a_negative_divisor_is_refused(divisor: int, kind: str) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense(side=3)
+            padded = kind.startswith("padded")
+            settings: dict[str, Any] = {"count_include_pad": False, "ceil_mode": True} if padded else {}
+            self.pool = nn.AvgPool2d(2, 1, divisor_override=divisor, **settings)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "function":
+                return self.rest(F.avg_pool2d(x, 2, 1, 0, False, True, divisor))
+            if kind == "keyword":
+                return self.rest(F.avg_pool2d(x, 2, 1, divisor_override=divisor))
+            return self.rest(self.pool(x))
+
+    refused(Pooled(), "divisor_override must be above 0", wball.WassersteinBall(0.05))
+
+
+def test_a_product_that_hides_in_a_keyword_is_refused() -> None:
+    class Squared(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.rest, self.function = dense(), function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(self.function(x))
+
+    refused(Squared(lambda h: torch.mul(h, other=h)), "mul")
+    refused(Squared(lambda h: torch.matmul(h, other=h)), "matmul")
+    refused(Squared(lambda h: F.linear(h, weight=h[0, 0])))
+
+
+def test_values_that_leave_the_tensors_are_refused() -> None:
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            fine = torch.allclose(torch.relu(x - 1.0), torch.zeros(1))
+            return self.rest(x) * (fine * 2.0 - 1.0)
+
+    refused(Peeking(), "allclose")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
+def test_casts_that_lose_digits_are_refused(dtype: torch.dtype) -> None:
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(x.to(dtype).to(torch.float32))
+
+    refused(Cast(), "to")
+    refused(nn.Sequential(dense().double(), _Double()), "less precise")
+
+
+class _Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_refused_with_the_remedy(dtype: torch.dtype) -> None:
+    refused(dense().to(dtype), r"model\.float\(\)")
+
+
+def test_a_large_shift_keeps_the_digits_of_the_scale() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense()
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, -1e17], dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(x) + self.mask - self.mask
+
+    net = Masked().double()
+    graph = trace(net, images().double())
+    for op in graph.ops:
+        if isinstance(op, Diagonal):
+            assert torch.equal(op.scale, torch.ones_like(op.scale))
+
+
+# ---- hooks and patches
+
+
+@pytest.mark.parametrize("place", ["root", "relu", "linear", "container"])
+@pytest.mark.parametrize("kind", ["forward", "pre", "with kwargs"])
+def test_hooks_are_refused_wherever_they_are(place: str, kind: str) -> None:
+    net = nn.Sequential(dense())
+    module = {"root": net, "relu": net[0][2], "linear": net[0][1], "container": net[0]}[place]
+    if kind == "forward":
+        module.register_forward_hook(flip)
+    elif kind == "pre":
+        module.register_forward_pre_hook(lambda _, given: (-given[0],))
+    else:
+        module.register_forward_hook(lambda m, given, _, out: flip(m, given, out), with_kwargs=True)
+    refused(net, "forward hook")
+
+
+def test_hooks_on_every_module_are_refused() -> None:
+    for register in (
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        try:
+            refused(dense(), "hook on every module")
+        finally:
+            handle.remove()
+
+
+def test_hooks_on_wrappers_are_refused() -> None:
+    wrapped = nn.DataParallel(dense())
+    wrapped.register_forward_hook(flip)
+    refused(wrapped, "forward hook")
+    compiled = torch.compile(dense(), backend="eager")
+    compiled.register_forward_hook(flip)
+    refused(compiled, "forward hook")
+
+
+def test_hooks_on_gradients_do_not_matter() -> None:
+    net, x = dense(), images()
+    y = net(x).argmax(1)
+    plain = certify(net, x, y, BALL).margin
+    net[2].register_full_backward_hook(lambda *_: None)
+    assert torch.equal(certify(net, x, y, BALL).margin, plain)
+
+
+@pytest.mark.parametrize("place", ["root", "relu", "container"])
+def test_a_patched_forward_is_refused(place: str) -> None:
+    net = nn.Sequential(dense())
+    module = {"root": net, "relu": net[0][2], "container": net[0]}[place]
+    plain = module.forward
+    module.forward = lambda h: plain(h) * torch.where(h.flatten(1).amax(1) > 1, -1.0, 1.0).view(-1, *[1] * (h.ndim - 1))
+    refused(net, "patched 'forward'")
+
+
+def test_a_class_whose_forward_is_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, h: torch.sigmoid(h))
+    refused(dense(), "patched")
+
+
+def test_another_call_is_refused() -> None:
+    class Called(nn.Sequential):
+        def __call__(self, x: Tensor) -> Tensor:
+            return -super().__call__(x)
+
+    refused(Called(dense()), "__call__")
+
+
+def test_subclasses_are_followed_or_refused() -> None:
+    class Bent(nn.ReLU):
+        def forward(self, h: Tensor) -> Tensor:
+            return torch.relu(h) + torch.relu(h - 1)
+
+    class Posing(nn.ReLU):
+        def forward(self, h: Tensor) -> Tensor:
+            return -h
+
+    Posing.__module__ = "torch.nn.modules.activation"
+    net, x = dense(), images()
+    net[2] = Bent()
+    y = net(x).argmax(1)
+    logits = net(x).detach().double()
+    clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    torch.testing.assert_close(certify(net, x, y, wball.LinfBall(0.0)).margin, clean, atol=1e-5, rtol=0)
+    net[2] = Posing()
+    refused(net, "no bound is known")
+
+
+def test_a_wrapper_that_only_looks_like_one_is_not_looked_through() -> None:
+    class Posing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self._orig_mod(x))
+
+    class Parallel(nn.DataParallel):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(self.module(x))
+
+    refused(Posing(), "sigmoid")
+    refused(Parallel(dense()), "sigmoid")
+
+
+def old_weight_norm(layer: nn.Module) -> nn.Module:
+    return nn.utils.weight_norm(layer)  # type: ignore[no-any-return]
+
+
+HARMLESS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight norm": old_weight_norm,
+    "old spectral norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "pruned twice": lambda layer: prune.random_unstructured(prune.l1_unstructured(layer, "weight", 2), "weight", 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("place", ["linear", "convolution", "transposed"])
+def test_harmless_changes_of_weights_are_in_the_weights(name: str, place: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.ConvTranspose2d(2, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3),
+    )  # fmt: skip
+    index = {"linear": 5, "convolution": 0, "transposed": 2}[place]
+    net[index] = HARMLESS[name](net[index])
+    x = images()
+    net(x)  # a step of spectral norm's power iteration
+    net.eval()
+    y = net(x).argmax(1)
+    logits = net(x).detach().double()
+    clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    torch.testing.assert_close(certify(net, x, y, wball.WassersteinBall(0.0)).margin, clean, atol=1e-5, rtol=0)
+    with torch.no_grad():  # weights that change after the last call are those of the next one
+        for parameter in net[index].parameters():
+            parameter.mul_(2.0)
+    fresh = certify(net, x, y, wball.WassersteinBall(0.0)).margin
+    logits = net(x).detach().double()
+    after = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    torch.testing.assert_close(fresh, after, atol=1e-5, rtol=0)
+
+
+def test_unknown_parametrizations_and_pruning_are_refused() -> None:
+    class Negated(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return -weight
+
+    class Moody(prune.BasePruningMethod):
+        PRUNING_TYPE = "unstructured"
+
+        def compute_mask(self, t: Tensor, default_mask: Tensor) -> Tensor:
+            return default_mask
+
+        def apply_mask(self, module: nn.Module) -> Tensor:
+            return torch.zeros(())
+
+    net = dense()
+    parametrize.register_parametrization(net[1], "weight", Negated())
+    refused(net, "parametrization Negated")
+    net = dense()
+    Moody.apply(net[1], "weight")
+    refused(net, "forward hook")
+
+
+# ---- the comparison with the model
+
+
+class Hidden(nn.Module):
+    """A tensor that is changed in place through a view, behind a logit that is huge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, -1e9]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.flatten(1))
+        view = h.view(-1, 2, 4)
+        view += torch.relu(view)
+        return self.head(h) + self.mask
+
+
+def test_a_huge_logit_does_not_hide_a_wrong_graph() -> None:
+    torch.manual_seed(0)
+    refused(Hidden(), "something else")
+
+
+class OnlyAbove(nn.Module):
+    """Differs from its symbols only where pixels exceed 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        view = x.flatten(1)
+        view += 50 * torch.relu(view - 1.0)
+        return self.rest(x)
+
+
+def test_the_comparison_looks_at_points_of_the_ball_itself() -> None:
+    x = images()
+    x[..., 0, 0] = 0.9  # whole images below 1, but the ball is not
+    refused(OnlyAbove(), "something else", wball.LinfBall(0.3, box=(0.0, 2.0)), x)
+
+
+def test_state_that_a_call_changes_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.rest, self.kind, self.calls, self.held = dense(), kind, 0, [0]
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.kind == "attribute":
+                self.calls += 1
+            elif self.kind == "list":
+                self.held[0] += 1
+            elif self.kind == "buffer":
+                self.seen += 1
+            elif self.kind == "random":
+                torch.rand(1)
+            return self.rest(x)
+
+    for kind in ("attribute", "list", "buffer"):
+        refused(Counting(kind), "buffers or attributes")
+    refused(Counting("random"), "random numbers")
+
+
+def test_an_answer_that_depends_on_gradients_is_refused() -> None:
+    class Torn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return -self.rest(x) if torch.is_grad_enabled() else self.rest(x)
+
+    refused(Torn(), "something else")
+
+
+def test_deep_networks_pass_the_comparison() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        net = nn.Sequential(
+            *[part for _ in range(12) for part in (nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), nn.ReLU())]
+        )
+        net.append(nn.Flatten()).append(nn.Linear(16, 3)).to(dtype)
+        for module in net:
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.fill_(30.0)
+                module.bias.data.fill_(30.0)
+        x = images().to(dtype)
+        trace(net, x, wball.WassersteinBall(0.1))
+
+
+def test_nothing_is_broken_at_the_certified_radius() -> None:
+    net = nn.Sequential(nn.AvgPool2d(2, 1, divisor_override=1), dense(side=3))
+    x = images()
+    y = net(x).argmax(1)
+    radius = certified_radius(net, x, y, BALL, rounds=5)
+    held = radius > 0
+    assert bool(held.any())
+    found = wball.PGD(BALL.at(radius[held]), steps=10, objective="margin")(net, x[held], y[held])
+    assert not bool(found.success.any())
