@@ -137,7 +137,7 @@ def test_a_disk_without_room(tmp_path: Path, undisturbed: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_a_machine_without_memory(tmp_path: Path) -> None:
     """The attack goes on with smaller batches when the system refuses memory, and finds the same images."""
-    assert ended(start(worker.with_little_memory, tmp_path, 24)) == 0
+    assert ended(start(worker.with_little_memory, tmp_path, 48)) == 0
 
 
 def test_a_gpu_without_memory() -> None:

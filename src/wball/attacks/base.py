@@ -487,8 +487,10 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, on a GPU or on the host."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "t allocate memory" in str(error)
+    """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's two allocators)."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory"))
 
 
 def _empty(x: Tensor) -> AttackResult:
