@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from wball.inputs import recording
 
 Model = Callable[[Tensor], Tensor]
+Thing = TypeVar("Thing")
 
 
 def ask(model: Model, x: Tensor) -> Tensor:
@@ -63,30 +67,87 @@ def with_modes(model: Model) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "training")] if isinstance(model, nn.Module) else []
 
 
+class _Lent(Generic[Thing]):
+    """Settings that calls from several threads change at once: the first call saves them, the last puts them back.
+
+    A lock for the length of each call would be as safe, but attacks on one model would wait for each other, and those
+    on two models that share a module would not.
+    """
+
+    def __init__(
+        self, key: Callable[[Thing], object], read: Callable[[Thing], Any], write: Callable[[Thing, Any], None]
+    ) -> None:
+        self._key, self._read, self._write = key, read, write
+        self._lock = threading.Lock()
+        self._found: dict[object, tuple[Thing, Any]] = {}  # keeps the thing alive, so that no id is used twice
+        self._users: Counter[object] = Counter()
+
+    def found(self, thing: Thing) -> Any:
+        """The setting as it was before any call that is still running."""
+        with self._lock:
+            held = self._found.get(self._key(thing))
+            return self._read(thing) if held is None else held[1]
+
+    @contextmanager
+    def __call__(self, things: Sequence[Thing], value: Any = None) -> Iterator[None]:
+        """The things with ``value`` (``None``: as they are), and as they were found after the last of these calls."""
+        with self._lock:
+            for thing in things:
+                self._found.setdefault(self._key(thing), (thing, self._read(thing)))
+            self._users.update(map(self._key, things))
+            try:
+                for thing in things if value is not None else ():
+                    self._write(thing, value)
+            except BaseException:
+                self._return(things)
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._return(things)
+
+    def _return(self, things: Sequence[Thing]) -> None:
+        self._users.subtract(map(self._key, things))
+        for thing in things:
+            key = self._key(thing)
+            if self._users[key] == 0 and key in self._found:
+                self._write(thing, self._found.pop(key)[1])
+                del self._users[key]
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+_modes = _Lent[nn.Module](id, lambda module: module.training, lambda module, mode: setattr(module, "training", mode))
+_flags = _Lent[Tensor](id, lambda p: p.requires_grad, lambda p, flag: setattr(p, "requires_grad", flag))
+_random = _Lent[torch.device](str, _random_state, _set_random_state)
+
+
+def in_training(model: Model) -> bool:
+    """Whether the caller left a module in training mode, also while another thread evaluates the model."""
+    return any(_modes.found(module) for module in with_modes(model))
+
+
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """The model in evaluation mode, and every module in its own mode afterwards."""
-    modes = [(module, module.training) for module in with_modes(model)]
-    try:
-        for module, _ in modes:
-            module.training = False
+    """The model in evaluation mode, and every module in its own mode afterwards. Any number of threads may do so."""
+    with _modes(with_modes(model), False):
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager
 def as_found(model: Model, device: torch.device) -> Iterator[None]:
     """The model in evaluation mode with frozen parameters, and everything as it was afterwards."""
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    flags = [p.requires_grad for p in parameters]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), evaluating(model):
-        try:
-            for parameter in parameters:
-                parameter.requires_grad_(False)
-            yield
-        finally:
-            for parameter, flag in zip(parameters, flags, strict=True):
-                parameter.requires_grad_(flag)
+    devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
+    with _random(devices), evaluating(model), _flags(parameters, False):
+        yield

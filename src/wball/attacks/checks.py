@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks import objectives
-from wball.model import Model, as_found, ask, check_classes, with_modes
+from wball.model import Model, as_found, ask, check_classes, in_training
 
 
 class ModelWarning(UserWarning):
@@ -68,7 +68,7 @@ def check_model(model: Model, x: Tensor, y: Tensor, *, limit: int = 64) -> tuple
     x, y = x[:limit].detach(), y[:limit]
     if x.shape[0] == 0:
         return ()
-    if any(module.training for module in with_modes(model)):
+    if in_training(model):
         found[TrainModeWarning] = "a module is in training mode; the attack evaluates the model in evaluation mode"
     with as_found(model, x.device), torch.inference_mode(False):
         logits, gradient = _evaluate(model, x.clone(), y)

@@ -1,0 +1,93 @@
+"""The model under attack is left as it was found, also by several threads at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wball import DualAveraging, WassersteinBall
+from wball.attacks.checks import check_model
+from wball.model import as_found, evaluating, in_training
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Batch norm and dropout whose modes matter, in training mode, with one parameter frozen by its owner."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 5)
+    )
+    net[1].running_mean.uniform_(-1, 1)
+    net[0].bias.requires_grad_(False)
+    return net.train()
+
+
+def test_threads_attack_one_model_and_leave_it_as_it_was() -> None:
+    net, ball = network(), WassersteinBall(0.2)
+    x = torch.rand(4, 6, 1, 8, 8)
+    with evaluating(net), torch.no_grad():
+        y = net(x.flatten(0, 1)).argmax(1).view(4, 6)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    start, random = Barrier(4), torch.get_rng_state()
+
+    def attack(worker: int) -> list[Tensor]:
+        start.wait()
+        found = (DualAveraging(ball, steps=2 + k % 3)(net, x[worker], y[worker]) for k in range(12))
+        return [torch.cat([r.images.flatten(1), r.success[:, None]], 1) for r in found]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(attack, range(4)))
+    assert all(module.training for module in net.modules())
+    assert [p.requires_grad for p in net.parameters()] == [True, False, True, True, True, True]
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with evaluating(net), torch.no_grad():
+        for worker, found in enumerate(results):
+            for result in found:
+                predicted = net(result[:, :-1].reshape(-1, 1, 8, 8)).argmax(1)
+                assert torch.equal(predicted != y[worker], result[:, -1].bool())
+
+
+def test_calls_overlap_in_any_order() -> None:
+    net, cpu = network(), torch.device("cpu")
+    first, second = as_found(net, cpu), as_found(net, cpu)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not net.training and not net[0].weight.requires_grad and in_training(net)
+    second.__exit__(None, None, None)
+    assert net.training and net[0].weight.requires_grad and not net[0].bias.requires_grad
+
+
+def test_models_that_share_a_module_are_independent_otherwise() -> None:
+    net = network()
+    wrapped = nn.Sequential(nn.Identity(), net).eval()
+    net.train()
+    with evaluating(wrapped):
+        with evaluating(net):
+            assert not net.training
+        assert not net.training, "the outer call is still running"
+    assert net.training and not wrapped.training
+
+
+def test_the_training_mode_is_seen_while_another_call_evaluates_the_model() -> None:
+    net = network()
+    with evaluating(net), pytest.warns(UserWarning, match="training mode"):
+        check_model(net, torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))
+
+
+def test_a_module_that_refuses_its_mode_leaves_the_others_alone() -> None:
+    class Stubborn(nn.Module):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "training" and value is False:
+                raise RuntimeError("no")
+            super().__setattr__(name, value)
+
+    net = nn.Sequential(network(), Stubborn())
+    with pytest.raises(RuntimeError, match="no"), evaluating(net):
+        pass
+    assert net.training and net[0].training and in_training(net)
