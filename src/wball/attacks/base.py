@@ -27,6 +27,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
+from wball.attacks.findings import Finding, merged, reliable
 from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
@@ -77,6 +78,8 @@ class AttackResult:
             was made.
         proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
             ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
+        queries: forward passes used, per image, by attacks that count them.
+        findings: reasons to doubt the robust accuracy, from attacks that look for them.
     """
 
     images: Tensor
@@ -89,6 +92,13 @@ class AttackResult:
     member: Tensor | None = None
     kernel: str = "none"
     proof: Proof | None = None
+    queries: Tensor | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def reliable(self) -> bool:
+        """Whether no finding says that the robust accuracy may be too high."""
+        return reliable(self.findings)
 
     @property
     def robust_accuracy(self) -> float:
@@ -504,13 +514,15 @@ def _joined(parts: list[AttackResult]) -> AttackResult:
         return parts[0]
     fields: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member")
+        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries")
         if getattr(parts[0], name) is not None
     }
     kernel = joined_kernels(part.kernel for part in parts)
     proofs = [part.proof for part in parts if part.proof is not None]
     proof = Proof.joined(proofs) if len(proofs) == len(parts) else None
-    return AttackResult(status=sum((part.status for part in parts), ()), kernel=kernel, proof=proof, **fields)
+    findings = merged(finding for part in parts for finding in part.findings)
+    status = sum((part.status for part in parts), ())
+    return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)
 
 
 def joined_kernels(names: Iterable[str]) -> str:

@@ -1,0 +1,126 @@
+"""Reasons to doubt a robust accuracy, for machines: a stable code, how many images it was seen on, and the remedy.
+
+An attack that looks for such reasons returns them as ``result.findings``. Those of several batches or radii add up by
+code (:func:`merged`), and a number may be relied on (:func:`reliable`) if none of them is serious. A finding is serious
+if its code is, and if it was seen on more than a tolerated share of the images: one image in a thousand that only the
+black-box search breaks says that the gradients are a little worse than they could be, not that they are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a code means.
+
+    Attributes:
+        sentence: what was seen, with ``{images}`` and ``{of}``.
+        remedy: what to do about it.
+        tolerated: the share of images up to which it is a note; ``None`` if it always is.
+    """
+
+    sentence: str
+    remedy: str
+    tolerated: float | None = 0.0
+
+
+CODES: dict[str, Code] = {
+    # the robust accuracy may be too high
+    "masked-gradients": Code(
+        "{images} of {of} images survived although neither the model nor smooth stand-ins gave a useful gradient",
+        "attack a differentiable approximation of what hides the gradients; see docs/gradient-masking.md",
+    ),
+    "black-box-stronger": Code(
+        "the black-box search broke {images} of {of} images that survived every gradient attack",
+        "gradients are misleading: raise the queries of ScoreSearch, or attack a differentiable approximation",
+        tolerated=0.02,
+    ),
+    "random-answers": Code(
+        "the model answers differently when asked again, on {images} of {of} images",
+        "success is the majority of several answers; fix the random numbers, or report the mean over many of them",
+    ),
+    "non-finite": Code(
+        "logits or gradients are NaN or infinite on {images} of {of} images",
+        "the model overflows or divides by zero: images it has no class for count as not broken",
+    ),
+    "loss-still-rising": Code(
+        "the loss of {images} of {of} surviving images was still rising at the last step",
+        "raise the number of steps",
+        tolerated=0.5,
+    ),
+    "full-ball-survivors": Code(
+        "{images} of {of} images survived in a ball that holds images of every class",
+        "the attack fails on this model: attack a differentiable approximation of it",
+        tolerated=0.05,
+    ),
+    "larger-radius-weaker": Code(
+        "{images} of {of} images were broken at a radius and survived at a larger one",
+        "raise the number of steps; an example in a ball is in every larger one, so it counts there, too",
+        tolerated=0.02,
+    ),
+    # good to know
+    "stand-in-gradients": Code(
+        "the model's own gradients were zero on {images} of {of} images; smooth stand-ins for rounding, thresholds and "
+        "the like were used",
+        "nothing to do",
+        tolerated=None,
+    ),
+    "probabilities": Code(
+        "the outputs look like probabilities; the attack climbs their logarithms",
+        "return logits: float32 probabilities round to 0 and 1",
+        tolerated=None,
+    ),
+    "train-mode": Code(
+        "a module is in training mode; the attack evaluates the model in evaluation mode",
+        "call model.eval() to say so",
+        tolerated=None,
+    ),
+    "few-classes": Code(
+        "the model has fewer than 4 classes; targeted DLR becomes the margin", "nothing to do", tolerated=None
+    ),
+}
+"""Every code. They are stable: scripts may test for them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One reason: its code, on how many images it was seen, and of how many.
+
+    >>> Finding("black-box-stronger", 1, 100).serious, Finding("black-box-stronger", 10, 100).serious
+    (False, True)
+    """
+
+    code: str
+    images: int
+    of: int
+
+    @property
+    def message(self) -> str:
+        return CODES[self.code].sentence.format(images=self.images, of=self.of)
+
+    @property
+    def remedy(self) -> str:
+        return CODES[self.code].remedy
+
+    @property
+    def serious(self) -> bool:
+        """Whether the robust accuracy may be too high for this reason."""
+        tolerated = CODES[self.code].tolerated
+        return tolerated is not None and self.images > tolerated * self.of
+
+
+def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings of several batches as one: numbers of images add up by code, in the order of :data:`CODES`."""
+    seen: dict[str, tuple[int, int]] = {}
+    for finding in findings:
+        images, of = seen.get(finding.code, (0, 0))
+        seen[finding.code] = images + finding.images, of + finding.of
+    return tuple(Finding(code, *seen[code]) for code in CODES if code in seen)
+
+
+def reliable(findings: Iterable[Finding]) -> bool:
+    """Whether none of them is serious."""
+    return not any(finding.serious for finding in findings)
