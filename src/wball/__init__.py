@@ -43,6 +43,7 @@ __all__ = [
     "load_sample",
     "load_weights",
     "model_card",
+    "public_models",
     "save_weights",
     "to_tensors",
     "AttackResult",

@@ -37,3 +37,4 @@ from wball.storage.weights import save_weights as save_weights
 from wball.zoo import list_models as list_models
 from wball.zoo import load_model as load_model
 from wball.zoo import model_card as model_card
+from wball.zoo import public_models as public_models

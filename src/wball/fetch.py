@@ -1,4 +1,4 @@
-"""Fetch data sets from their own sites or public mirrors: checked, resumable, whole or not at all."""
+"""Fetch data sets and weights from their own sites or public mirrors: checked, resumable, whole or not at all."""
 
 from __future__ import annotations
 
@@ -104,10 +104,12 @@ def download(
         return folder
     with locked(folder, wait=True):  # another process may fetch the same: what it has finished is kept
         for file, md5 in source.files.items():
-            if info.name != "cifar10":
-                _fetch(info.title, source.mirrors, file, md5, folder, progress, timeout)
-            elif not _cifar10_complete(folder):
-                archive = _fetch(info.title, source.mirrors, file, md5, Path(root), progress, timeout)
+            place = folder if info.name != "cifar10" else Path(root)
+            if _cifar10_complete(folder) if info.name == "cifar10" else _there(place / file, md5):
+                continue
+            urls, by_hand = [mirror + file for mirror in source.mirrors], f"put the file into {place} by hand"
+            archive = fetch_file(urls, place / file, md5, f"{file} of {info.title}", by_hand, progress, timeout)
+            if info.name == "cifar10":
                 _unpack_cifar10(archive, folder)
                 archive.unlink()
     return folder
@@ -121,45 +123,45 @@ def _complete(name: str, source: Source, folder: Path) -> bool:
 
 def _there(target: Path, md5: str) -> Path | None:
     """The file, or the same unzipped, if it is there and whole."""
-    if target.is_file() and _md5(target) == md5:
+    if target.is_file() and _digest(target, md5) == md5:
         return target
     plain = target.with_name(target.name.removesuffix(".gz"))
     return plain if target.name.endswith("-ubyte.gz") and _whole_idx(plain) else None
 
 
-def _fetch(
-    title: str,
-    mirrors: Sequence[str],
-    file: str,
-    md5: str,
-    folder: Path,
-    progress: Progress | None,
-    timeout: float,
+def fetch_file(
+    urls: Sequence[str],
+    target: Path,
+    digest: str,
+    what: str,
+    otherwise: str,
+    progress: Progress | None = None,
+    timeout: float = 30.0,
 ) -> Path:
-    target, part = folder / file, folder / f"{file}.part"
-    if (whole := _there(target, md5)) is not None:
-        return whole
-    failures = []
-    for mirror in mirrors:
+    """Put the file with this digest (MD5 or SHA-256, told by its length) at ``target``, from the first address that
+    has it; ``otherwise`` says what to do if none has."""
+    if target.is_file() and _digest(target, digest) == digest:
+        return target
+    part, failures = target.with_name(f"{target.name}.part"), []
+    for url in urls:
         try:
-            resumed = _transfer(mirror + file, part, progress, timeout)
-            if resumed and _md5(part) != md5:  # what was there already may be of another file
+            resumed = _transfer(url, part, progress, timeout)
+            if resumed and _digest(part, digest) != digest:  # what was there already may be of another file
                 part.unlink()
-                _transfer(mirror + file, part, progress, timeout)
-            if _md5(part) == md5:
+                _transfer(url, part, progress, timeout)
+            if _digest(part, digest) == digest:
                 os.replace(part, target)
                 return target
             part.unlink()
         except (OSError, http.client.HTTPException, ValueError) as error:
             if getattr(error, "errno", None) in _LOCAL:
                 raise
-            failures.append(f"{mirror}: {_reason(error)}")
+            failures.append(f"{_site(url)}: {_reason(error)}")
             continue
-        failures.append(f"{mirror}: wrong checksum, so the file was thrown away")
+        failures.append(f"{_site(url)}: wrong checksum, so the file was thrown away")
     raise DownloadError(
-        f"could not download {file} of {title}. Are you offline? Tried "
-        + "; ".join(failures)
-        + f". Try again later (a broken transfer is resumed), or put the file into {folder} by hand"
+        f"could not download {what}. Are you offline? Tried {'; '.join(failures)}. "
+        f"Try again later (a broken transfer is resumed), or {otherwise}"
     )
 
 
@@ -195,6 +197,10 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
     return resumed
 
 
+def _site(url: str) -> str:
+    return url.rpartition("/")[0] + "/"
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return " ".join(f"HTTP {error.code} {error.reason}".split())
@@ -208,8 +214,9 @@ def _whole_idx(path: Path) -> bool:
         return False
 
 
-def _md5(path: Path) -> str:
-    digest = hashlib.md5(usedforsecurity=False)
+def _digest(path: Path, like: str) -> str:
+    """The file's digest of the same kind as ``like``."""
+    digest = hashlib.sha256() if len(like) == 64 else hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)

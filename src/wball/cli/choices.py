@@ -57,7 +57,7 @@ def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, 
 
     from wball.models import architectures, build_model
     from wball.storage.weights import load_weights
-    from wball.zoo import list_models, load_model
+    from wball.zoo import list_models, load_model, public_models
 
     if ":" in spec:
         made = _imported(spec)
@@ -70,12 +70,12 @@ def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, 
         if weights is None:
             raise typer.BadParameter(f"{spec} is an architecture without weights: add --weights FILE")
         made, name = build_model(spec), weights.stem
-    elif spec in list_models():
+    elif spec in list_models() or spec in public_models():
         if weights is not None:
             raise typer.BadParameter(f"{spec} comes with weights; for --weights give an architecture instead")
         made, name = load_model(spec), spec
     else:
-        near = difflib.get_close_matches(spec, [*list_models(), *architectures()], 1, 0.5)
+        near = difflib.get_close_matches(spec, [*list_models(), *public_models(), *architectures()], 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"the zoo has {', '.join(list_models())}."
         raise typer.BadParameter(
             f"unknown model {spec!r}: {hint} Or give an architecture with --weights FILE, or package.module:function"

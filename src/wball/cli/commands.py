@@ -35,9 +35,9 @@ MODEL_HELP = (
 
 def _complete_models(incomplete: str) -> list[str]:
     from wball.models import architectures
-    from wball.zoo import list_models
+    from wball.zoo import list_models, public_models
 
-    return [name for name in (*list_models(), *architectures()) if name.startswith(incomplete)]
+    return [name for name in (*list_models(), *public_models(), *architectures()) if name.startswith(incomplete)]
 
 
 Models = Annotated[
@@ -560,18 +560,19 @@ def models(
     name: Annotated[str | None, typer.Argument(help="show this model's card", autocompletion=_complete_models)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """The models that come with the package, and the architectures for --weights."""
+    """The models that come with the package, public ones of others, and the architectures for --weights."""
     from rich.table import Table
 
     from wball.models import architectures
-    from wball.zoo import list_models, model_card
+    from wball.zoo import list_models, model_card, public_models
 
     if name is not None:
         _print_json(model_card(name))
         return 0
     cards = [model_card(n) for n in list_models()]
     if as_json:
-        _print_json({"models": cards, "architectures": list(architectures())})
+        public = [entry.card() for entry in public_models().values()]
+        _print_json({"models": cards, "public": public, "architectures": list(architectures())})
         return 0
     console, table = (
         _console(False, False),
@@ -581,6 +582,12 @@ def models(
         table.add_row(
             str(card["name"]), card["dataset"], f"{100 * card['clean_accuracy']:.2f} %", str(card.get("summary", ""))
         )
+    console.print(table)
+    title = "public models of others, downloaded from their repositories on first use (`wball models NAME` names them)"
+    table = Table("model", "authors", "licence of the repository", "", title=title, title_justify="left")
+    table.columns[0].no_wrap = True
+    for entry in public_models().values():
+        table.add_row(entry.name, f"{entry.authors} {entry.year}", entry.licence, entry.summary)
     console.print(table)
     table = Table("architecture", "images", "", title="architectures, for --weights FILE", title_justify="left")
     for a in architectures().values():

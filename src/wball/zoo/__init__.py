@@ -1,12 +1,14 @@
-"""Trained models that come with the package: small, so that everything can be tried without a download.
+"""Trained models by name: those that come with the package, and public ones of others (:mod:`~wball.zoo.public`).
 
-Each model is a pair of files in this folder: ``NAME.safetensors`` with the weights and ``NAME.json``, its card, with
-the architecture, the clean accuracy and how it was trained.
+Each model of the package is a pair of files in this folder: ``NAME.safetensors`` with the weights and ``NAME.json``,
+its card, with the architecture, the clean accuracy and how it was trained. They are small, so that everything can be
+tried without a download.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from importlib import resources
 from typing import Any
 
@@ -15,36 +17,53 @@ from torch import nn
 
 from wball.models import build_model
 from wball.storage.weights import load_weights
+from wball.zoo.public import PublicModel, public_models
+
+__all__ = ["PublicModel", "list_models", "load_model", "model_card", "public_models"]
 
 
 def list_models() -> list[str]:
-    """The names :func:`load_model` knows.
+    """The models that come with the package; :func:`public_models` are fetched.
 
     >>> "mnist-standard" in list_models()
     True
     """
-    return sorted(f.name.removesuffix(".json") for f in resources.files(__name__).iterdir() if f.name.endswith(".json"))
+    names = (file.name for file in resources.files(__name__).iterdir())
+    return sorted(name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors"))
 
 
 def model_card(name: str) -> dict[str, Any]:
-    """What is known about a model: architecture, data set, clean accuracy, training.
+    """What is known about a model: architecture, data set, training; of public ones also authors, source and licence.
 
     >>> model_card("mnist-standard")["architecture"]
     'mnist-cnn'
     """
+    if name in public_models():
+        return public_models()[name].card()
     if name not in list_models():
-        raise ValueError(f"unknown model {name!r}; the zoo has {', '.join(list_models())}")
+        raise ValueError(
+            f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
+            f"{', '.join(public_models())}"
+        )
     card: dict[str, Any] = json.loads((resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8"))
     return card
 
 
-def load_model(name: str, *, device: torch.device | str = "cpu") -> nn.Module:
+def load_model(
+    name: str, *, root: str | os.PathLike[str] | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
     """A trained model, in evaluation mode: images in [0, 1] in, logits out.
+
+    A public model is downloaded from its authors' repository on first use, checked, and kept in ``root`` (default: the
+    folder that ``WBALL_MODELS`` names, or the user's cache). Nothing in its file is executed.
 
     >>> load_model("mnist-standard")(torch.zeros(1, 1, 28, 28)).shape
     torch.Size([1, 10])
     """
     model = build_model(model_card(name)["architecture"])
-    with resources.as_file(resources.files(__name__) / f"{name}.safetensors") as path:
-        load_weights(model, path)
+    if name in public_models():
+        load_weights(model, public_models()[name].weights(root))
+    else:
+        with resources.as_file(resources.files(__name__) / f"{name}.safetensors") as path:
+            load_weights(model, path)
     return model.eval().to(device)
