@@ -9,12 +9,8 @@ columns, a logarithm and an exponential: with ``log s_j = log(sum_k w_k A_{j - k
 .. math::
     e^v + v = w_j / \tau + \log(s_j / \tau), \qquad \beta_j = clip(v + \log \tau,\ \log lo,\ \log hi) - \log s_j,
 
-and a step of Halley's method from the ``v`` of the sweep before is exact enough once sweeps change little.
-
-**Extrapolation.** A sweep maps ``beta`` to ``new``. Instead of momentum, the changes ``new - beta`` of the last few
-sweeps are combined such that they cancel best (Anderson's method): two thirds of the sweeps on MNIST at
-``lambda = 1000``. It can mislead where sweeps crawl. The dual value tells: where it falls, the sweep starts again from
-the best so far, and after a few such falls momentum takes over, as in the torch version.
+and a step of Halley's method from the ``v`` of the sweep before is exact enough once sweeps change little. Sweeps start
+from extrapolated points as in the torch version.
 
 Rows without mass send nothing, and what belongs to the others stands behind each other; likewise columns that mass can
 reach. The others stay at 0, and their potential has a closed form, ``u = w``. Images whose potentials grow too wide to
@@ -43,18 +39,11 @@ from wball.kernels.projected_sinkhorn.reference import ProjectedSinkhorn
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _ARRIVING, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP = range(9)
 # Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
-_GOAL, _BETA, _NEW, _LAST, _SAFE, _CHANGE, _METRIC, _V, _Z, _FACTOR = range(9, 19)
-_MASS, _NORM, _FIRST, _SECOND = range(19, 23)
-_MEMORY = 5  # earlier sweeps that count
-_CHANGES, _STEPS, _RINGS = 23, 23 + _MEMORY, 23 + 2 * _MEMORY
+_GOAL, _BETA, _NEW, _LAST, _V, _Z, _FACTOR = range(9, 16)
+_MASS, _NORM, _FIRST, _SECOND, _RINGS = range(16, 21)
 
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
-
-DOUBT = 0.1
-"""A sweep may lower the dual by this share of its estimated gap; if it does by more, the memory of sweeps misleads."""
-TRUST = 3
-"""How often it may do so before momentum takes its place."""
 
 _FUSED = 5  # rings beside the first that one pass takes
 _TINY = 1e-300
@@ -88,7 +77,7 @@ def projected_sinkhorn(
     slack = reference.SLACK if x.dtype == torch.float32 else 1e-12  # well above the rounding of sums
     settings = (
         lo, hi, slack * max(1.0, hi if math.isfinite(hi) else 1.0), float(tol), reference.PARTS, max(max_iter, 1),
-        np.array([reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, DOUBT, TRUST]),
+        np.array([reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM]),
         reference.ROUNDS, reference.REPAIR_SWEEPS,
     )  # fmt: skip
     given = [t.detach().to(x.dtype).numpy() for t in (x, w, u)]
@@ -358,10 +347,10 @@ def _solve_columns(work, count, middle, log_tau, least, most, fresh):  # type: i
 
 @compiled(inner=True, fastmath=_SUMS)
 def _estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
-    """Sums over the image: misfit, mass outside the box, distance, ``<beta, z>``, and the columns' part of the dual."""
+    """Sums over the image: misfit, mass outside the box, distance, ``<beta, z>``."""
     e, arriving = work[_FACTOR, :count], work[_Z, :count]
     goal, beta = work[_GOAL, :count], work[_BETA, :count]
-    misfit, outside, distance, inner, value = 0.0, 0.0, 0.0, 0.0, 0.0
+    misfit, outside, distance, inner = 0.0, 0.0, 0.0, 0.0
     for i in range(count):
         z = e[i] * arriving[i]
         kept = min(max(z, lo), hi)
@@ -373,91 +362,7 @@ def _estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
         off = tau * goal[i] - z
         distance += 0.5 * off * off
         inner += beta[i] * z
-        cut = tau * goal[i] - c
-        value += 0.5 * cut * cut + tau * beta[i] * c
-    return misfit, outside, distance, inner, value
-
-
-@compiled(inner=True, fastmath=_SUMS)
-def _start_memory(work, count):  # type: ignore[no-untyped-def]
-    """What the first sweep leaves: a metric (the columns' mass, in which potentials matter), and itself."""
-    metric, e, arriving = work[_METRIC, :count], work[_FACTOR, :count], work[_Z, :count]
-    change, new, last, beta = work[_CHANGE, :count], work[_NEW, :count], work[_LAST, :count], work[_BETA, :count]
-    for i in range(count):
-        metric[i] = max(e[i] * arriving[i], 1e-12)
-    for i in range(count):
-        change[i] = new[i] - beta[i]
-        last[i] = new[i]
-    for i in range(count):
-        beta[i] = new[i]
-
-
-@compiled(inner=True, fastmath=_SUMS)
-def _remember(work, count, slot, gram, products):  # type: ignore[no-untyped-def]
-    """The sweep's change against that of the sweep before goes to ``slot``, and its products with the others."""
-    change, new, last, beta = work[_CHANGE, :count], work[_NEW, :count], work[_LAST, :count], work[_BETA, :count]
-    d, step, metric = work[_CHANGES + slot, :count], work[_STEPS + slot, :count], work[_METRIC, :count]
-    for i in range(count):
-        now = new[i] - beta[i]
-        d[i] = now - change[i]
-        change[i] = now
-    for i in range(count):
-        step[i] = new[i] - last[i]
-        last[i] = new[i]
-    d0, d1, d2 = work[_CHANGES, :count], work[_CHANGES + 1, :count], work[_CHANGES + 2, :count]
-    d3, d4 = work[_CHANGES + 3, :count], work[_CHANGES + 4, :count]
-    g0, g1, g2, g3, g4, p0, p1, p2, p3, p4 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for i in range(count):
-        f, g = metric[i] * change[i], metric[i] * d[i]
-        g0 += g * d0[i]
-        g1 += g * d1[i]
-        g2 += g * d2[i]
-        g3 += g * d3[i]
-        g4 += g * d4[i]
-        p0 += f * d0[i]
-        p1 += f * d1[i]
-        p2 += f * d2[i]
-        p3 += f * d3[i]
-        p4 += f * d4[i]
-    gram[slot, 0], gram[slot, 1], gram[slot, 2], gram[slot, 3], gram[slot, 4] = g0, g1, g2, g3, g4
-    for j in range(_MEMORY):
-        gram[j, slot] = gram[slot, j]
-    products[0], products[1], products[2], products[3], products[4] = p0, p1, p2, p3, p4
-
-
-@compiled(inner=True)
-def _solve(gram, products, held, a, out):  # type: ignore[no-untyped-def]
-    """Least squares from its normal equations, by elimination."""
-    trace = 0.0
-    for j in range(held):
-        trace += gram[j, j]
-    for j in range(_MEMORY):
-        for k in range(_MEMORY):
-            a[j, k] = gram[j, k]
-        a[j, j] += 1e-10 * trace + _TINY
-        out[j] = products[j] if j < held else 0.0
-    for j in range(held):
-        for i in range(j + 1, held):
-            factor = a[i, j] / a[j, j]
-            for k in range(j, held):
-                a[i, k] -= factor * a[j, k]
-            out[i] -= factor * out[j]
-    for t in range(held):
-        j = held - 1 - t
-        for k in range(j + 1, held):
-            out[j] -= a[j, k] * out[k]
-        out[j] /= a[j, j]
-
-
-@compiled(inner=True, fastmath=_SUMS)
-def _extrapolate(work, count, share):  # type: ignore[no-untyped-def]
-    """The next ``beta``."""
-    beta, new = work[_BETA, :count], work[_NEW, :count]
-    s0, s1, s2 = work[_STEPS, :count], work[_STEPS + 1, :count], work[_STEPS + 2, :count]
-    s3, s4 = work[_STEPS + 3, :count], work[_STEPS + 4, :count]
-    c0, c1, c2, c3, c4 = share[0], share[1], share[2], share[3], share[4]
-    for i in range(count):
-        beta[i] = new[i] - (c0 * s0[i] + c1 * s1[i] + c2 * s2[i] + (c3 * s3[i] + c4 * s4[i]))
+    return misfit, outside, distance, inner
 
 
 @compiled(inner=True, fastmath=_SUMS)
@@ -471,7 +376,7 @@ def _turned(work, count):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=_SUMS)
-def _extrapolate_line(work, count, weight):  # type: ignore[no-untyped-def]
+def _extrapolate(work, count, weight):  # type: ignore[no-untyped-def]
     """The next ``beta`` along the last step."""
     beta, new, last = work[_BETA, :count], work[_NEW, :count], work[_LAST, :count]
     for i in range(count):
@@ -664,7 +569,7 @@ def _lay_out(work, x, w, u, tau, box, rows, columns, ones, ring):  # type: ignor
             for j in range(max(left - rc, 0), min(right + rc, full_width)):
                 if work[_TMP, at + j] > 0.0:
                     work[_GOAL, count] = w[c, r, j] / tau
-                    work[_BETA, count] = u[c, r, j] / tau
+                    work[_BETA, count] = work[_LAST, count] = u[c, r, j] / tau
                     reached[count] = at + j
                     spots[count] = (c * full_height + r) * full_width + j
                     count += 1
@@ -696,12 +601,6 @@ def _beyond(w, spots):  # type: ignore[no-untyped-def]
                 else:
                     total += 0.5 * w[c, r, j] * w[c, r, j]
     return total
-
-
-@compiled(inner=True)
-def _copy_row(source, target, count):  # type: ignore[no-untyped-def]
-    for i in range(count):
-        target[i] = source[i]
 
 
 @compiled(inner=True)
@@ -761,10 +660,8 @@ def _project_images(  # type: ignore[no-untyped-def]
     x, w, u, budget, tau, psi, rows, columns, price, ring_cost, ring, places,
     lo, hi, slack, tol, parts, max_iter, shares, rounds, repairs, work, out, numbers, n_iter, wide, flow,
 ):  # fmt: skip
-    first_share, least_share, price_share, momentum, doubt, trust = shares
+    first_share, least_share, price_share, momentum = shares
     weight, ones = np.empty(price.size), np.empty(price.size)
-    gram, eliminated = np.zeros((_MEMORY, _MEMORY)), np.zeros((_MEMORY, _MEMORY))
-    products, combination = np.zeros(_MEMORY), np.zeros(_MEMORY)
     for k in range(price.size):
         ones[k] = 1.0 if price[k] < math.inf else 0.0
     least, most = math.log(lo) if lo > 0.0 else -math.inf, math.log(hi)
@@ -786,7 +683,7 @@ def _project_images(  # type: ignore[no-untyped-def]
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         toll, middle = psi[m] / heat, _extent(work, count)[0]
         target, offers, size, share = first_share * tol, 0, at_centre, 1.0
-        steps, held, slot, highest, misled, streak = 0, 0, 0, -math.inf, 0, 0.0
+        steps, streak, log_sums = 0, 0.0, 0.0
         while True:
             # Rows and price.
             if not _exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -810,11 +707,11 @@ def _project_images(  # type: ignore[no-untyped-def]
             steps += 1
 
             # About the gap after a repair: columns above hi will send mass back, unspent.
-            misfit, outside, distance, inner, value = _estimate(work, count, heat, lo, hi)
+            misfit, outside, distance, inner = _estimate(work, count, heat, lo, hi)
             about = misfit + heat * toll * (abs(budget[m] - cost) + 1.5 * outside)
-            log_sums = _log_sums(work, lit.size) + middle * mass
-            value -= heat * (toll * budget[m] + log_sums)
-            if steps == 1 or about <= 2 * target * size:  # the size changes little from sweep to sweep
+            # The size changes little from sweep to sweep.
+            if steps == 1 or about <= 2 * target * size or steps >= max_iter:
+                log_sums = _log_sums(work, lit.size) + middle * mass
                 entropy = heat * (inner - toll * cost - log_sums)
                 size = max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
             if about <= target * size or steps >= max_iter:
@@ -836,27 +733,9 @@ def _project_images(  # type: ignore[no-untyped-def]
                     numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                     break
                 target = max(0.5 * target, least_share * tol)
-            # Where to sweep from next.
-            if steps == 1:
-                _start_memory(work, count)
-                _copy_row(work[_NEW], work[_SAFE], count)
-                continue
-            if misled > trust:
-                # Momentum, restarted when a sweep turns back.
-                streak = 0.0 if _turned(work, count) < 0.0 else streak + 1.0
-                _extrapolate_line(work, count, min(streak / (streak + 3.0), momentum))
-                continue
-            _remember(work, count, slot % _MEMORY, gram, products)
-            if value < highest - doubt * about:  # back, and begin anew
-                _copy_row(work[_SAFE], work[_BETA], count)
-                held, slot, highest, misled = -1, 0, -math.inf, misled + 1
-                continue
-            if value > highest:
-                _copy_row(work[_NEW], work[_SAFE], count)
-                highest = value
-            held, slot = min(held + 1, _MEMORY), slot + 1 if held >= 0 else 0
-            _solve(gram, products, held, eliminated, combination)
-            _extrapolate(work, count, combination)
+            # Momentum, restarted when a sweep turns back.
+            streak = 0.0 if steps == 1 or _turned(work, count) < 0.0 else streak + 1.0
+            _extrapolate(work, count, min(streak / (streak + 3.0), momentum))
 
         n_iter[m], numbers[m, _PSI] = steps, heat * toll
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
