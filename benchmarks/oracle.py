@@ -14,24 +14,25 @@ from benchmarks.timing import Machine, measure, peak_memory
 from wball import WassersteinBall
 from wball.cost import GridCost
 from wball.kernels.dispatch import KernelError, load, why_not
+from wball.moves import Moves
 
 WARM_UP = 15
 """Steps of the attack before the one that is measured."""
 
 
-def kernels_for(x: Tensor, moves: list[tuple[int, int, float]]) -> Iterator[tuple[str, Any]]:
+def kernels_for(x: Tensor, moves: Moves) -> Iterator[tuple[str, Any]]:
     wanted = ("triton", "torch") if x.device.type == "cuda" else ("cpu", "torch")
     for name in wanted:
         try:
-            if why_not(name, x, moves) is None:
-                yield name, load(name)
+            if why_not("entropic_plan", name, x, moves) is None:
+                yield name, load("entropic_plan", name)
         except KernelError:
             continue
 
 
 def step_of(kernel: Any, x: Tensor, eps: float, window: int, seed: int, steps: int | None = None) -> Callable[[], Any]:
     """An attack's next call of the oracle after ``steps`` others, warm-started as there."""
-    moves = GridCost(window).moves(int(x.shape[2]), int(x.shape[3]))
+    moves = GridCost(window).arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget = WassersteinBall(eps).budget(x)
     b, q, psi = torch.zeros_like(x), torch.zeros_like(x), torch.full_like(budget, 10.0, dtype=x.dtype)
     if steps is None:
@@ -82,7 +83,7 @@ def _rows(
     budget_s: float,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    moves = GridCost(window).moves(int(x.shape[2]), int(x.shape[3]))
+    moves = GridCost(window).arcs(int(x.shape[2]), int(x.shape[3]), x)
     mass = x.double().sum((1, 2, 3))
     # x, b, q in; z, q, keep, give out. Four sweeps over the moves both ways, one multiply and add each.
     floor = chip.floor(7 * 4 * x.numel(), 4 * 2 * 2 * len(moves) * x.numel())

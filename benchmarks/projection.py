@@ -13,7 +13,7 @@ from benchmarks.inputs import Images, disturbed
 from benchmarks.peers import Absent, Projection, art_projection, released_projection
 from benchmarks.timing import Machine, Time, measure, peak_memory
 from wball import WassersteinBall
-from wball.kernels.dispatch import KernelError, load, why_not
+from wball.kernels.dispatch import choose, load
 from wball.kernels.projected_sinkhorn import reference as reference_projection
 
 TOL = 1e-4
@@ -97,15 +97,9 @@ def projections(
 
 def _sweeps(x: Tensor) -> Iterator[tuple[str, Any]]:
     yield "torch", reference_projection
-    moves = WassersteinBall(0.1).cost.moves(int(x.shape[2]), int(x.shape[3]))  # type: ignore[union-attr]
-    for name in ("triton", "cpu"):
-        try:
-            module = load(name)
-        except KernelError:
-            continue
-        made_for = {"triton": "cuda", "cpu": "cpu"}[name]
-        if hasattr(module, "projected_sinkhorn") and x.device.type == made_for and why_not(name, x, moves) is None:
-            yield name, module
+    name = choose("projected_sinkhorn", x, WassersteinBall(0.1).cost.arcs(int(x.shape[2]), int(x.shape[3]), x))
+    if name != "torch":
+        yield name, load("projected_sinkhorn", name)
 
 
 def _sweep_row(
@@ -124,7 +118,7 @@ def _sweep_row(
     """Our sweeps. Without the box they solve the very problem of the released code, and as little of ours."""
     ball = judge.ball
     mass = x.sum((1, 2, 3))
-    budget, moves = ball.budget(x), ball.cost.moves(int(x.shape[2]), int(x.shape[3]))  # type: ignore[union-attr]
+    budget, moves = ball.budget(x), ball.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     u, psi, tau = w - x, torch.full_like(mass, 0.1), mass / images.reg
     box = (0.0, 1.0) if boxed else None
 

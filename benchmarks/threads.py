@@ -88,12 +88,12 @@ def main(data: Path | None) -> None:
     """In the child: every side in turn, on the same images."""
     from benchmarks.peers import Absent, released_projection
     from wball import WassersteinBall
-    from wball.kernels.entropic_plan import cpu
+    from wball.kernels.projected_sinkhorn import cpu
 
     images = mnist(data, torch.device("cpu"))
     x = images.batch(BATCH)
     w, ball, mass = disturbed(x, STEP, 0), WassersteinBall(images.eps), x.sum((1, 2, 3))
-    budget, moves, psi = ball.budget(x), ball.cost.moves(28, 28), torch.full_like(mass, 0.1)  # type: ignore[union-attr]
+    budget, moves, psi = ball.budget(x), ball.cost.arcs(28, 28, x), torch.full_like(mass, 0.1)
 
     def sweeps() -> None:
         cpu.projected_sinkhorn(x, w, budget, moves, (0.0, 1.0), mass / images.reg, u=w - x, psi=psi, tol=TOL)

@@ -30,14 +30,14 @@ def compile_one(task: Task, device: str) -> str:
     from benchmarks.oracle import kernels_for, step_of
     from wball import WassersteinBall
     from wball.cost import GridCost
-    from wball.kernels import dispatch
+    from wball.kernels.projected_sinkhorn import projected_sinkhorn
 
     torch.set_num_threads(1)
     kind, shape, window = task
     started = time.perf_counter()
     x = torch.rand((2, *shape), generator=torch.Generator().manual_seed(0)).to("cpu" if kind == "exact" else device)
     if kind == "oracle":
-        for name, kernel in kernels_for(x, GridCost(window).moves(*shape[1:])):
+        for name, kernel in kernels_for(x, GridCost(window).arcs(*shape[1:], x)):
             if name != "torch":
                 step_of(kernel, x, 0.1, window, 0, steps=1)()
     elif kind == "exact" or x.device.type == "cpu":
@@ -45,9 +45,9 @@ def compile_one(task: Task, device: str) -> str:
             WassersteinBall(0.1).project(images, images.flip(-1), reg=1000.0, tol=1e-3)
     else:
         ball = WassersteinBall(0.1)
-        mass, moves = x.sum((1, 2, 3)), GridCost(window).moves(*shape[1:])
+        mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[1:], x)
         for box in ((0.0, 1.0), None):
-            dispatch.projected_sinkhorn(
+            projected_sinkhorn(
                 x, x.flip(-1), ball.budget(x), moves, box, mass / 1000,
                 u=x.flip(-1) - x, psi=torch.full_like(mass, 0.1), max_iter=3,
             )  # fmt: skip

@@ -25,7 +25,7 @@ def test_json_names_every_kernel_with_its_reasons(
 
 def test_table_says_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setitem(dispatch.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setitem(dispatch.OPERATIONS["entropic_plan"], "cpu", "wball.kernels.missing")
     monkeypatch.setattr(dispatch, "_loaded", {})
     monkeypatch.setenv("WBALL_KERNEL", "auto")
     assert main([]) == 0

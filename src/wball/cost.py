@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class StencilCost:
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilMoves:
         """The moves on a grid, in ``like``'s dtype and on its device."""
-        return StencilMoves(self.moves(height, width), (height, width), like)
+        return _stencil_moves(self, height, width, like.dtype, like.device)
 
     def full(self, height: int, width: int) -> StencilCost:
         """The cost without its window. A table says nothing about moves outside it, so it is its own full cost."""
@@ -103,11 +103,20 @@ class GridCost:
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilMoves:
         """The moves on a grid, in ``like``'s dtype and on its device."""
-        return StencilMoves(self.moves(height, width), (height, width), like)
+        return _stencil_moves(self, height, width, like.dtype, like.device)
 
     def full(self, height: int, width: int) -> GridCost:
         """The same cost with a window that covers such an image."""
         return GridCost(2 * max(height, width) - 1, self.p)
+
+
+@lru_cache(maxsize=64)
+def _stencil_moves(
+    cost: GridCost | StencilCost, height: int, width: int, dtype: torch.dtype, device: torch.device
+) -> StencilMoves:
+    """Listed once per grid, dtype and device: an attack asks at every step."""
+    like = torch.empty(0, dtype=dtype, device=device)
+    return StencilMoves(cost.moves(height, width), (height, width), like)
 
 
 class DenseCost:

@@ -18,6 +18,7 @@ import torch
 import wball
 from wball.cost import GridCost
 from wball.kernels import dispatch
+from wball.moves import Moves
 
 PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
 
@@ -62,7 +63,7 @@ def _kernel(name: str) -> dict[str, str | None]:
         if device == "cuda" and not torch.cuda.is_available():
             reasons[device] = "torch finds no CUDA device"
             continue
-        reasons[device] = dispatch.why_not(name, *_probe(device))
+        reasons[device] = dispatch.why_not("entropic_plan", name, *_probe(device))
     return reasons
 
 
@@ -71,13 +72,14 @@ def _automatic(device: str) -> str | None:
     if device == "cuda" and not torch.cuda.is_available():
         return None
     try:
-        return dispatch.choose(*_probe(device))
+        return dispatch.choose("entropic_plan", *_probe(device))
     except dispatch.KernelError:
         return None
 
 
-def _probe(device: str) -> tuple[torch.Tensor, list[tuple[int, int, float]]]:
-    return torch.zeros(1, 1, 4, 4, device=device), GridCost(3).moves(4, 4)
+def _probe(device: str) -> tuple[torch.Tensor, Moves]:
+    x = torch.zeros(1, 1, 4, 4, device=device)
+    return x, GridCost(3).arcs(4, 4, x)
 
 
 def main(arguments: list[str] | None = None) -> int:

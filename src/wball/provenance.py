@@ -75,8 +75,7 @@ def kernel_name(ball: Ball, x: Tensor) -> str:
     if not isinstance(ball, WassersteinBall):
         return "torch"
     height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
-    moves = None if isinstance(ball.cost, DenseCost) else ball.cost.moves(height, width)
-    return dispatch.choose(x[:1], moves)
+    return dispatch.choose("entropic_plan", x[:1], ball.cost.arcs(height, width, x))
 
 
 def collect(ball: Ball, x: Tensor, line: str | None = None) -> dict[str, Any]:

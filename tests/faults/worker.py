@@ -21,7 +21,7 @@ from wball.storage.atomic import FolderInUse
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
 
-dispatch.why_not("cpu")  # so that forked processes find it loaded
+dispatch.why_not("entropic_plan", "cpu")  # so that forked processes find it loaded
 
 
 class Halves(nn.Module):

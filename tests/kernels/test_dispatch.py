@@ -14,9 +14,10 @@ from wball.ball import LinfBall, WassersteinBall
 from wball.certificates import certify
 from wball.cost import DenseCost, GridCost
 from wball.kernels import dispatch
+from wball.kernels.entropic_plan import EntropicPlan, entropic_plan
 from wball.solvers.oracle import TransportOracle
 
-MOVES = GridCost(3).moves(4, 4)
+MOVES = GridCost(3).arcs(4, 4, torch.zeros(()))
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +25,9 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WBALL_KERNEL", raising=False)
 
 
-def solve(x: torch.Tensor) -> dispatch.EntropicPlan:
+def solve(x: torch.Tensor) -> EntropicPlan:
     budget = 0.1 * x.double().flatten(1).sum(1)
-    return dispatch.entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
+    return entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,9 @@ def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.Mon
 def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = ModuleType("elsewhere")  # has no operation at all
     elsewhere.why_not = lambda x, moves: f"not on {x.device}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(dispatch._loaded, "triton", elsewhere)
+    for kernels in dispatch.OPERATIONS.values():
+        if "triton" in kernels:
+            monkeypatch.setitem(dispatch._loaded, kernels["triton"], elsewhere)
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     ball, x = WassersteinBall(0.1), torch.rand(1, 1, 4, 4)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
@@ -79,12 +82,12 @@ def test_certificates_record_their_kernel(asked: str, served: str, monkeypatch: 
 
 
 def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.KERNELS, "cpu", "wball.kernels.missing")
+    monkeypatch.setitem(dispatch.OPERATIONS["entropic_plan"], "cpu", "wball.kernels.missing")
     monkeypatch.setattr(dispatch, "_loaded", {})
     x = torch.rand(1, 1, 4, 4)
     with pytest.warns(RuntimeWarning, match="cpu kernel cannot be loaded.*missing"):
-        assert dispatch.choose(x, MOVES) == "torch"
-    assert "missing" in (dispatch.why_not("cpu", x, MOVES) or "")
+        assert dispatch.choose("entropic_plan", x, MOVES) == "torch"
+    assert "missing" in (dispatch.why_not("entropic_plan", "cpu", x, MOVES) or "")
     assert solve(x).kernel == "torch"
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
     with pytest.raises(dispatch.KernelError, match="No module named"):
@@ -94,18 +97,19 @@ def test_automatic_choice_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     shy = ModuleType("shy")
     shy.why_not = lambda x, moves: "it is shy"  # type: ignore[attr-defined]
-    monkeypatch.setitem(dispatch._loaded, "cpu", shy)
+    monkeypatch.setitem(dispatch._loaded, dispatch.OPERATIONS["entropic_plan"]["cpu"], shy)
     x = torch.rand(1, 1, 4, 4)
-    assert dispatch.why_not("cpu", x, MOVES) == "it is shy"
-    assert dispatch.choose(x, MOVES) == "torch"
+    assert dispatch.why_not("entropic_plan", "cpu", x, MOVES) == "it is shy"
+    assert dispatch.choose("entropic_plan", x, MOVES) == "torch"
 
 
 def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = torch.empty(1, 1, 4, 4, device="meta", dtype=torch.float64)
-    assert dispatch.choose_path(elsewhere, MOVES) == "cpu"
-    assert dispatch.choose_path(elsewhere, None) == "torch"  # matrix costs have no compiled path
+    matrix = DenseCost(1 - torch.eye(16)).arcs(4, 4, torch.zeros(()))
+    assert dispatch.choose("entropic_path", elsewhere, MOVES) == "cpu"
+    assert dispatch.choose("entropic_path", elsewhere, matrix) == "torch"  # matrix costs have no compiled path
     monkeypatch.setenv("WBALL_KERNEL", "torch")
-    assert dispatch.choose_path(elsewhere, MOVES) == "torch"
+    assert dispatch.choose("entropic_path", elsewhere, MOVES) == "torch"
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wball import WassersteinBall, audit, load_sample
-from wball.kernels import dispatch
+from wball.solvers import oracle
 from wball.solvers.oracle import TransportOracle
 
 
@@ -21,7 +21,7 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
     x, ball = load_sample("mnist")[0][:3], WassersteinBall(0.1)
     potentials = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     right = TransportOracle(ball, x)(potentials)
-    answer = dispatch.entropic_plan
+    answer = oracle.entropic_plan
 
     def failing(*args: Any, **settings: Any) -> Any:
         plan = answer(*args, **settings)
@@ -29,7 +29,7 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
         broken[1] = value
         return replace(plan, **{field: broken})
 
-    monkeypatch.setattr(dispatch, "entropic_plan", failing)
+    monkeypatch.setattr(oracle, "entropic_plan", failing)
     point = TransportOracle(ball, x)(potentials)
     assert torch.equal(point.z[1], x[1]) and bool(point.cost.isfinite().all()) and audit(ball, x, point.z).all_valid
     for i in (0, 2):

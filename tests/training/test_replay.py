@@ -13,7 +13,6 @@ from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, WassersteinBall
 from wball.attacks import GrowingRadius, objectives
 from wball.attacks.base import Climb, GradientAttack
-from wball.kernels import dispatch
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
@@ -148,7 +147,7 @@ def test_what_is_recorded_never_asks_the_device_for_a_value(name: str, monkeypat
     assert isinstance(attack, GradientAttack)
     if isinstance(attack, PGD):
         monkeypatch.setattr(EntropicProjection, "serves", lambda *_: True)
-        monkeypatch.setattr(dispatch, "projected_sinkhorn", _Idle)
+        monkeypatch.setattr("wball.solvers.entropic.projected_sinkhorn", _Idle)
     draws = torch.Generator()
     with _Asked() as asked:
         climb = Climb(

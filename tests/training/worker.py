@@ -16,7 +16,7 @@ from wball.training import Adversary, Evaluation, Optimisation, Provable, Smooth
 
 # What torch and the kernels import late, so that forked processes find it done: seconds each.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-dispatch.why_not("cpu")
+dispatch.why_not("entropic_plan", "cpu")
 
 
 def small_model() -> nn.Module:

@@ -181,11 +181,7 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
-        listed = self.moves if self.matrix is None else None
-        if dispatch.requested() == "auto":  # without a word: elsewhere torch is no second choice
-            self.compiled = dispatch.why_not("cpu", self.x, listed) is None
-        else:
-            self.compiled = dispatch.choose(x, listed) == "cpu"
+        self.compiled = dispatch.choose("entropic_plan", x, cost.arcs(height, width, grid)) == "cpu"
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""

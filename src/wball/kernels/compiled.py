@@ -11,6 +11,9 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from torch import Tensor
+
+from wball.moves import Moves, StencilMoves
 
 WORTHWHILE = 200_000
 """Moves of work below which another thread costs more than it saves."""
@@ -18,6 +21,17 @@ PARTS_PER_THREAD = 4
 """Images differ in the steps they need: smaller parts even that out."""
 
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why compiled loops must refuse such images, or ``None``."""
+    if not isinstance(moves, StencilMoves):
+        return "matrix costs are served by the torch kernel only"
+    if x.device.type != "cpu":
+        return f"the images are on {x.device}, this kernel runs on the CPU"
+    if x.dtype not in (torch.float32, torch.float64):
+        return f"the images are {x.dtype}, this kernel takes float32 or float64"
+    return None
 
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -8,13 +8,12 @@ inner loop runs over contiguous numbers and vectorises; a digit's black frame co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wball.kernels.compiled import compiled
-from wball.kernels.entropic_plan.reference import Move
+from wball.moves import StencilMoves
 
 LINEAR_SPREAD = 600.0
 """Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.
@@ -32,30 +31,27 @@ GROUP = 4
 class Stencil:
     """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
 
-    def __init__(self, moves: Sequence[Move]) -> None:
-        index = {(r, c): cost for r, c, cost in moves}
-        # The move that stays has a ring of its own, even if others are free as well.
-        keys = sorted({(cost, (r, c) != (0, 0)) for r, c, cost in moves})
+    def __init__(self, moves: StencilMoves) -> None:
+        rings = moves.rings_apart
         rows: list[tuple[int, int, float, float]] = []
         edges, places = [0], []
-        for key in keys:
-            ring = [
-                (r, c, cost, index.get((-r, -c), math.inf)) for r, c, cost in moves if (cost, (r, c) != (0, 0)) == key
-            ]
-            rows += ring + [(0, 0, math.inf, math.inf)] * (-len(ring) % GROUP)
+        for ring in rings:
+            for k in ring:
+                reverse = moves.reverse[k]
+                rows.append((*moves[k], math.inf if reverse is None else moves.costs[reverse]))
+            places += ring + [-1] * (-len(ring) % GROUP)
+            rows += [(0, 0, math.inf, math.inf)] * (len(places) - len(rows))
             edges.append(len(rows))
-            places += [k for k, (r, c, cost) in enumerate(moves) if (cost, (r, c) != (0, 0)) == key]
-            places += [-1] * (len(rows) - len(places))
         down, across, price, back = zip(*rows, strict=True)
         self.radius = (max(map(abs, down)), max(map(abs, across)))
-        self.rings = len(keys)
+        self.rings = len(rings)
         self.places = np.asarray(places)  # in the moves as given; -1 for those that fill up
         self.arrays: tuple[NDArray[np.generic], ...] = (
             np.asarray(down),
             np.asarray(across),
             np.asarray(price, dtype=np.float64),
             np.asarray(back, dtype=np.float64),
-            np.asarray([cost for cost, _ in keys], dtype=np.float64),
+            np.asarray([moves.costs[ring[0]] for ring in rings], dtype=np.float64),
             np.asarray(edges),
         )
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Move = tuple[int, int, float]
+from wball.moves import Moves, StencilMoves
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MAX_ON_CHIP = 4096
@@ -115,6 +115,29 @@ class Stencil:
         return tuple(buffers[k, self.guard :] for k in range(count))
 
 
+OLDEST = (3, 3)
+"""Tuples of tensors, which hold the rings, came with this version of Triton."""
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why Triton kernels in float32 must refuse such images, or ``None``."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+        return f"Triton {triton.__version__} is too old, these kernels need {'.'.join(map(str, OLDEST))}"
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton needs a CUDA device, the images are on {x.device} (TRITON_INTERPRET=1 interprets it on the CPU)"
+    if x.dtype == torch.float64:
+        return "the Triton kernels compute in float32, the images are float64"
+    if not isinstance(moves, StencilMoves):
+        return "the Triton kernels serve stencil costs, not matrices"
+    return None
+
+
+def too_large(x: Tensor, most: int) -> str | None:
+    """Why one program cannot hold such an image, or ``None``."""
+    values = x[:1].numel()
+    return f"images of {values} values do not fit in one program (at most {most})" if values > most else None
+
+
 def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
     """``triton.jit`` that does not compile again for other values of ``plain``, nor for other batches.
 
@@ -133,43 +156,33 @@ def warps(block: int) -> int:
     return min(32, max(4, block // 64))
 
 
-def stencil(moves: Sequence[Move], x: Tensor) -> Stencil:
+def stencil(moves: StencilMoves, x: Tensor) -> Stencil:
     """The tables for images like ``x`` (built once per shape and device)."""
-    return _stencil(tuple(moves), tuple(int(n) for n in x.shape[1:]), x.device)
+    return _stencil(moves, tuple(int(n) for n in x.shape[1:]), x.device)
 
 
 @lru_cache(maxsize=64)
-def _stencil(moves: tuple[Move, ...], shape: tuple[int, int, int], device: torch.device) -> Stencil:
-    stay = (0, 0, 0.0)
-    if stay not in moves:
-        raise ValueError(f"moves must hold {stay}, the move that stays, got {moves}")
-    rr, rc = max(abs(r) for r, _, _ in moves), max(abs(c) for _, c, _ in moves)
-    row = shape[2] + rc
-    ends, rest = [0, 1], sorted((move for move in moves if move != stay), key=lambda move: move[2])
-    for k, move in enumerate(rest):
-        if k + 1 == len(rest) or rest[k + 1][2] != move[2]:
-            ends.append(k + 2)
-    ordered = [stay, *rest]
-    cost = {(r, c): price for r, c, price in rest}
+def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.device) -> Stencil:
+    row = shape[2] + moves.radius[1]
+    ends = [0, *(ring[-1] + 1 for ring in moves.rings_apart)]
+    offsets = [r * row + c for r, c in moves.offsets]
     pairs = []
-    for r, c, price in rest:
-        back = cost.get((-r, -c))
+    for k, back in enumerate(moves.reverse):
         if back is None:
-            pairs.append((r * row + c, price, -1.0))
-        elif (r, c) > (-r, -c):
-            pairs.append((r * row + c, price, back))
+            pairs.append((offsets[k], moves.costs[k], -1.0))
+        elif moves.offsets[k] > moves.offsets[back]:
+            pairs.append((offsets[k], moves.costs[k], moves.costs[back]))
 
     def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device)
 
-    offsets = [r * row + c for r, c, _ in ordered]
     return Stencil(
         shape,
-        (rr, rc),
+        moves.radius,
         tuple(ends),
         tuple(offsets) if len(ends) - 1 <= MAX_RINGS else (),
         table(offsets, torch.int32),
-        table([price for *_, price in ordered], torch.float32),
+        table(moves.costs, torch.float32),
         table([p[0] for p in pairs] or [0], torch.int32),
         table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
     )

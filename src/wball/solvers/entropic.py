@@ -22,6 +22,8 @@ from torch import Tensor
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
+from wball.kernels.projected_sinkhorn import projected_sinkhorn
+from wball.moves import Moves
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
 from wball.solvers.problem import spendable, unit_of
 from wball.solvers.projection import SWEEP_TOL
@@ -67,7 +69,7 @@ class EntropicProjection:
         if isinstance(ball.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
             return False
         grid = x.float() if x.ndim == 4 else x.float()[:, None, None, :]
-        return dispatch.choose_projection(grid, _moves(ball, grid)) == "triton"
+        return dispatch.choose("projected_sinkhorn", grid, _moves(ball, grid)) == "triton"
 
     def within(self, ball: WassersteinBall) -> None:
         """Points from now on are from ``ball``, which differs in its radius only."""
@@ -77,7 +79,7 @@ class EntropicProjection:
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
         box = None if self.mode == "paper" else self.ball.box
-        answer = dispatch.projected_sinkhorn(
+        answer = projected_sinkhorn(
             self._grid, target, self.budget, self._moves, box, self._tau,
             u=target - self._grid if self._u is None else self._u, psi=self._psi,
             tol=self._tol, max_iter=self._max_iter,
@@ -89,7 +91,7 @@ class EntropicProjection:
             cost = torch.full_like(self.budget, math.nan)
         else:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
-            size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves[-1][2]) / tau
+            size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
             share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
             z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z, answer.kernel)
             cost = share * answer.cost
@@ -108,6 +110,5 @@ class EntropicProjection:
         return part
 
 
-def _moves(ball: WassersteinBall, grid: Tensor) -> list[tuple[int, int, float]]:
-    assert not isinstance(ball.cost, DenseCost)
-    return ball.cost.moves(int(grid.shape[-2]), int(grid.shape[-1]))
+def _moves(ball: WassersteinBall, grid: Tensor) -> Moves:
+    return ball.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)

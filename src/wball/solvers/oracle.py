@@ -19,30 +19,21 @@ Cancelling makes the point cheaper than the plan that was asked for, so the next
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from wball.ball import WassersteinBall
-from wball.cost import DenseCost
 from wball.inputs import result_dtype
-from wball.kernels import dispatch
+from wball.kernels.entropic_plan import entropic_plan
 from wball.result import EntropicProof
-from wball.solvers.problem import dearest_move, spendable
+from wball.solvers.problem import spendable
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
 
 ROUNDINGS = 2
 """Of a point: when the plan's columns are summed up, and when it is pulled back to the budget."""
-
-
-class _Carried(TypedDict):
-    psi: Tensor
-    q: Tensor
-    sweeps: int
-    newton: int
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,7 @@ class TransportOracle:
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
         self.budget = spendable(ball, self.x, ROUNDINGS)
-        self._dearest = dearest_move(ball.cost, self._grid)
-        height, width = int(self._grid.shape[-2]), int(self._grid.shape[-1])
-        if isinstance(ball.cost, DenseCost):
-            ball.cost.check_size(height, width)
-        else:
-            self._moves = ball.cost.moves(height, width)
+        self._moves = ball.cost.arcs(int(self._grid.shape[-2]), int(self._grid.shape[-1]), self._grid)
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
         self._kappa = torch.ones_like(self.budget)
@@ -106,16 +92,15 @@ class TransportOracle:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
         raw = self.budget * self._kappa
         box = self.ball.box
-        state = _Carried(psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton)
-        if isinstance(self.ball.cost, DenseCost):
-            plan = dispatch.entropic_plan_dense(self._grid, potentials, raw, self.ball.cost.matrix, box, **state)
-        else:
-            plan = dispatch.entropic_plan(self._grid, potentials, raw, self._moves, box, **state)
+        plan = entropic_plan(
+            self._grid, potentials, raw, self._moves, box,
+            psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton,
+        )  # fmt: skip
         self._psi, self._q = plan.psi, plan.q
         # Exponents are sums of potentials and prices. In this precision a sum of size M is off by a few M * eps, and
         # so is each flow: those that were priced and those that arrived may differ by that share.
         chosen = potentials + plan.q
-        size = chosen.flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._dearest
+        size = chosen.flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._moves.dearest
         doubt = (6 * torch.finfo(potentials.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
         slack = self.budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
         self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)

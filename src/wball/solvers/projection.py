@@ -25,6 +25,7 @@ from wball import inputs
 from wball.kernels import dispatch
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
+from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan, identity
@@ -93,8 +94,7 @@ def project(
 
     grid, target, spend = as_grid(x), as_grid(w), spendable(ball, x)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    stencil = dispatch.stencil(moves)
-    kernel = dispatch.choose_path(grid, stencil)
+    kernel = dispatch.choose("entropic_path", grid, moves)
     sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
     parts = []
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
@@ -112,7 +112,7 @@ def project(
     joined = _join(parts, moves, grid)
     shape = x.shape
     entropic = init is None and not math.isinf(reg)
-    if entropic and stencil is not None and dispatch.choose_projection(grid[:1].float(), stencil) == "triton":
+    if entropic and dispatch.choose("projected_sinkhorn", grid[:1].float(), moves) == "triton":
         kernel = "triton"  # torch only judges its answer, and goes on where that will not do
     return ProjectionResult(
         point=as_given(joined.point, x, ball.box),
@@ -133,11 +133,11 @@ def _paper(
     """Where Algorithm 2 ends: ``w - u`` of the problem without a box, clamped. A kernel that is faster there serves."""
     grid, target = as_grid(x), as_grid(w)
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    stencil, mass = dispatch.stencil(moves), grid.flatten(1).sum(1)
+    mass = grid.flatten(1).sum(1)
     still = per_image((budget <= 0) | (mass <= 0), grid)
-    if stencil is not None and dispatch.choose_projection(grid.float(), stencil) == "triton":
-        answer = dispatch.projected_sinkhorn(
-            grid.float(), target.float(), budget, stencil, None, (mass / reg).float(),
+    if dispatch.choose("projected_sinkhorn", grid.float(), moves) == "triton":
+        answer = projected_sinkhorn(
+            grid.float(), target.float(), budget, moves, None, (mass / reg).float(),
             u=(target - grid).float(), psi=torch.full_like(mass, 0.1).float(),
             tol=max(tol, SWEEP_TOL), max_iter=max_iter,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def _paper(
             duals=Duals(answer.u.double().reshape(x.shape), answer.psi.double()),
             kernel=answer.kernel,
         )
-    if dispatch.choose_path(grid, stencil) == "torch":
+    if dispatch.choose("entropic_path", grid, moves) == "torch":
         found = paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
         return replace(found, objective=found.objective + _offset(grid, mass / reg))
     found = project(replace(ball, box=None), x, w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
@@ -200,11 +200,11 @@ def _swept(
     tol: float,
 ) -> _Solved:
     """Entropic problems by projected Sinkhorn on a CPU, plans included; who is not done has another status."""
-    stencil, mass = dispatch.stencil(moves), x.flatten(1).sum(1)
+    mass = x.flatten(1).sum(1)
     tau = mass / reg
     flow = torch.empty((*x.shape[:2], moves.cost.shape[0], *x.shape[2:]), dtype=torch.float64)
-    answer = dispatch.load("cpu").projected_sinkhorn(
-        x, w, spend, stencil, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
+    answer = dispatch.load("projected_sinkhorn", "cpu").projected_sinkhorn(
+        x, w, spend, moves, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
     )
     gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
     # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
@@ -318,11 +318,11 @@ class _Projection:
 
     def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
         """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
-        moves, x = dispatch.stencil(self.moves), self.x[todo].float()
-        if moves is None or dispatch.choose_projection(x, moves) != "triton":
+        x = self.x[todo].float()
+        if dispatch.choose("projected_sinkhorn", x, self.moves) != "triton":
             return todo
-        answer = dispatch.projected_sinkhorn(
-            x, self.w[todo].float(), self.budget[todo], moves, self.box, self.tau[todo],
+        answer = projected_sinkhorn(
+            x, self.w[todo].float(), self.budget[todo], self.moves, self.box, self.tau[todo],
             u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
             tol=max(SAFETY * self.tol, SWEEP_TOL), max_iter=SWEEPS,
         )  # fmt: skip
@@ -339,14 +339,14 @@ class _Projection:
 
         It works on the host, wherever the images are.
         """
-        kernel = dispatch.load(self.kernel)
+        kernel = dispatch.load("entropic_path", self.kernel)
         books = (self.flow, self.primal, self.dual, self.beta, self.psi)
         flow, primal, dual, beta, psi = (book[todo].cpu().contiguous() for book in books)
         best = kernel.Best(flow, primal, dual, dual.clone(), beta, psi)
         x, budget, w, tau = (given[todo].cpu() for given in (self.x, self.budget, self.w, self.tau))
         tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(tau), self._floor(todo).cpu())
         n_iter: Tensor = kernel.follow_path(
-            x, dispatch.stencil(self.moves), budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
+            x, self.moves, budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
             max_iter, tolerance, best, linear=False,
         )  # fmt: skip
         for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):

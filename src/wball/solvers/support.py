@@ -67,7 +67,7 @@ def support(
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
     scaled, nothing = direction / per_image(size, direction), 1e-300 / size
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    kernel = dispatch.choose_path(grid, dispatch.stencil(moves))
+    kernel = dispatch.choose("entropic_path", grid, moves)
     solved = [
         _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, nothing[part], kernel)
         .run(max_iter)
@@ -258,7 +258,7 @@ class _Support:
 
         It works on the host, wherever the images are.
         """
-        kernel, device = dispatch.load(self.kernel), self.x.device
+        kernel, device = dispatch.load("entropic_path", self.kernel), self.x.device
         given = (self.x, self.g, self.budget, self.tau, self.nothing)
         x, g, budget, tau, nothing = (part[index].cpu() for part in given)
         box = self.box if self.box is not None else (0.0, math.inf)
@@ -266,7 +266,7 @@ class _Support:
         best = kernel.Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
         tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
         n_iter: Tensor = kernel.follow_path(
-            x, dispatch.stencil(self.moves), budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
+            x, self.moves, budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
             linear=True,
         )  # fmt: skip
         self.flow[index], self.primal[index] = best.flow.to(device), -best.primal.to(device)

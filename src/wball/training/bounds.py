@@ -38,7 +38,6 @@ from wball.certificates.rows import Rows
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
 from wball.kernels import dispatch
-from wball.kernels.linear_maximum import reference as linear_maximum
 
 
 class LinfBounds:
@@ -138,10 +137,9 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
     """
     if isinstance(ball.cost, DenseCost):
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
-    moves, budget = ball.cost.moves(*x.shape[-2:]), ball.budget(x)
+    moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
     with torch.no_grad():
-        name = dispatch.choose(x, moves, "linear_maximum")
-        search = dispatch.load(name).linear_maximum if name != "torch" else linear_maximum.linear_maximum
+        search = dispatch.load("linear_maximum", dispatch.choose("linear_maximum", x, moves)).linear_maximum
         found = search(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
         assert found.z is not None
         moved = found.z.to(g.dtype) - x

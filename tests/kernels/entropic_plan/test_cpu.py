@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from wball.cost import GridCost, StencilCost
-from wball.kernels import dispatch
-from wball.kernels.dispatch import EntropicPlan
-from wball.kernels.entropic_plan import reference
+from wball.kernels.entropic_plan import EntropicPlan, entropic_plan, reference
+from wball.moves import StencilMoves
 
 cpu = pytest.importorskip("wball.kernels.entropic_plan.cpu")
 
@@ -51,7 +50,7 @@ class Case:
         b += (self.ramp * torch.arange(self.shape[-1]) / self.shape[-1]).float()
         q = 0.1 * q if warm else torch.zeros_like(x)
         budget = self.eps * x.flatten(1).sum(1)
-        moves = self.cost.moves(*self.shape[-2:])
+        moves = self.cost.arcs(*self.shape[-2:], x)
         psi = torch.full_like(budget, 3.0, dtype=dtype)
         module = cpu if kernel == "cpu" else reference
         plan: EntropicPlan = module.entropic_plan(
@@ -149,11 +148,11 @@ def test_any_number_of_threads_gives_the_same_plan() -> None:
 
 def test_an_image_does_not_depend_on_its_batch() -> None:
     x, b = torch.rand(5, 1, 9, 9), torch.randn(5, 1, 9, 9)
-    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(5).moves(9, 9)
+    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(5).arcs(9, 9, x)
 
     def solve(part: slice) -> EntropicPlan:
         state = {"psi": torch.ones(len(x[part])), "q": torch.zeros_like(x[part])}
-        return dispatch.entropic_plan(x[part], b[part], budget[part], moves, (0.0, 1.0), **state)
+        return entropic_plan(x[part], b[part], budget[part], moves, (0.0, 1.0), **state)
 
     assert torch.equal(solve(slice(None)).z[3:4], solve(slice(3, 4)).z)
 
@@ -161,7 +160,7 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
 def test_strided_and_tracked_inputs() -> None:
     x = torch.rand(2, 9, 9, 1).permute(0, 3, 1, 2)
     b = torch.randn(2, 1, 9, 9, requires_grad=True)
-    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).moves(9, 9)
+    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(9, 9, x)
     state = {"psi": torch.ones(2), "q": torch.zeros(2, 1, 9, 9)}
     got = cpu.entropic_plan(x, b, budget, moves, (0.0, 1.0), **state)
     expected = reference.entropic_plan(x, b.detach(), budget, moves, (0.0, 1.0), **state)
@@ -170,10 +169,11 @@ def test_strided_and_tracked_inputs() -> None:
 
 
 def test_nothing_is_compiled_twice() -> None:
-    x, moves = torch.rand(3, 1, 6, 6), GridCost(3).moves(6, 6)
+    x = torch.rand(3, 1, 6, 6)
+    moves, few = GridCost(3).arcs(6, 6, x), StencilMoves([(0, 0, 0), (0, 1, 1)], (6, 6), x)
     budget = torch.tensor(0.3)
     for dtype in (torch.float32, torch.float64):
         state = {"psi": torch.ones(()).expand(3), "q": torch.zeros(()).expand(x.shape)}
         cpu.entropic_plan(x.to(dtype), x, budget.expand(3), moves, (0, 1), **state)
-        cpu.entropic_plan(x.to(dtype), x, budget.repeat(3), [(0, 0, 0), (0, 1, 1)], None, **state)
+        cpu.entropic_plan(x.to(dtype), x, budget.repeat(3), few, None, **state)
     assert len(cpu._plan_images.signatures) == 1

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from problems import Problem, arc_list, random_problems
 from wball.ball import WassersteinBall
-from wball.cost import DenseCost, GridCost
-from wball.kernels.dispatch import EntropicPlan, entropic_plan, entropic_plan_dense
+from wball.cost import GridCost
+from wball.kernels.entropic_plan import EntropicPlan, entropic_plan
 
 
 def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: int) -> EntropicPlan:
     psi, q = torch.full((x.shape[0],), 10.0, dtype=x.dtype), torch.zeros_like(x)
-    if isinstance(ball.cost, DenseCost):
-        return entropic_plan_dense(x, b, ball.budget(x), ball.cost.matrix, ball.box, psi=psi, q=q, **options)
-    moves = ball.cost.moves(x.shape[-2], x.shape[-1])
+    moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
     return entropic_plan(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options)
 
 
@@ -133,7 +131,7 @@ def test_box_potentials_leave_less_to_the_repair() -> None:
 def test_warm_start_continues_where_the_last_call_ended() -> None:
     problem = random_problems(1, pixels="saturated", radius="loose", shape=(8, 8))[0]
     ball, x, b = problem.ball, problem.x, 5 * problem.g
-    moves = ball.cost.moves(8, 8)
+    moves = ball.cost.arcs(8, 8, x)
     plan = solve(ball, x, b, sweeps=20)
     again = entropic_plan(x, b, ball.budget(x), moves, ball.box, psi=plan.psi, q=plan.q, sweeps=0)
     torch.testing.assert_close(again.z, plan.z, atol=1e-6, rtol=0)

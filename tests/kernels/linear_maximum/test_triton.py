@@ -40,7 +40,7 @@ def rows(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("shape", "ball"), BALLS, ids=str)
 def test_reference_is_the_support_function(shape: tuple[int, int, int], ball: WassersteinBall) -> None:
     a, x, image = (t.double() if t.is_floating_point() else t for t in rows(shape))
-    moves = ball.cost.moves(*shape[1:])  # type: ignore[union-attr]
+    moves = ball.cost.arcs(*shape[1:], x)
     ours = reference.linear_maximum(a, x, ball.budget(x), moves, image=image, point=True)
     exact = ball.support(x[image], a)
     torch.testing.assert_close(ours.upper, exact.value, rtol=1e-9, atol=1e-9)
@@ -55,7 +55,7 @@ def test_kernel_equals_reference(shape: tuple[int, int, int], ball: WassersteinB
     from wball.kernels.linear_maximum import triton as triton_support
 
     a, x, image = rows(shape)
-    moves = ball.cost.moves(*shape[1:])  # type: ignore[union-attr]
+    moves = ball.cost.arcs(*shape[1:], x)
     budget = ball.budget(x)
     exact = reference.linear_maximum(a.double(), x.double(), budget, moves, image=image, point=True)
     single = reference.linear_maximum(a, x, budget, moves, image=image, point=True)
@@ -68,9 +68,7 @@ def test_kernel_equals_reference(shape: tuple[int, int, int], ball: WassersteinB
         assert float((mine - truth).abs().max()) <= 2 * float((yardstick - truth).abs().max()) + 1e-5
     torch.testing.assert_close(ours.z.sum((2, 3)), x[image].sum((2, 3)), rtol=1e-5, atol=1e-6)
     # Any psi is a sound bound; evaluated in float64 this one is not far from the best.
-    again = reference._Search(
-        a.double(), x[image].double(), budget[image], reference._StencilMoves(moves, a.double()), None
-    )
+    again = reference._Search(a.double(), x[image].double(), budget[image], moves.like(a.double()), None)
     bound = again.at(ours.psi.double()).value
     assert bool((bound >= exact.upper - 1e-9).all()) and float((bound - exact.upper).max()) <= 1e-5
 
@@ -81,7 +79,7 @@ def test_far_moves_enlarge_the_bound() -> None:
 
     a, x, image = rows((2, 6, 5))
     ball = WassersteinBall(2.0, GridCost(3), box=None)
-    moves, budget = ball.cost.moves(6, 5), ball.budget(x)  # type: ignore[union-attr]
+    moves, budget = ball.cost.arcs(6, 5, x), ball.budget(x)
     near = reference.linear_maximum(a.double(), x.double(), budget, moves, image=image)
     exact = reference.linear_maximum(a.double(), x.double(), budget, moves, image=image, far=2.0)
     ours = triton_support.linear_maximum(a, x, budget, moves, image=image, far=2.0)

@@ -15,7 +15,6 @@ each entered along the tangent; plans are repaired and bounds kept as in :mod:`w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
-from wball.kernels.entropic_plan.reference import Move
+from wball.moves import Moves, StencilMoves
 
 SPARSE = 32.0
 """Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of float64's rounding."""
@@ -76,9 +75,18 @@ class _Levels(NamedTuple):
     max_iter: int
 
 
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``.
+
+    Images of a GPU are solved on the host: steps in float64 that differ from image to image are hundreds of small
+    launches and read-backs in torch, and a few milliseconds of one core.
+    """
+    return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"
+
+
 def follow_path(
     x: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     budget: Tensor,
     target: Tensor,
     box: tuple[float, float],
@@ -95,7 +103,7 @@ def follow_path(
 
     Args:
         x: images with mass, ``(B, C, H, W)``.
-        moves: ``(dr, dc, cost)``, cheapest first.
+        moves: the moves of the ground cost.
         budget: positive, per image.
         target: ``w`` of the quadratic columns, ``g`` of the linear ones.
         box: ``(lo, hi)``, possibly infinite.
@@ -114,9 +122,8 @@ def follow_path(
         path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, path.MAX_HALVINGS, plan.REPAIR_SWEEPS, max_iter
     )
     down, across, price = (np.asarray(column) for column in zip(*moves, strict=True))
-    index = {(r, c): k for k, (r, c, _) in enumerate(moves)}
-    reverse = np.asarray([index.get((-r, -c), -1) for r, c, _ in moves])
-    stencil = (down, across, price.astype(np.float64), reverse, index[0, 0])
+    reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
+    stencil = (down, across, price.astype(np.float64), reverse, 0)
     given = [
         t.detach().to(torch.float64).contiguous().numpy()
         for t in (x, budget, target, start, tau_start, tau_end, tolerance.offset, tolerance.floor)

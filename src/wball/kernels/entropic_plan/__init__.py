@@ -1,1 +1,97 @@
-"""The entropic plan of given potentials: the attack step's oracle."""
+r"""The entropic plan: the attack step's oracle.
+
+For an image ``x`` (rows), potentials ``b`` and ``q`` (columns), a price ``psi`` per image and factors ``keep`` and
+``give`` in [0, 1], the plan is
+
+.. math::
+    P_{ij} = x_i\, \mathrm{softmax}_j(b_j + q_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j), \qquad
+    P_{ii} = x_i - \sum_{j \ne i} P_{ij},
+
+so its rows sum to ``x`` for any value of the other quantities, and five images describe it. :func:`entropic_plan`
+chooses
+
+* ``psi >= 0`` so that the cost meets the budget: the root of a decreasing function per image, found by bracketed Newton
+  steps on its logarithm. Moves of equal cost form a *ring*; once their logsumexp is known, a step costs one term a
+  ring instead of one a move;
+* ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the multipliers of the box;
+* ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back along the arcs it
+  came by, a row that would leave less than ``lo`` sends less.
+
+No tensor with one entry per arc exists: every pass loops over the moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from wball.kernels import dispatch
+from wball.moves import Moves
+
+COST_TOL = 1e-3
+"""``psi`` is good enough when the cost lies within this relative distance below the budget."""
+
+REPAIR_COUNTED = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.99, 0.9, 0.5, 0.0)
+"""Per repair sweep, how much of its outflow a column may count on while later sweeps can still shrink that outflow.
+
+If it counts on nothing, the bound ``x_j + inflow_j <= hi`` holds for any outflow, so the last sweep always succeeds. It
+also takes away far more than the little that is then left over. Plans are linear in ``keep``, so where rows need no
+repair (``lo <= 0``) the answer lies between the last two: just far enough on the way to hold the box.
+"""
+
+
+@dataclass(frozen=True)
+class EntropicPlan:
+    """A plan of the family above that keeps the box, as column sums and the images that describe it.
+
+    Attributes:
+        z: column sums, inside the box, ``(B, C, H, W)``.
+        cost: ``<P, C>`` per image, float64. At most ``budget`` where the Newton steps sufficed; the caller scales.
+        net_cost: cost after opposite flows ``i -> j`` and ``j -> i`` cancel (rows and columns stay), float64.
+        psi: price of cost per image, to warm-start the next call.
+        q: box potentials, to warm-start the next call.
+        keep: column factors on the moving mass.
+        give: row factors on the moving mass.
+        kernel: which implementation computed it.
+    """
+
+    z: Tensor
+    cost: Tensor
+    net_cost: Tensor
+    psi: Tensor
+    q: Tensor
+    keep: Tensor
+    give: Tensor
+    kernel: str = ""
+
+
+def entropic_plan(
+    x: Tensor,
+    b: Tensor,
+    budget: Tensor,
+    moves: Moves,
+    box: tuple[float, float] | None,
+    *,
+    psi: Tensor,
+    q: Tensor,
+    sweeps: int = 3,
+    newton: int = 12,
+) -> EntropicPlan:
+    """The feasible plan that ``b`` proposes at a cost of about ``budget``.
+
+    Args:
+        x: images in the box, float32 or float64, ``(B, C, H, W)``.
+        b: potentials, like ``x``. Only differences inside a channel's window matter.
+        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will do.
+        moves: the moves of the ground cost on these images.
+        box: ``(lo, hi)`` or ``None``.
+        psi: starting price per image, ``(B,)``.
+        q: starting box potentials, like ``x`` (zeros without a box).
+        sweeps: coordinate steps on the box potentials.
+        newton: at most so many Newton steps after each of them.
+    """
+    name = dispatch.choose("entropic_plan", x, moves)
+    solve = dispatch.load("entropic_plan", name).entropic_plan
+    plan: EntropicPlan = solve(x, b, budget, moves, box, psi=psi, q=q, sweeps=sweeps, newton=newton)
+    return replace(plan, kernel=name)

@@ -1,6 +1,6 @@
 r"""The entropic plan on a CPU: one image at a time per thread, compiled by numba.
 
-The plan of :mod:`wball.kernels.entropic_plan.reference` is a product of three factors: with ``E_j = exp(b_j + q_j)``,
+The plan of :mod:`wball.kernels.entropic_plan` is a product of three factors: with ``E_j = exp(b_j + q_j)``,
 ``w_k = exp(-psi C_k)`` and ``A_i = x_i / sum_k w_k E_{i + k}``,
 
 .. math::
@@ -20,19 +20,16 @@ few dozen such images per thread and stays in the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
-from wball.kernels.entropic_path.cpu import Best, Tolerance, follow_path
-from wball.kernels.entropic_plan.reference import COST_TOL, REPAIR_SHARES, EntropicPlan, Move
+from wball.kernels.compiled import why_not as why_not
+from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
 from wball.kernels.layout import GROUP, LINEAR_SPREAD, PART, Stencil, mass_box
-from wball.kernels.projected_sinkhorn.cpu import projected_sinkhorn
-
-__all__ = ["Best", "Tolerance", "entropic_plan", "follow_path", "projected_sinkhorn", "why_not"]
+from wball.moves import StencilMoves
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP = range(13)
@@ -43,22 +40,11 @@ _SUMS = {"contract", "nsz", "reassoc"}  # liberties the compiler may take: order
 _EXACT = {"contract", "nsz"}
 
 
-def why_not(x: Tensor, moves: Sequence[Move] | None) -> str | None:
-    """The reason this kernel cannot serve a call, or ``None``."""
-    if moves is None:
-        return "matrix costs are served by the torch kernel only"
-    if x.device.type != "cpu":
-        return f"the images are on {x.device}, this kernel runs on the CPU"
-    if x.dtype not in (torch.float32, torch.float64):
-        return f"the images are {x.dtype}, this kernel takes float32 or float64"
-    return None
-
-
 def entropic_plan(
     x: Tensor,
     b: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     box: tuple[float, float] | None,
     *,
     psi: Tensor,
@@ -66,12 +52,12 @@ def entropic_plan(
     sweeps: int = 3,
     newton: int = 12,
 ) -> EntropicPlan:
-    """See :func:`wball.kernels.entropic_plan.reference.entropic_plan`."""
+    """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     stencil, shape = Stencil(moves), tuple(x.shape)
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
-    settings = (lo, hi, slack, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_SHARES))
+    settings = (lo, hi, slack, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_COUNTED))
     given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
     price = psi.detach().to(torch.float64).contiguous().numpy().copy()

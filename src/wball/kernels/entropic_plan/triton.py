@@ -1,4 +1,4 @@
-r"""The entropic plan (:mod:`wball.kernels.entropic_plan.reference`) in Triton: the attack step's oracle in one launch.
+r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton: the attack step's oracle in one launch.
 
 An image that fits on chip is one program: its rings live in registers from the first Newton step to the last, every
 image stops searching for its own ``psi`` when it has it, stops sweeping when its box potentials stand still, and stops
@@ -12,19 +12,16 @@ Arithmetic is float32, whatever the inputs; sums over an image that end up in a 
 # mypy: ignore-errors
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.entropic_plan.reference import COST_TOL, REPAIR_SHARES, EntropicPlan
+from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
 from wball.kernels.triton_stencil import (
     MAX_ON_CHIP,
     RANGE,
     TILE,
-    Move,
     Stencil,
     exchange,
     extent,
@@ -47,15 +44,17 @@ from wball.kernels.triton_stencil import (
     way_back,
     with_factors,
 )
+from wball.kernels.triton_stencil import why_not as why_not
+from wball.moves import StencilMoves
 
-_REPAIRS = tl.constexpr(len(REPAIR_SHARES))
+_REPAIRS = tl.constexpr(len(REPAIR_COUNTED))
 
 
 def entropic_plan(
     x: Tensor,
     b: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     box: tuple[float, float] | None,
     *,
     psi: Tensor,
@@ -63,9 +62,7 @@ def entropic_plan(
     sweeps: int = 3,
     newton: int = 12,
 ) -> EntropicPlan:
-    """See :func:`wball.kernels.entropic_plan.reference.entropic_plan`."""
-    if x.dtype == torch.float64:
-        raise TypeError("the Triton kernels compute in float32; float64 images are served by the torch reference")
+    """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     batch = x.shape[0]
     table = stencil(moves, x)
     given = x.contiguous(), b.contiguous(), budget.to(torch.float64), psi, q.contiguous()
@@ -76,7 +73,7 @@ def entropic_plan(
     if batch:
         run(table, given, (*images, psi_out, *numbers), box, sweeps if box is not None else 0, newton)
     z, q_out, keep, give = images
-    return EntropicPlan(z, *numbers, psi_out, q_out, keep, give, kernel="triton")
+    return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
 
 
 Tensors = tuple[Tensor, ...]
@@ -210,7 +207,7 @@ def _plan_kernel(
 
 @triton.jit
 def _share(repair):
-    """``REPAIR_SHARES[repair]``."""
+    """``REPAIR_COUNTED[repair]``."""
     late = tl.where(repair == 6, 0.99, tl.where(repair == 7, 0.9, tl.where(repair == 8, 0.5, 0.0)))
     return tl.where(repair < 6, 1.0, late)
 
@@ -230,7 +227,7 @@ def _tiled(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, 
     partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
     bracket = torch.empty((batch, 2), dtype=torch.float32, device=device)
     # Per sweep whether psi is found and whether q moved; per repair whether the box is broken; one arrival counter.
-    flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_SHARES) + 2, batch), dtype=torch.int32, device=device)
+    flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_COUNTED) + 2, batch), dtype=torch.int32, device=device)
     found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
     arrived = flags[-1]
     moves = (wide, table.offset, table.price)
@@ -254,7 +251,7 @@ def _tiled(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, 
         if sweep < sweeps:
             _shift_kernel[grid](x, q, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0)
     _move_kernel[grid](x, psi, s, t, sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
-    for repair, share in enumerate(REPAIR_SHARES if box is not None else ()):
+    for repair, share in enumerate(REPAIR_COUNTED if box is not None else ()):
         # Between the last two plans, just far enough; `give`, which is 1 there, holds what `keep` was.
         between = share == 0.0 and lo <= 0.0
         _tighten_kernel[grid](

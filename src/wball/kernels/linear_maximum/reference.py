@@ -16,16 +16,21 @@ not listed, at that cost and to the best pixel of the channel: this only enlarge
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan.reference import Move, _per_image, _StencilMoves
+from wball.kernels.entropic_plan.reference import per_image
+from wball.moves import Moves
 
 FLAT = 1e-7
 """Tangents have met when the function is this close to them, relative to its size."""
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Serves any images and stencil costs."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -45,14 +50,14 @@ class LinearMaximum:
     cost: Tensor
     z: Tensor | None
     n_iter: Tensor
-    kernel: str = "torch"
+    kernel: str = ""
 
 
 def linear_maximum(
     a: Tensor,
     x: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: Moves,
     *,
     image: Tensor | None = None,
     far: float | None = None,
@@ -78,8 +83,7 @@ def linear_maximum(
             raise ValueError(f"a has {len(a)} rows for {len(x)} images; say with image= whose they are")
         image = torch.arange(len(a), device=a.device)
     mass, limit = x[image], budget.to(torch.float64)[image].clamp(min=0.0)
-    stencil = _StencilMoves(moves, a)
-    search = _Search(a, mass, limit, stencil, far)
+    search = _Search(a, mass, limit, moves.like(a), far)
     low, high, n_iter = search.run(max_iter)
     psi = torch.where(low.value <= high.value, low.psi, high.psi)
     upper = torch.minimum(low.value, high.value)
@@ -111,14 +115,14 @@ class _End:
 
 
 class _Search:
-    def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: _StencilMoves, far: float | None) -> None:
+    def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves, far: float | None) -> None:
         self.a, self.x, self.budget, self.moves = a, x, budget, moves
-        ends = moves.prepare(a, -math.inf)
+        ends = moves.ends(a, -math.inf)
         self.rings = []
         for ring in moves.rings:
-            best = moves.at_end(ends, ring[0])
+            best = ends(ring[0])
             for k in ring[1:]:
-                best = torch.maximum(best, moves.at_end(ends, k))
+                best = torch.maximum(best, ends(k))
             self.rings.append(best)
         self.prices = [float(price) for price in moves.ring_cost.flatten()]
         if far is not None:
@@ -128,7 +132,7 @@ class _Search:
     def at(self, psi: Tensor) -> _End:
         best, toll = self.rings[0], torch.zeros_like(self.a)
         for ring, price in zip(self.rings[1:], self.prices[1:], strict=True):
-            score = ring - _per_image(psi) * price
+            score = ring - per_image(psi) * price
             toll = torch.where(score > best, torch.full_like(toll, price), toll)
             best = torch.maximum(best, score)
         value = (self.x.double() * best).sum((1, 2, 3)) + psi.double() * self.budget
@@ -170,14 +174,14 @@ class _Search:
 
     def columns(self, psi: Tensor, share: Tensor) -> Tensor:
         """Where the cheapest best moves at ``psi`` take the mass, times ``share``."""
-        ends = self.moves.prepare(self.a, -math.inf)
+        ends = self.moves.ends(self.a, -math.inf)
         best, choice = self.a, torch.zeros_like(self.a, dtype=torch.long)
         for k, cost in enumerate(self.moves.costs):
-            score = self.moves.at_end(ends, k) - _per_image(psi) * cost
+            score = ends(k) - per_image(psi) * cost
             choice = torch.where(score > best, torch.full_like(choice, k), choice)
             best = torch.maximum(best, score)
-        total = self.moves.zeros(self.a)
-        sending = self.x * _per_image(share.to(self.x.dtype))
-        for k in range(len(self.moves.costs)):
-            self.moves.arrive(total, k, torch.where(choice == k, sending, torch.zeros_like(sending)))
-        return self.moves.finish(total)
+        total = self.moves.arrivals(self.a)
+        sending = self.x * per_image(share.to(self.x.dtype))
+        for k in range(len(self.moves)):
+            total.add(k, torch.where(choice == k, sending, torch.zeros_like(sending)))
+        return total.total()

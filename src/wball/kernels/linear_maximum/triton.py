@@ -8,7 +8,7 @@ sums, in float64. Rows are read in place, nothing is staged unless the maximiser
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -18,24 +18,31 @@ from torch import Tensor
 from wball.kernels.linear_maximum.reference import FLAT, LinearMaximum
 from wball.kernels.triton_stencil import (
     INTERPRETED,
-    Move,
     is_halo,
     kernel,
     ring_prices,
     staged_position,
     stencil,
+    too_large,
 )
+from wball.kernels.triton_stencil import why_not as _why_not
+from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
 _FLAT = tl.constexpr(FLAT)
 
 
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``."""
+    return _why_not(x, moves) or too_large(x, MAX_VALUES)
+
+
 def linear_maximum(
     a: Tensor,
     x: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     *,
     image: Tensor | None = None,
     far: float | None = None,
@@ -43,15 +50,11 @@ def linear_maximum(
     max_iter: int = 60,
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.reference.linear_maximum`."""
-    if a.dtype == torch.float64 or x.dtype == torch.float64:
-        raise TypeError("the Triton kernels compute in float32; float64 rows are served by the torch reference")
     if point and far is not None:
         raise ValueError("point=True needs far=None: a far move is a bound, it has no target")
     if image is None and len(a) != len(x):
         raise ValueError(f"a has {len(a)} rows for {len(x)} images; say with image= whose they are")
     table = stencil(moves, a)
-    if table.values > MAX_VALUES:
-        raise ValueError(f"images of {table.values} values do not fit in one program (at most {MAX_VALUES})")
     rows, device = a.shape[0], a.device
     if image is None:
         image = torch.arange(rows, device=device)
@@ -65,23 +68,17 @@ def linear_maximum(
     if rows:
         _support_kernel[(rows,)](
             a.contiguous(), x.contiguous(), budget.to(torch.float64), image, psi, upper, cost, n_iter, z, choice, mass,
-            table.offset, table.price, _steps(tuple(moves), device), 1, max_iter, 0.0 if far is None else far,
+            table.offset, table.price, _steps(moves, device), 1, max_iter, 0.0 if far is None else far,
             C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends, FAR=far is not None,
             POINT=point, BLOCK=block, num_warps=min(32, max(4, block // 128)), num_stages=1,
         )  # fmt: skip
-    return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long(), kernel="triton")
+    return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long())
 
 
-_tables: dict[tuple[tuple[Move, ...], torch.device], Tensor] = {}
-
-
-def _steps(moves: tuple[Move, ...], device: torch.device) -> Tensor:
-    """Row and column offset of every move, in the order of :class:`~wball.kernels.triton_stencil.Stencil`."""
-    if (moves, device) not in _tables:
-        rest = sorted((move for move in moves if move != (0, 0, 0.0)), key=lambda move: move[2])
-        flat = [v for r, c, _ in [(0, 0, 0.0), *rest] for v in (r, c)]
-        _tables[moves, device] = torch.tensor(flat, dtype=torch.int32).to(device)
-    return _tables[moves, device]
+@lru_cache(maxsize=64)
+def _steps(moves: StencilMoves, device: torch.device) -> Tensor:
+    """Row and column offset of every move."""
+    return torch.tensor(moves.offsets, dtype=torch.int32).flatten().to(device)
 
 
 @triton.jit

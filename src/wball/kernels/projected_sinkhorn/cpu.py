@@ -23,7 +23,6 @@ could overlap, the compiler would not vectorise it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -31,10 +30,10 @@ import torch
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, log, split
-from wball.kernels.entropic_plan.reference import Move
+from wball.kernels.compiled import why_not as why_not
 from wball.kernels.layout import GROUP, LINEAR_SPREAD, PART, Stencil, mass_box
-from wball.kernels.projected_sinkhorn import reference
-from wball.kernels.projected_sinkhorn.reference import ProjectedSinkhorn
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.moves import StencilMoves
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _ARRIVING, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP = range(9)
@@ -55,7 +54,7 @@ def projected_sinkhorn(
     x: Tensor,
     w: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     box: tuple[float, float] | None,
     tau: Tensor,
     *,
@@ -65,7 +64,7 @@ def projected_sinkhorn(
     max_iter: int = 500,
     flow: Tensor | None = None,
 ) -> ProjectedSinkhorn:
-    """See :func:`wball.kernels.projected_sinkhorn.reference.projected_sinkhorn`.
+    """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`.
 
     Args:
         flow: where to write the plan, a contiguous float64 tensor ``(B, C, K, H, W)`` in the order of ``moves``. Images
@@ -105,7 +104,7 @@ def projected_sinkhorn(
     cost, psi_out, objective, gap, allowed, residual = torch.from_numpy(numbers).unbind(1)
     answer = ProjectedSinkhorn(
         z, cost, potential, psi_out.to(x.dtype), objective, gap, allowed, residual.to(x.dtype),
-        torch.from_numpy(n_iter), kernel="cpu",
+        torch.from_numpy(n_iter),
     )  # fmt: skip
     if wide.any() and flow is not None:
         gap[torch.from_numpy(wide)] = math.inf
@@ -120,7 +119,7 @@ def _continue_in_logs(
     x: Tensor,
     w: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     box: tuple[float, float] | None,
     tau: Tensor,
     tol: float,

@@ -1,47 +1,17 @@
-r"""Projected Sinkhorn, in plain PyTorch: the paper's entropic projection with the box inside, and O(n) state.
-
-.. math::
-    \min_{P \ge 0,\ P1 = x,\ \langle P, C\rangle \le E,\ lo \le z \le hi}
-    \tfrac12 \|w - z\|^2 + \tau \sum_{ij} P_{ij} \log (P_{ij} / x_i), \qquad z = P^T 1
-
-has the dual ``D(u, psi) = sum_j phi_j(u_j) - psi E - tau sum_i x_i lse_j((u_j - psi C_ij) / tau)`` with
-``phi_j(u) = min over the box of 1/2 (w_j - z)^2 + u z``. It is climbed in two blocks, in logs (``beta = u / tau``):
-
-* rows and price together: the rows in closed form, ``psi`` a scalar root over rings (as in the entropic plan);
-* columns: with ``s_j`` the arriving mass per unit of ``e^beta_j``, ``clip(w_j - tau beta_j) = e^beta_j s_j`` has the
-  solution ``beta = w / tau - omega(w / tau + log(s / tau))`` (Wright omega) where the box does not bind, and
-  ``log(bound / s)`` where it does.
-
-Plain block ascent crawls when ``tau`` is small or many pixels are full. Each sweep therefore starts from a point
-extrapolated along the last move, with weights ``k / (k + 3)``, and ``k`` starts again at 0 when the sweep turns back
-(Nesterov's momentum with adaptive restart): a quarter of the sweeps at the paper's ``lambda``, and far less beyond it.
-
-**Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w - u``, ``c = clip(v)``,
-
-.. math::
-    primal(Q) - D(u, \psi) = \sum_j \big( \tfrac12 (z_j - c_j)^2 - (z_j - c_j)(v_j - c_j) \big)
-    + \psi (E - \langle Q, C \rangle) + \tau\, KL(Q \,|\, P),
-
-a sum of small terms that nothing cancels in, so float32 resolves gaps far below its rounding of the objective.
-An image leaves when a cheap estimate of this is within the tolerance; then its plan is repaired (box, then budget),
-the gap is evaluated for the repaired plan, and the image goes back if that was not enough.
-
-**Repair.** Full columns send their excess back, which may overfill those who sent it; what a few sweeps leave is tiny.
-It is removed by mixing in a plan ``Q`` in which no column counts on what it sends away: ``Q`` is below ``hi`` by that
-amount, so a small share of it is enough.
-"""
+"""Projected Sinkhorn (:mod:`wball.kernels.projected_sinkhorn`) in plain PyTorch: the yardstick of the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan.reference import Move, _per_image, _rings, _Rows, _StencilMoves, _total
+from wball.kernels.entropic_plan.reference import PlanRows, image_sums, per_image, ring_sums
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
+from wball.moves import Moves
 
 MOMENTUM = 0.95
 """Largest weight of the extrapolation."""
@@ -75,39 +45,16 @@ def wright_omega(y: Tensor) -> Tensor:
     return torch.exp(v)
 
 
-@dataclass(frozen=True)
-class ProjectedSinkhorn:
-    """A feasible point near the entropic projection, and how near.
-
-    Attributes:
-        z: columns of a plan that keeps box and budget, ``(B, C, H, W)``.
-        cost: what that plan costs, per image, float64.
-        u: potential of the columns, to warm-start the next call.
-        psi: price of cost per image, to warm-start the next call.
-        objective: ``1/2 |w - z|^2 + tau sum P log(P / x)`` of that plan, float64.
-        gap: proven distance of ``objective`` from the optimum, float64.
-        allowed: the gap at which an image counts as solved, float64.
-        residual: largest difference between ``z`` and ``clip(w - u)``.
-        n_iter: sweeps per image.
-    """
-
-    z: Tensor
-    cost: Tensor
-    u: Tensor
-    psi: Tensor
-    objective: Tensor
-    gap: Tensor
-    allowed: Tensor
-    residual: Tensor
-    n_iter: Tensor
-    kernel: str = "torch"
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Serves any images."""
+    return None
 
 
 def projected_sinkhorn(
     x: Tensor,
     w: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: Moves,
     box: tuple[float, float] | None,
     tau: Tensor,
     *,
@@ -116,34 +63,20 @@ def projected_sinkhorn(
     tol: float = 1e-4,
     max_iter: int = 500,
 ) -> ProjectedSinkhorn:
-    """The entropic projection of ``w`` at temperature ``tau`` (``m / lambda`` in image units).
-
-    Args:
-        x: images in the box, float32 or float64, ``(B, C, H, W)``.
-        w: points to project, like ``x``.
-        budget: cost that may be spent per image, ``(B,)``. Not positive: the point is ``x``.
-        moves: ``(dr, dc, cost)``, cheapest first, the first being ``(0, 0, 0)``.
-        box: ``(lo, hi)`` or ``None``.
-        tau: temperature per image, ``(B,)``, positive where the image has mass.
-        u: starting potential, like ``x``; ``w - x`` is a good one.
-        psi: starting price, ``(B,)``.
-        tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
-            ``d = 1/2 |w - z|^2``.
-        max_iter: at most so many sweeps per image.
-    """
-    search = _Search(x, w, budget.to(torch.float64), _StencilMoves(moves, x), box, tau.to(x.dtype), tol)
+    """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
+    search = _Search(x, w, budget.to(torch.float64), moves.like(x), box, tau.to(x.dtype), tol)
     return search.run(u.to(x.dtype), psi.to(x.dtype), max_iter)
 
 
-class _Priced(_Rows):
+class _Priced(PlanRows):
     """Rows with what the dual needs of them: the log of their normaliser, and their cost per image."""
 
-    def __init__(self, x: Tensor, beta: Tensor, price: Tensor, moves: _StencilMoves) -> None:
-        rings = _rings(beta, moves)
+    def __init__(self, x: Tensor, beta: Tensor, price: Tensor, moves: Moves) -> None:
+        rings = ring_sums(beta, moves)
         super().__init__(x, beta, price, rings, moves)
-        score = rings - _per_image(price) * moves.ring_cost
+        score = rings - per_image(price) * moves.ring_cost
         self.log_sum = torch.logsumexp(score, 0)
-        self.cost = _total(x * (torch.softmax(score, 0) * moves.ring_cost).sum(0))
+        self.cost = image_sums(x * (torch.softmax(score, 0) * moves.ring_cost).sum(0))
 
 
 class _Search:
@@ -152,7 +85,7 @@ class _Search:
         x: Tensor,
         w: Tensor,
         budget: Tensor,
-        moves: _StencilMoves,
+        moves: Moves,
         box: tuple[float, float] | None,
         tau: Tensor,
         tol: float,
@@ -160,17 +93,17 @@ class _Search:
         self.x, self.w, self.budget, self.moves, self.tol = x, w, budget, moves, tol
         self.boxed = box is not None
         self.lo, self.hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, math.inf)
-        self.single = (budget <= 0) | (_total(x) <= 0)
+        self.single = (budget <= 0) | (image_sums(x) <= 0)
         self.tau = torch.where(self.single, torch.ones_like(tau), tau)
         self.resolution = RESOLUTION * torch.finfo(x.dtype).eps
 
     def run(self, u: Tensor, psi: Tensor, max_iter: int) -> ProjectedSinkhorn:
-        x, scale = self.x, _per_image(self.tau)
+        x, scale = self.x, per_image(self.tau)
         beta, price = u / scale, psi / self.tau
         last, streak = beta, torch.zeros_like(price)
         done = self.single.clone()
         target = torch.full_like(self.budget, FIRST * self.tol)
-        size = 0.5 * _total((self.w - x).square())
+        size = 0.5 * image_sums((self.w - x).square())
         offers = torch.zeros_like(done, dtype=torch.long)
         n_iter = torch.zeros_like(done, dtype=torch.long)
         answer = self._finish(beta, price, self._rows(beta, price))
@@ -190,14 +123,14 @@ class _Search:
                 offers += ready
                 done = done | ready & ((offered.gap <= offered.allowed) | (offers == ROUNDS))
                 target = torch.where(ready, (0.5 * target).clamp(min=LEAST * self.tol), target)
-            turned = _total((new - beta) * (new - last)) < 0
+            turned = image_sums((new - beta) * (new - last)) < 0
             streak = torch.where(turned | (n_iter <= 1), torch.zeros_like(streak), streak + 1)
             weight = (streak / (streak + 3)).clamp(max=MOMENTUM)
-            keep = _per_image(done)
-            beta, last = torch.where(keep, beta, new + _per_image(weight) * (new - last)), torch.where(keep, last, new)
-        still = _per_image(self.single)
+            keep = per_image(done)
+            beta, last = torch.where(keep, beta, new + per_image(weight) * (new - last)), torch.where(keep, last, new)
+        still = per_image(self.single)
         nothing = torch.zeros_like(answer.gap)
-        at_centre = 0.5 * _total((self.w - x).square())
+        at_centre = 0.5 * image_sums((self.w - x).square())
         return ProjectedSinkhorn(
             z=torch.where(still, x, answer.z),
             cost=torch.where(self.single, nothing, answer.cost),
@@ -212,14 +145,14 @@ class _Search:
 
     def _price(self, beta: Tensor, price: Tensor, offer: Tensor, newton: int) -> Tensor:
         """The rows' block: bracketed Newton steps on the price, in units of ``tau``, for a gap of about ``offer``."""
-        rings, cost_of = _rings(beta, self.moves), self.moves.ring_cost
+        rings, cost_of = ring_sums(beta, self.moves), self.moves.ring_cost
         low, high = torch.full_like(price, -1.0), torch.full_like(price, math.inf)
         for _ in range(newton):
             worth = (self.tau * price * self.budget).clamp(min=1e-300)
             tolerance = (PSI_TOL * offer / worth).clamp(self.resolution, PSI_TOL)
-            share = torch.softmax(rings - _per_image(price) * cost_of, 0)
+            share = torch.softmax(rings - per_image(price) * cost_of, 0)
             mean = (share * cost_of).sum(0)
-            cost, slope = _total(self.x * mean), _total(self.x * (share * (cost_of - mean).square()).sum(0))
+            cost, slope = image_sums(self.x * mean), image_sums(self.x * (share * (cost_of - mean).square()).sum(0))
             inside = cost <= self.budget
             found = inside & ((cost >= self.budget * (1 - tolerance)) | (price == 0))
             low, high = torch.where(inside, low, price), torch.where(inside, price, high)
@@ -237,7 +170,7 @@ class _Search:
 
     def _columns(self, beta: Tensor, columns: Tensor) -> Tensor:
         """The columns' block."""
-        scale = _per_image(self.tau)
+        scale = per_image(self.tau)
         log_s = torch.log(columns) - beta
         omega = wright_omega(self.w / scale + log_s - torch.log(scale))
         free = self.w / scale - omega
@@ -246,7 +179,7 @@ class _Search:
 
     def _misfit(self, beta: Tensor, z: Tensor) -> Tensor:
         """The first term of the gap, per pixel."""
-        v = self.w - _per_image(self.tau) * beta
+        v = self.w - per_image(self.tau) * beta
         c = v.clamp(self.lo, self.hi)
         return 0.5 * (z - c).square() - (z - c) * (v - c)
 
@@ -254,17 +187,17 @@ class _Search:
         """About the gap after a repair, and its scale. Columns above ``hi`` will send mass back, unspent."""
         cost, psi = rows.cost, (self.tau * price).to(torch.float64)
         kept = columns.clamp(self.lo, self.hi)
-        gap = _total(self._misfit(beta, kept))
+        gap = image_sums(self._misfit(beta, kept))
         unspent = ((self.budget - cost).abs() - self.resolution * self.budget).clamp(min=0.0)
-        gap = gap + psi * (unspent + 1.5 * _total((columns - kept).abs()))
-        entropy = self.tau * (_total(beta * columns) - price * cost - _total(self.x * rows.log_sum))
-        distance = 0.5 * _total((self.w - columns).square())
+        gap = gap + psi * (unspent + 1.5 * image_sums((columns - kept).abs()))
+        entropy = self.tau * (image_sums(beta * columns) - price * cost - image_sums(self.x * rows.log_sum))
+        distance = 0.5 * image_sums((self.w - columns).square())
         return gap, self._scale(distance, entropy)
 
     def _scale(self, distance: Tensor, entropy: Tensor) -> Tensor:
         """What a gap is measured against. The point is off by at most the root of twice the gap: not by the entropy."""
         size = torch.maximum(distance, PARTS * (distance - entropy))
-        return size + self.tol * 0.5 * _total((self.w - self.x).square())
+        return size + self.tol * 0.5 * image_sums((self.w - self.x).square())
 
     def _finish(self, beta: Tensor, price: Tensor, rows: _Priced) -> ProjectedSinkhorn:
         """The repaired plan of these duals, and its gap."""
@@ -272,21 +205,21 @@ class _Search:
         keep, give, sent, received = self._into_box(rows)
         cost = _moved_cost(rows, keep, give)
         share = (self.budget / cost.clamp(min=1e-300)).clamp(max=1.0)
-        sent, received = (_per_image(share.to(x.dtype)) * part for part in (sent, received))
+        sent, received = (per_image(share.to(x.dtype)) * part for part in (sent, received))
         z = x - sent + received
         if self.boxed:
             z = z.clamp(self.lo, self.hi)
         cost = share * cost
         stay, stayed = (x - sent).clamp(min=0.0), rows.flow(0)
-        divergence = torch.log(share) * _total(sent)
-        divergence = divergence + _total(torch.special.xlogy(received, keep))
-        divergence = divergence + _total(torch.special.xlogy(sent, give))
+        divergence = torch.log(share) * image_sums(sent)
+        divergence = divergence + image_sums(torch.special.xlogy(received, keep))
+        divergence = divergence + image_sums(torch.special.xlogy(sent, give))
         tiny = torch.finfo(x.dtype).tiny
-        divergence = divergence + _total(torch.special.xlogy(stay, stay / stayed.clamp(min=tiny)))
-        gap = _total(self._misfit(beta, z)) + psi * (self.budget - cost) + self.tau * divergence
-        entropy = self.tau * (divergence + _total(beta * z) - price * cost - _total(x * rows.log_sum))
-        distance = 0.5 * _total((w - z).square())
-        u = _per_image(self.tau) * beta
+        divergence = divergence + image_sums(torch.special.xlogy(stay, stay / stayed.clamp(min=tiny)))
+        gap = image_sums(self._misfit(beta, z)) + psi * (self.budget - cost) + self.tau * divergence
+        entropy = self.tau * (divergence + image_sums(beta * z) - price * cost - image_sums(x * rows.log_sum))
+        distance = 0.5 * image_sums((w - z).square())
+        u = per_image(self.tau) * beta
         return ProjectedSinkhorn(
             z=z,
             cost=cost,
@@ -330,7 +263,7 @@ class _Search:
             mix = torch.where(over, excess / (excess + below).clamp(min=tiny), torch.zeros_like(x)).flatten(1).amax(1)
             # With a lower bound both factors may differ, and a mixture would not have this form.
             mix = torch.where(broken, mix if lo == 0.0 else torch.ones_like(mix), torch.zeros_like(mix))
-            mix = _per_image(mix)
+            mix = per_image(mix)
             sent, received = (
                 (1 - mix) * a + mix * b for a, b in ((give * sent, given * out), (keep * received, kept * into))
             )
@@ -340,17 +273,17 @@ class _Search:
 
 def _moved_cost(rows: _Priced, keep: Tensor, give: Tensor) -> Tensor:
     """``<P, C>`` per image."""
-    kept = rows.moves.prepare(keep, 0.0)
+    kept = rows.moves.ends(keep, 0.0)
     total = torch.zeros(rows.x.shape[0], dtype=torch.float64, device=rows.x.device)
     for k, flow in rows.flows():
-        total += _total(flow * give * rows.moves.at_end(kept, k) * rows.moves.costs[k])
+        total += image_sums(flow * give * kept(k) * rows.moves.costs[k])
     return total
 
 
 def _choose(mask: Tensor, yes: ProjectedSinkhorn, no: ProjectedSinkhorn) -> ProjectedSinkhorn:
     def pick(name: str) -> Tensor:
         a, b = getattr(yes, name), getattr(no, name)
-        return torch.where(_per_image(mask) if a.ndim == 4 else mask, a, b)
+        return torch.where(per_image(mask) if a.ndim == 4 else mask, a, b)
 
     names = ("z", "cost", "u", "psi", "objective", "gap", "allowed", "residual", "n_iter")
     chosen: dict[str, Any] = {name: pick(name) for name in names}

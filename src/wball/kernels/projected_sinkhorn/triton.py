@@ -8,18 +8,14 @@ do without logs (large ``lambda``) are noted by a first launch, wherever they ge
 # mypy: ignore-errors
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.projected_sinkhorn import reference
-from wball.kernels.projected_sinkhorn.reference import ProjectedSinkhorn
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
 from wball.kernels.triton_stencil import (
     RANGE,
-    Move,
     exchange,
     extent,
     flows,
@@ -33,10 +29,13 @@ from wball.kernels.triton_stencil import (
     stencil,
     sum_six,
     tighten,
+    too_large,
     warps,
     way_back,
     with_factors,
 )
+from wball.kernels.triton_stencil import why_not as _why_not
+from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
@@ -48,11 +47,16 @@ _PARTS = tl.constexpr(reference.PARTS)
 _RESOLUTION = tl.constexpr(reference.RESOLUTION * 2.0**-23)
 
 
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``."""
+    return _why_not(x, moves) or too_large(x, MAX_VALUES)
+
+
 def projected_sinkhorn(
     x: Tensor,
     w: Tensor,
     budget: Tensor,
-    moves: Sequence[Move],
+    moves: StencilMoves,
     box: tuple[float, float] | None,
     tau: Tensor,
     *,
@@ -61,12 +65,8 @@ def projected_sinkhorn(
     tol: float = 1e-4,
     max_iter: int = 500,
 ) -> ProjectedSinkhorn:
-    """See :func:`wball.kernels.projected_sinkhorn.reference.projected_sinkhorn`."""
-    if x.dtype == torch.float64:
-        raise TypeError("the Triton kernels compute in float32; float64 images are served by the torch reference")
+    """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     table = stencil(moves, x)
-    if table.values > MAX_VALUES:
-        raise ValueError(f"images of {table.values} values do not fit in one program (at most {MAX_VALUES})")
     batch, device = x.shape[0], x.device
     z, u_out = torch.empty((2, *x.shape), dtype=torch.float32, device=device)
     # objective, gap, allowed gap, cost
@@ -90,7 +90,7 @@ def projected_sinkhorn(
             num_stages=1,
         )  # fmt: skip
     objective, gap, allowed, cost = numbers
-    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long(), kernel="triton")
+    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long())
 
 
 @triton.jit
