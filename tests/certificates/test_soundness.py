@@ -21,7 +21,7 @@ from certificates.exact import euclidean, worst_plan
 from certificates.test_certify import chain, dense_net, images
 from wball.certificates import certified_radius, certify, relaxation
 from wball.certificates.anchor import ConvAnchor, image_convolution
-from wball.certificates.graph import trace
+from wball.certificates.tracing import trace
 
 LONG = bool(os.environ.get("WBALL_LONG"))
 IMAGES = 100 if LONG else 16

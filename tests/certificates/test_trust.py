@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import wball
 from wball.certificates import UnsupportedModule, certified_radius, certify
-from wball.certificates.graph import Diagonal, trace
+from wball.certificates.graph import Diagonal
+from wball.certificates.tracing import trace
 
 BALL = wball.LinfBall(0.3, box=(0.0, 2.0))
 
@@ -31,6 +33,15 @@ def refused(model: nn.Module, match: str | None = None, ball: Any = BALL, x: Ten
     x = images() if x is None else x
     with pytest.raises(UnsupportedModule, match=match):
         certify(model, x, torch.zeros(x.shape[0], dtype=torch.long), ball)
+
+
+def followed(net: nn.Module) -> None:
+    """The margin of a ball of one point is that of the model as it runs."""
+    x = images()
+    logits = net(x).detach().double()
+    y = logits.argmax(1)
+    clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+    torch.testing.assert_close(certify(net, x, y, wball.WassersteinBall(0.0)).margin, clean, atol=1e-5, rtol=0)
 
 
 def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
@@ -187,7 +198,7 @@ def test_a_patched_forward_is_refused(place: str) -> None:
 
 def test_a_class_whose_forward_is_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, h: torch.sigmoid(h))
-    refused(dense(), "patched")
+    refused(dense(), "no bound is known for 'sigmoid'")
 
 
 def test_another_call_is_refused() -> None:
@@ -208,14 +219,10 @@ def test_subclasses_are_followed_or_refused() -> None:
             return -h
 
     Posing.__module__ = "torch.nn.modules.activation"
-    net, x = dense(), images()
-    net[2] = Bent()
-    y = net(x).argmax(1)
-    logits = net(x).detach().double()
-    clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    torch.testing.assert_close(certify(net, x, y, wball.LinfBall(0.0)).margin, clean, atol=1e-5, rtol=0)
-    net[2] = Posing()
-    refused(net, "no bound is known")
+    for kind in (Bent, Posing):
+        net = dense()
+        net[2] = kind()
+        followed(net)
 
 
 def test_a_wrapper_that_only_looks_like_one_is_not_looked_through() -> None:
@@ -263,20 +270,14 @@ def test_harmless_changes_of_weights_are_in_the_weights(name: str, place: str) -
     x = images()
     net(x)  # a step of spectral norm's power iteration
     net.eval()
-    y = net(x).argmax(1)
-    logits = net(x).detach().double()
-    clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    torch.testing.assert_close(certify(net, x, y, wball.WassersteinBall(0.0)).margin, clean, atol=1e-5, rtol=0)
+    followed(net)
     with torch.no_grad():  # weights that change after the last call are those of the next one
         for parameter in net[index].parameters():
             parameter.mul_(2.0)
-    fresh = certify(net, x, y, wball.WassersteinBall(0.0)).margin
-    logits = net(x).detach().double()
-    after = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    torch.testing.assert_close(fresh, after, atol=1e-5, rtol=0)
+    followed(net)
 
 
-def test_unknown_parametrizations_and_pruning_are_refused() -> None:
+def test_other_parametrizations_are_followed_and_other_pruning_is_refused() -> None:
     class Negated(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return -weight
@@ -292,7 +293,7 @@ def test_unknown_parametrizations_and_pruning_are_refused() -> None:
 
     net = dense()
     parametrize.register_parametrization(net[1], "weight", Negated())
-    refused(net, "parametrization Negated")
+    followed(net)
     net = dense()
     Moody.apply(net[1], "weight")
     refused(net, "forward hook")
@@ -318,11 +319,11 @@ class Hidden(nn.Module):
 
 def test_a_huge_logit_does_not_hide_a_wrong_graph() -> None:
     torch.manual_seed(0)
-    refused(Hidden(), "something else")
+    refused(Hidden(), "under another name")
 
 
 class OnlyAbove(nn.Module):
-    """Differs from its symbols only where pixels exceed 1."""
+    """Changes its input in place under another name, which shows only where pixels exceed 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,10 +335,29 @@ class OnlyAbove(nn.Module):
         return self.rest(x)
 
 
+def test_what_shows_nowhere_is_refused_too() -> None:
+    refused(OnlyAbove(), "under another name", wball.LinfBall(0.01))
+
+
+class Outside(nn.Module):
+    """Computes where no call of PyTorch shows it, and only above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.rest(x)
+        if type(x) is Tensor and not x.requires_grad:
+            numbers = np.frombuffer(bytes(x.untyped_storage()), dtype=np.float32)
+            return out * (1.0 if numbers.max() <= 1 else -1.0)
+        return out
+
+
 def test_the_comparison_looks_at_points_of_the_ball_itself() -> None:
     x = images()
-    x[..., 0, 0] = 0.9  # whole images below 1, but the ball is not
-    refused(OnlyAbove(), "something else", wball.LinfBall(0.3, box=(0.0, 2.0)), x)
+    x[..., 0, 0] = 0.9  # images below 1, but the ball is not
+    refused(Outside(), None, wball.LinfBall(0.3, box=(0.0, 2.0)), x)
 
 
 def test_state_that_a_call_changes_is_refused() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.ball import Ball, LinfBall, Plans, WassersteinBall
 from wball.certificates.first_layer import FirstLayer
-from wball.certificates.graph import Graph, trace
+from wball.certificates.graph import Graph
 from wball.certificates.input_set import InputSet, TransportSet, input_set, intervals
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
+from wball.certificates.tracing import trace
 from wball.model import ask, check_classes, evaluating
 
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown"]
@@ -99,12 +100,25 @@ def certify(
         batch_size: images bounded together (``None``: chosen for the device).
     """
     x, y = _check(x, y, ball, method, plans)
-    inputs.check_count("steps", 30 if steps is None else steps)
-    inputs.check_positive("reg", reg)
-    if batch_size is not None:
-        inputs.check_count("batch_size", batch_size)
+    _check_effort(steps, reg, batch_size)
     effort = _effort(method, refine, optimise, steps)
-    graph = trace(model, x, ball)
+    return _certify(model, trace(model, x, ball), x, y, ball, method, effort, plans, steps, reg, batch_size)
+
+
+def _certify(
+    model: nn.Module,
+    graph: Graph,
+    x: Tensor,
+    y: Tensor,
+    ball: Ball,
+    method: Method,
+    effort: Method,
+    plans: Plans,
+    steps: int | None,
+    reg: float,
+    batch_size: int | None,
+) -> CertificateResult:
+    """:func:`certify` with checked arguments and a model that was traced before."""
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
@@ -152,31 +166,29 @@ def certified_radius(
     """
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("rounds", rounds)
+    _check_effort(steps, reg, batch_size)
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
     hopeful = _clean_margin(model, x, y) > 0 if x.shape[0] else low > 0
+    graph, effort = trace(model, x, ball.at(trial)), _effort(method, refine, optimise, steps)
     for _ in range(rounds):
         index = hopeful.nonzero()[:, 0]
         if index.numel() == 0:
             break
         at = ball.at(trial[index])
-        found = certify(
-            model,
-            x[index],
-            y[index],
-            at,
-            method,
-            plans,
-            refine=refine,
-            optimise=optimise,
-            steps=steps,
-            reg=reg,
-            batch_size=batch_size,
-        ).certified
+        result = _certify(model, graph, x[index], y[index], at, method, effort, plans, steps, reg, batch_size)
+        found = result.certified
         low[index[found]], high[index[~found]] = trial[index[found]], trial[index[~found]]
         trial = torch.where(high.isinf(), 2 * low, 0.5 * (low + high))
     return low
+
+
+def _check_effort(steps: int | None, reg: float, batch_size: int | None) -> None:
+    inputs.check_count("steps", 30 if steps is None else steps)
+    inputs.check_positive("reg", reg)
+    if batch_size is not None:
+        inputs.check_count("batch_size", batch_size)
 
 
 def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | None) -> Method:

@@ -1,27 +1,28 @@
-"""What is certified is what runs: modules that may run something else than their own ``forward`` are refused.
+"""What is certified is what runs: models that may run something else from call to call are refused.
 
-A traced graph speaks of the ``forward`` of each module's type. Hooks, a patched ``forward``, another ``__call__`` and
-parametrizations change what runs without changing the type, so all but a few known to be harmless are refused by
-:func:`check_modules`. What remains is compared with the graph by :func:`compare`: on points of the ball itself, logit
-by logit, with a tolerance that is the rounding of the model's own precision.
+Hooks, a patched ``forward`` and another ``__call__`` change what a module computes without a trace in its class, so all
+but a few known to be harmless are refused by :func:`check_modules`. The graph of a model is compared with it by
+:func:`compare`: on points of the ball itself, logit by logit, with a tolerance that is the rounding of the model's own
+precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from wball.ball import Ball
+from wball.certificates.graph import Graph
 from wball.model import ask
-
-if TYPE_CHECKING:
-    from wball.ball import Ball
 
 HARMLESS_HOOKS: tuple[type, ...] = (
     WeightNorm,
@@ -34,30 +35,15 @@ HARMLESS_HOOKS: tuple[type, ...] = (
 )
 """Hooks before ``forward`` that only compute a weight, the same one every time in evaluation mode."""
 
-HARMLESS_PARAMETRIZATIONS: tuple[type, ...] = tuple(
-    getattr(parametrizations, name)
-    for name in ("_WeightNorm", "_SpectralNorm", "_Orthogonal")
-    if hasattr(parametrizations, name)
-)
-"""Parametrizations that compute the same weight every time in evaluation mode."""
-
-IMAGES, DRAWS = 8, 8
-"""Images whose balls are probed, and runs with simulated rounding."""
+IMAGES, SAMPLED = 8, 4
+"""Images that are probed at their centres, and at a random point of their balls."""
 
 SAFETY = 16.0
-"""How many times the simulated rounding is forgiven: random errors estimate it to within a factor of two or three."""
+"""How many times the simulated rounding of a logit is forgiven: some ten random errors estimate it within a few."""
 
 
 class UnsupportedModule(TypeError):
     """The model contains an operation for which no bound is known. The message names it."""
-
-
-class Graph(Protocol):
-    """A traced network: what it answers, and what it answers when every operation rounds."""
-
-    def logits(self, x: Tensor) -> Tensor: ...
-
-    def rounded(self, x: Tensor, unit: float, generator: torch.Generator) -> Tensor: ...
 
 
 # ---- modules
@@ -70,11 +56,16 @@ def unwrap(model: nn.Module) -> nn.Module:
         check_module("", inner)
         if type(inner) in (nn.DataParallel, nn.parallel.DistributedDataParallel):
             inner = inner.module
-        elif type(inner) is torch._dynamo.OptimizedModule:
+        elif _compiles(inner):
             inner = inner._orig_mod
         else:
             assert isinstance(inner, nn.Module)
             return inner
+
+
+def _compiles(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` returns. Asking for its type would load the compiler."""
+    return "torch._dynamo" in sys.modules and type(module) is torch._dynamo.OptimizedModule
 
 
 def check_modules(model: nn.Module) -> None:
@@ -105,7 +96,7 @@ def check_module(name: str, module: nn.Module) -> None:
                 f"{title} has a forward hook ({getattr(hook, '__name__', type(hook).__name__)}), which may change what "
                 "it computes; remove it before certifying. Only weight norm, spectral norm and pruning are known"
             )
-    compiler = type(module) is torch._dynamo.OptimizedModule  # calls the module inside in a way of its own
+    compiler = _compiles(module)  # calls the module inside in a way of its own
     for attribute in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"):
         if attribute in vars(module) and not compiler:
             raise UnsupportedModule(
@@ -118,20 +109,6 @@ def check_module(name: str, module: nn.Module) -> None:
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl:
         raise UnsupportedModule(f"{title} has a compiled call that is not its own; certify the module before compiling")
-    if parametrize.is_parametrized(module):
-        for tensor, steps in module.parametrizations.items():  # type: ignore[operator, union-attr]
-            for step in steps:
-                if type(step) not in HARMLESS_PARAMETRIZATIONS:
-                    raise UnsupportedModule(
-                        f"{title}: the parametrization {type(step).__name__} of {tensor!r} is unknown; make it "
-                        f"permanent with torch.nn.utils.parametrize.remove_parametrizations(module, {tensor!r})"
-                    )
-
-
-def own_type(module: nn.Module) -> type[nn.Module]:
-    """The type that a module was created with: a parametrized one gets a class made for it alone."""
-    kind = type(module)
-    return kind.__bases__[0] if parametrize.is_parametrized(module) and len(kind.__bases__) == 1 else kind
 
 
 # ---- values
@@ -163,17 +140,16 @@ def _plain(value: Any, depth: int = 3) -> Any:
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
     """Points of the balls around some images: centres, support points in random directions, samples, mixtures."""
     some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0])).long().unique().to(x.device)
-    centre = x[some]
+    centre, generator = x[some], torch.Generator().manual_seed(0)
     if ball is None or centre.shape[0] == 0:
         low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 1.0)
-        noise = torch.rand((4, *x.shape[1:]), generator=torch.Generator().manual_seed(0)).to(x)
+        noise = torch.rand((SAMPLED, *x.shape[1:]), generator=generator).to(x)
         return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
-    ball, generator = ball.take(some), torch.Generator().manual_seed(0)
-    directions = [torch.randn(centre.shape, generator=generator).to(centre) for _ in range(2)]
-    ends = [ball.support(centre, g).point.to(centre) for g in directions]
-    drawn = ball.sample(centre, generator).to(centre)
-    share = torch.rand((centre.shape[0], *[1] * (centre.ndim - 1)), generator=generator).to(centre)
-    return torch.cat([centre, *ends, drawn, ends[0] + share * (ends[1] - ends[0])])
+    first, near = some[:1].expand(2), some[-SAMPLED:]
+    direction = torch.randn((1, *x.shape[1:]), generator=generator).to(x)
+    ends = ball.take(first).support(x[first], torch.cat([direction, -direction])).point.to(x)
+    drawn = ball.take(near).sample(x[near], generator).to(x)
+    return torch.cat([centre, ends, drawn, ends.mean(0, keepdim=True)])
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
@@ -182,33 +158,13 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
     return max(unit, 2.0**-11) if device.type == "cuda" and dtype is torch.float32 else unit
 
 
-def compare(model: nn.Module, graph: Graph, points: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a graph that does not answer as the model does, logit by logit, up to rounding in the model's precision.
-
-    Symbols do not show everything: a tensor that is changed in place under another name, a random layer, state that a
-    call changes. Each logit has its own tolerance: one that is huge does not hide the others.
-    """
-    points = points.to(dtype)
-    before = state(model)
-    generator = torch.Generator().manual_seed(0)
-    found = graph.logits(points.to(torch.float64))
-    noise = torch.stack(
-        [
-            graph.rounded(points.to(torch.float64), unit_roundoff(dtype, points.device), generator) - found
-            for _ in range(DRAWS)
-        ]
-    )
-    allowed = SAFETY * noise.square().mean(0).sqrt()
-    allowed = torch.maximum(allowed, allowed.nan_to_num(0.0).amax(0) / 4)
-    for run in _runs(model, points):
-        expected = run().to(found)
-        same = (found - expected).abs() <= allowed
-        broken = ~torch.isfinite(expected) & ~torch.isfinite(found)  # a model that overflows is not certified anyway
-        if found.shape != expected.shape or not bool((same | broken).all()):
-            raise UnsupportedModule(
-                f"{type(model).__name__}.forward computes something else than its symbols say: look for tensors that "
-                "are changed in place (+=, inplace=True) and read again, for hooks, and for random layers"
-            )
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that changes its buffers or attributes, or draws random numbers, between start and end."""
+    before, random = state(model), torch.get_rng_state()
+    yield
+    if not torch.equal(random, torch.get_rng_state()):
+        raise UnsupportedModule(f"{type(model).__name__}.forward draws random numbers: its answers are not certain")
     if state(model) != before:
         raise UnsupportedModule(
             f"{type(model).__name__}.forward changes the model's own buffers or attributes: its next answer may differ "
@@ -216,16 +172,23 @@ def compare(model: nn.Module, graph: Graph, points: Tensor, dtype: torch.dtype) 
         )
 
 
-def _runs(model: nn.Module, points: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """The model with and without gradients."""
+@torch.no_grad()
+def compare(model: nn.Module, graph: Graph, points: Tensor) -> None:
+    """Refuse a graph that does not answer as the model does, logit by logit, up to the rounding of the points' dtype.
 
-    def run(recording: bool) -> Tensor:
-        random = torch.get_rng_state()
+    Each logit has its own tolerance: one that is huge does not hide the others.
+    """
+    unit, wide = unit_roundoff(points.dtype, points.device), points.to(torch.float64)
+    found = graph.logits(wide)
+    noise = graph.rounded(wide, unit, torch.Generator().manual_seed(0)) - found
+    allowed = SAFETY * torch.where(torch.isfinite(noise), noise, 0.0).square().mean(0).sqrt()
+    for recording in (False, True):
         with torch.autocast(points.device.type, enabled=False), torch.set_grad_enabled(recording):
-            logits = ask(model, points).detach()
-        if not torch.equal(random, torch.get_rng_state()):
-            raise UnsupportedModule(f"{type(model).__name__}.forward draws random numbers: its answers are not certain")
-        return logits
-
-    yield lambda: run(False)
-    yield lambda: run(True)
+            expected = ask(model, points).detach().to(found)
+        same = (found - expected).abs() <= allowed
+        broken = ~torch.isfinite(expected) & ~torch.isfinite(found)  # a model that overflows is not certified anyway
+        if not bool((same | broken).all()):
+            raise UnsupportedModule(
+                f"{type(model).__name__}.forward computes something else than the functions it calls: look for tensors "
+                "that are changed in place (+=, inplace=True) and read again, and for code outside PyTorch"
+            )

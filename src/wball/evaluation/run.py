@@ -37,7 +37,7 @@ from wball.attacks.checks import ModelWarning, check_model
 from wball.ball import LinfBall, WassersteinBall
 from wball.certificates import certified_radius, certify
 from wball.certificates.certificate import METHODS
-from wball.certificates.graph import trace
+from wball.certificates.tracing import trace
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.files import Log, read_json, read_tensors, write_json, write_tensors

@@ -31,10 +31,10 @@ from wball.certificates.graph import (
     Reshape,
     Sum,
     back,
-    trace,
 )
 from wball.certificates.relaxation import upper_line
 from wball.certificates.rows import Rows
+from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
 from wball.kernels import dispatch
