@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from benchmarks.origin import keep
 from wball import provenance
 from wball.attacks import PGD, Attack, DualAveraging, FrankWolfe, StandardAttack
-from wball.auditing.audit import DISTANCE_TOL, AuditReport, audit
+from wball.auditing.audit import AuditReport, audit
+from wball.auditing.violations import DISTANCE_TOL
 from wball.ball import WassersteinBall
 from wball.data import load_dataset
 from wball.models import build_model

@@ -13,14 +13,13 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from wball.ball import Ball, WassersteinBall
-from wball.cost import DenseCost
-from wball.kernels import dispatch
+if TYPE_CHECKING:
+    from wball.ball import Ball
 
 PACKAGES = ("numpy", "POT", "safetensors", "scipy", "torch")
 
@@ -70,20 +69,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def kernel_name(ball: Ball, x: Tensor) -> str:
-    """The kernel that serves such images: ``torch`` where the threat model needs no transport."""
-    if not isinstance(ball, WassersteinBall):
-        return "torch"
-    height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
-    return dispatch.choose("entropic_plan", x[:1], ball.cost.arcs(height, width, x))
-
-
 def collect(ball: Ball, x: Tensor, line: str | None = None) -> dict[str, Any]:
     """Everything above as plain data. ``line``: the command, if it is not this process's own."""
     return {
         "command": command() if line is None else line,
         "device": device_name(x.device),
-        "kernel": kernel_name(ball, x),
+        "kernel": ball.kernel(x),
         "platform": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
     }
@@ -113,18 +104,3 @@ def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "sha256": digest.hexdigest(),
     }
-
-
-def describe_ball(ball: Ball) -> dict[str, Any]:
-    """A threat model as plain data, without its radius."""
-    box = None if ball.box is None else list(ball.box)
-    if not isinstance(ball, WassersteinBall):
-        return {"kind": type(ball).__name__, "box": box, "unit": ball.unit}
-    cost = ball.cost
-    if isinstance(cost, DenseCost):
-        shape: dict[str, Any] = {"cost": "matrix", "size": cost.size, "sha256": fingerprint(cost.matrix)}
-    elif hasattr(cost, "table"):
-        shape = {"cost": "table", "table": [[None if v == float("inf") else v for v in row] for row in cost.table]}
-    else:
-        shape = {"cost": "grid", "window": cost.window, "p": float(cost.p)}
-    return {"kind": "WassersteinBall", **shape, "mass": ball.mass, "box": box, "unit": ball.unit}

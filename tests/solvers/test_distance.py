@@ -27,7 +27,7 @@ from problems import (
     reference_support,
 )
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall
-from wball.solvers.distance import contains, distance
+from wball.solvers.distance import distance
 
 
 def moved(p: Problem, seed: int = 0) -> Tensor:
@@ -90,9 +90,9 @@ def test_closed_forms(case: Known) -> None:
         ball = case.ball(mass=mass)
         want = case.relative if mass == "relative" else case.absolute
         assert float(distance(ball, case.x, case.z)) == pytest.approx(want, rel=1e-9, abs=1e-12)
-        assert bool(contains(ball, case.x, case.z)) == math.isfinite(want)
+        assert bool(ball.contains(case.x, case.z)) == math.isfinite(want)
         if 0 < want < math.inf:
-            assert not bool(contains(ball.at(ball.eps * (1 - 3e-4)), case.x, case.z))
+            assert not bool(ball.at(ball.eps * (1 - 3e-4)).contains(case.x, case.z))
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,7 +132,7 @@ def test_batch_equals_loop_and_dtype_and_histograms() -> None:
     first = distance(flat, x[:, 0].reshape(6, 30), z[:, 0].reshape(6, 30))
     assert torch.allclose(first, distance(ball, x[:, :1], z[:, :1]), rtol=1e-9)
     assert distance(ball, x[:0], z[:0]).shape == (0,)
-    assert contains(ball, x[:0], z[:0]).shape == (0,)
+    assert ball.contains(x[:0], z[:0]).shape == (0,)
 
 
 def test_directed_and_forbidden_moves() -> None:
@@ -154,9 +154,9 @@ def test_float32_islands_balance_up_to_rounding_and_lost_mass_is_far() -> None:
     z = torch.zeros_like(x)
     z[..., 2], z[..., 7] = 0.7 * (1 + 1.2e-7), 0.3 * (1 - 1.2e-7)
     assert float(distance(ball, x, z)) == pytest.approx(0.7, rel=1e-6)
-    assert bool(contains(ball, x, z))
+    assert bool(ball.contains(x, z))
     assert float(distance(ball, x, z * (1 + 5e-5))) == pytest.approx(0.7, rel=1e-3)
-    assert not bool(contains(ball, x, z * (1 + 5e-5)))
+    assert not bool(ball.contains(x, z * (1 + 5e-5)))
     assert float(distance(ball, x, z * 1.01)) == math.inf
     swapped = z.clone()
     swapped[..., 7] += 0.01  # same total, but the islands no longer balance
@@ -171,7 +171,7 @@ def test_mass_does_not_change_channel() -> None:
     z[:, 0] += 0.1
     z[:, 1] -= 0.1
     assert float(distance(ball, x, z)) == math.inf
-    assert not bool(contains(ball, x, z))
+    assert not bool(ball.contains(x, z))
 
 
 def test_black_images_and_negative_pixels() -> None:
@@ -181,7 +181,7 @@ def test_black_images_and_negative_pixels() -> None:
     dot[..., 1, 1] = 0.5
     assert distance(ball, black, black).tolist() == [0.0]
     assert distance(ball, black, dot).tolist() == [math.inf]
-    assert contains(ball, torch.cat([black, black]), torch.cat([black, dot])).tolist() == [True, False]
+    assert ball.contains(torch.cat([black, black]), torch.cat([black, dot])).tolist() == [True, False]
     assert distance(ball, dot, dot - 3e-8).tolist()[0] < 1e-6
     assert distance(ball, dot, dot - 0.1).tolist() == [math.inf]
     assert distance(ball, black, black, reg=10.0).tolist() == [0.0]
@@ -195,14 +195,14 @@ def test_contains_sees_the_box_and_the_radius_per_image() -> None:
     z[..., 1, 1] -= 0.1
     z[..., 1, 2] += 0.1
     assert distance(WassersteinBall(1.0), x, z).tolist() == pytest.approx([0.05, 0.05])
-    assert contains(WassersteinBall([0.06, 0.04]), x, z).tolist() == [True, False]
+    assert WassersteinBall([0.06, 0.04]).contains(x, z).tolist() == [True, False]
     over = x.clone()
     over[..., 1, 1] -= 0.1
     over[..., 0, 0] += 0.1
-    assert not contains(WassersteinBall(1.0), x, over).any()
-    assert contains(WassersteinBall(1.0, box=None), x, over).all()
+    assert not WassersteinBall(1.0).contains(x, over).any()
+    assert WassersteinBall(1.0, box=None).contains(x, over).all()
     with pytest.raises(ValueError, match="eps has 2 values for 1"):
-        contains(WassersteinBall([0.06, 0.04]), x[:1], z[:1])
+        WassersteinBall([0.06, 0.04]).contains(x[:1], z[:1])
 
 
 def test_bad_arguments() -> None:
@@ -216,7 +216,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="NaN"):
         distance(ball, x, x * math.nan)
     with pytest.raises(ValueError, match="tol"):
-        contains(ball, x, x, tol=-1.0)
+        ball.contains(x, x, tol=-1.0)
     with pytest.raises(ValueError, match="4 pixels"):
         distance(WassersteinBall(0.1, DenseCost(torch.zeros(4, 4))), x, x)
 

@@ -1,19 +1,21 @@
 """What attacks, training and certificates ask of a threat model.
 
-A ball answers four questions about itself, and nothing else in the library needs to know which ball it serves:
-where is its farthest point in a direction (:meth:`~Ball.support`), its nearest point to an image
-(:meth:`~Ball.project`), how far is an image from the centre (:meth:`~Ball.distance`), and is it inside
-(:meth:`~Ball.contains`).
+A ball answers questions about itself, and nothing else in the library needs to know which ball it serves: where is its
+farthest point in a direction (:meth:`~Ball.support`), its nearest point to an image (:meth:`~Ball.project`), how far is
+an image from the centre (:meth:`~Ball.distance`), by how much does it miss the ball (:meth:`~Ball.violations`, the
+audit's question), is it inside (:meth:`~Ball.contains`), and what ball is this (:meth:`~Ball.describe`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from wball.auditing.proof import AnyPlan
+from wball.auditing.violations import DISTANCE_TOL, Violations
 from wball.result import ProjectionResult, SupportResult
 
 Self = TypeVar("Self", bound="Ball")
@@ -42,9 +44,20 @@ class Ball(Protocol):
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor: ...
 
-    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor: ...
+    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations: ...
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def kernel(self, x: Tensor) -> str: ...
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
+
+
+def check_tol(tol: float) -> None:
+    if not tol >= 0:
+        raise ValueError(f"tol must be >= 0, got {tol!r}")
 
 
 def radii_of(eps: float | Tensor, index: Tensor) -> float | Tensor:

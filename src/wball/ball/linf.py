@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.ball.base import radii_of
+from wball.auditing.proof import AnyPlan
+from wball.auditing.violations import DISTANCE_TOL, Violations, box_violation, check_point, half_ulp
+from wball.ball.base import check_tol, radii_of
 from wball.inputs import result_dtype
 from wball.result import ProjectionResult, Status, SupportResult
 
@@ -77,14 +80,33 @@ class LinfBall:
         inputs.check_like("z", z, x)
         return (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
 
-    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
-        """Whether every pixel is within ``eps * (1 + tol)`` and the box (up to 1e-6), per image."""
+    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations:
+        """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan`` plays no role."""
+        x = inputs.check_images("x", x, self.box)
+        check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
-        near = self.distance(x, z) <= torch.as_tensor(self.eps, device=x.device) * (1 + tol) + 1e-6
-        if self.box is None:
-            return near
-        lo, hi = self.box
-        return near & ((z >= lo - 1e-6) & (z <= hi + 1e-6)).flatten(1).all(1)
+        change = (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
+        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
+        return Violations(
+            mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
+            box_violation=box_violation(z, (lo, hi)).to(x.device),
+            distance=change.nan_to_num(math.inf, math.inf),
+            rounding=torch.full_like(change, half_ulp(z)),
+            exact=torch.ones_like(change, dtype=torch.bool),
+        )
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
+        """Whether every pixel is within ``eps * (1 + tol)`` and the box, per image: the audit's answer."""
+        check_tol(tol)
+        return self.violations(x, z).within(self.eps, tol)
+
+    def describe(self) -> dict[str, Any]:
+        """The threat model as plain data, without its radius."""
+        return {"kind": "LinfBall", "box": None if self.box is None else list(self.box), "unit": self.unit}
+
+    def kernel(self, x: Tensor) -> str:
+        """Which implementation serves such images."""
+        return "torch"
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A uniformly random point of the ball for each image."""

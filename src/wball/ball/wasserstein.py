@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.ball.base import Plans, radii_of
+from wball.auditing.proof import AnyPlan
+from wball.auditing.transport import transport_violations
+from wball.auditing.violations import DISTANCE_TOL, Violations, check_point
+from wball.ball.base import Plans, check_tol, radii_of
+from wball.ball.description import describe_cost
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.result import Duals, ProjectionResult, SupportResult
 
@@ -101,11 +105,40 @@ class WassersteinBall:
 
         return distance(self, x, z, plans=plans, reg=reg)
 
-    def contains(self, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
-        """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``)."""
-        from wball.solvers.distance import contains
+    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations:
+        """Mass, box and distance of ``z``; see :mod:`wball.auditing.transport`.
 
-        return contains(self, x, z, tol=tol)
+        With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf where it proves none.
+        """
+        x = inputs.check_images("x", x, self.box)
+        check_point(z, x)
+        inputs.check_eps_count(self.eps, x.shape[0])
+        relative = self.mass == "relative"
+        return transport_violations(self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan)
+
+    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
+        """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``): the audit's
+        answer."""
+        check_tol(tol)
+        return self.violations(x, z).within(self.eps, tol)
+
+    def describe(self) -> dict[str, Any]:
+        """The threat model as plain data, without its radius."""
+        box = None if self.box is None else list(self.box)
+        return {
+            "kind": "WassersteinBall",
+            **describe_cost(self.cost),
+            "mass": self.mass,
+            "box": box,
+            "unit": self.unit,
+        }
+
+    def kernel(self, x: Tensor) -> str:
+        """Which implementation serves such images."""
+        from wball.kernels import dispatch
+
+        height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
+        return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: random potentials, random share of the budget."""

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.auditing.audit import DISTANCE_TOL, AuditReport, audit
+from wball.auditing.audit import AuditReport, audit
 from wball.auditing.proof import AnyPlan
-from wball.ball import LinfBall, WassersteinBall
+from wball.auditing.violations import DISTANCE_TOL
+from wball.ball import Ball
 from wball.evaluation.result import EXACT, PLAN
 
 SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
@@ -28,9 +29,7 @@ ROUNDING = 1e-7
 """Of the mass, by a pixel: what float32 images do not say. At radii of 1e-5 that is more than 1e-4 of the radius."""
 
 
-def audit_in_threads(
-    ball: WassersteinBall | LinfBall, x: Tensor, z: Tensor, plan: AnyPlan | None = None
-) -> AuditReport:
+def audit_in_threads(ball: Ball, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> AuditReport:
     """:func:`wball.audit` with a thread per core; with ``plan``, exact transport only where that is no proof."""
     return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 
@@ -54,7 +53,7 @@ def proved_by_plan(images: dict[str, Tensor]) -> NDArray[np.int64]:
 
 
 def check_exactly(
-    ball: WassersteinBall | LinfBall,
+    ball: Ball,
     x: Tensor,
     adversarial: Tensor,
     images: dict[str, Tensor],
@@ -86,7 +85,7 @@ def check_exactly(
     return disagreements
 
 
-def _unit_mass(ball: WassersteinBall | LinfBall, x: Tensor) -> Tensor:
+def _unit_mass(ball: Ball, x: Tensor) -> Tensor:
     """The mass of an image in the unit of ``eps``."""
     mass = x.double().flatten(1).sum(1)
-    return mass if isinstance(ball, WassersteinBall) and ball.mass == "absolute" else torch.ones_like(mass)
+    return mass if ball.describe().get("mass") == "absolute" else torch.ones_like(mass)

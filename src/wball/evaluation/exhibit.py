@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wball.attacks import PGD, DualAveraging
 from wball.attacks.base import GradientAttack
-from wball.ball import LinfBall, WassersteinBall
+from wball.ball import Ball
 from wball.model import Model, as_found, ask, top_class
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ RADII = 8
 STEPS = 20
 
 
-def make_exhibit(
-    result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: WassersteinBall | LinfBall
-) -> dict[str, Tensor]:
+def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: Ball) -> dict[str, Tensor]:
     """Images for a report.
 
     - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
@@ -69,8 +67,8 @@ def make_exhibit(
     return exhibit
 
 
-def _strongest(ball: WassersteinBall | LinfBall) -> GradientAttack:
-    if isinstance(ball, WassersteinBall):
+def _strongest(ball: Ball) -> GradientAttack:
+    if "mass" in ball.describe():
         return DualAveraging(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
     return PGD(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wball.auditing.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
+from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.schema import PROOFS, check_content, check_pictures
 

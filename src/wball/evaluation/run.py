@@ -34,7 +34,7 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
-from wball.ball import LinfBall, WassersteinBall
+from wball.ball import Ball
 from wball.certificates import certified_radius, certify
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
@@ -72,7 +72,7 @@ def evaluate(
     model: Model,
     x: Tensor,
     y: Tensor,
-    ball: WassersteinBall | LinfBall,
+    ball: Ball,
     radii: Sequence[float] | float | Literal["minimal"] | None = None,
     attack: Attack | Literal["standard", "fast"] = "standard",
     *,
@@ -124,8 +124,7 @@ def evaluate(
     >>> result.clean_accuracy
     1.0
     """
-    if not isinstance(ball, (WassersteinBall, LinfBall)):
-        raise TypeError(f"ball must be a WassersteinBall or a LinfBall, got {type(ball).__name__}")
+    inputs.check_ball(ball)
     x = inputs.check_images("x", x.detach() if isinstance(x, Tensor) else x, ball.box)
     x, y = x.to(result_dtype(x)), check_labels("y", y, x)
     if x.shape[0] == 0:
@@ -152,7 +151,7 @@ def evaluate(
             "sha256": provenance.fingerprint(x, y),
             "classes": [str(c) for c in classes] if classes is not None else [str(k) for k in range(logits.shape[1])],
         },
-        "ball": provenance.describe_ball(ball),
+        "ball": ball.describe(),
         "mode": mode,
         "radii": points,
         "attack": _describe(chosen),
@@ -194,7 +193,7 @@ class _Shard:
     model: Model
     x: Tensor
     y: Tensor
-    ball: WassersteinBall | LinfBall
+    ball: Ball
     attack: Attack
     settings: dict[str, Any]
     store: Path
@@ -424,9 +423,7 @@ def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> T
     return radius
 
 
-def _radii(
-    radii: Sequence[float] | float | str | None, ball: WassersteinBall | LinfBall
-) -> tuple[Literal["radii", "minimal"], list[float]]:
+def _radii(radii: Sequence[float] | float | str | None, ball: Ball) -> tuple[Literal["radii", "minimal"], list[float]]:
     mode: Literal["radii", "minimal"] = "minimal" if isinstance(radii, str) and radii == "minimal" else "radii"
     if radii is None or mode == "minimal":
         if isinstance(ball.eps, Tensor):
@@ -442,14 +439,14 @@ def _radii(
     return mode, sorted(set(values))
 
 
-def _attack(attack: Attack | str, ball: WassersteinBall | LinfBall) -> Attack:
+def _attack(attack: Attack | str, ball: Ball) -> Attack:
     if isinstance(attack, str):
         if attack not in ("standard", "fast"):
             raise ValueError(f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}')
         return StandardAttack(ball, version="fast" if attack == "fast" else "standard", check=False, progress=False)
     if not isinstance(attack, Attack):
         raise TypeError(f'attack must be "standard", "fast" or an attack, got {type(attack).__name__}')
-    theirs, ours = provenance.describe_ball(attack.ball), provenance.describe_ball(ball)
+    theirs, ours = attack.ball.describe(), ball.describe()
     if theirs != ours:
         raise ValueError(f"attack is for another threat model than ball: {theirs} and {ours}")
     if isinstance(attack, StandardAttack):

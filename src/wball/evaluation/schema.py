@@ -5,7 +5,6 @@ A file that passes can be shown, compared and drawn; one that does not is refuse
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.cost import GridCost, StencilCost
+from wball.ball.description import read_cost
 
 PROOFS = (None, "plan", "exact", "plan, exact")
 """How the distance of an example was proved: by the attack's plan, by exact transport, by both."""
@@ -75,7 +74,7 @@ def check_content(content: Any) -> None:
         if ball["cost"] not in _BALLS:
             raise ValueError(f"settings.ball.cost is {ball['cost']!r}, expected one of {', '.join(_BALLS)}")
         _check("settings.ball", ball, _BALLS[ball["cost"]])
-        stored_cost(ball)
+        read_cost(ball)
     if ball["box"] is not None and len(ball["box"]) != 2:
         raise ValueError(f"settings.ball.box has {len(ball['box'])} numbers, expected 2")
     if not radii or radii[0] <= 0 or sorted(radii) != radii:
@@ -89,15 +88,6 @@ def check_content(content: Any) -> None:
     lengths = {name: len(images[name]) for name in (*COLUMNS, *(("proof",) if "proof" in images else ()))}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise ValueError(f"images has columns of different lengths or none: {lengths}")
-
-
-def stored_cost(ball: Mapping[str, Any]) -> GridCost | StencilCost | None:
-    """The ground cost that :func:`wball.provenance.describe_ball` described; ``None`` if it is no stencil."""
-    if ball.get("cost") == "grid":
-        return GridCost(ball["window"], ball["p"])
-    if ball.get("cost") == "table":
-        return StencilCost(tuple(tuple(math.inf if v is None else v for v in row) for row in ball["table"]))
-    return None
 
 
 def check_pictures(examples: Mapping[str, Tensor], exhibit: Mapping[str, Tensor], read_as: Tensor) -> str | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.base import AttackResult
 from wball.attacks.standard import Version
-from wball.auditing.audit import BOX_TOL, DISTANCE_TOL, MASS_TOL
+from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall
 from wball.evaluation.check import audit_in_threads
 from wball.model import top_class

@@ -103,7 +103,7 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
                 "commit": shop.commit,
                 **({"earlier_commits": earlier} if (earlier := sorted(shop.commits - {shop.commit})) else {}),
                 "device": provenance.device_name(shop.device),
-                "kernel": provenance.kernel_name(WassersteinBall(0.1), x),
+                "kernel": WassersteinBall(0.1).kernel(x),
                 "platform": f"{platform.system()} {platform.machine()}",
                 "versions": provenance.versions(),
                 "seed": settings.seed,

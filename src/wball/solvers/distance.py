@@ -106,35 +106,6 @@ def distance(
     return total.to(x.device)
 
 
-def contains(ball: WassersteinBall, x: Tensor, z: Tensor, tol: float = 1e-4) -> Tensor:
-    """Whether ``z`` is in the ball around ``x``: a bool per image.
-
-    That is: the mass of each channel within 1e-5 of the image's mass, the box within 1e-6, and the exact distance at
-    most ``eps * (1 + tol)``. To the last is added what the rounding of ``z`` itself can cost: half a unit in the last
-    place of its dtype, on all of its mass, moved by the shortest move. Points far outside the box are just outside.
-    """
-    if not tol >= 0:
-        raise ValueError(f"tol must be >= 0, got {tol!r}")
-    x = inputs.check_images("x", x, ball.box)
-    far = distance(ball, x, z)
-    inputs.check_eps_count(ball.eps, x.shape[0])
-    start, end = _planes(x, x.device), _planes(z, x.device)
-    mass = start.flatten(1).sum(1)
-    drift = (start.sum((2, 3)) - end.sum((2, 3))).abs().amax(1) if len(x) else mass
-    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
-    boxed = ((end >= lo - 1e-6) & (end <= hi + 1e-6)).flatten(1).all(1)
-    _, _, prices = _moves(ball.cost, *_grid(x))
-    shortest = float(prices[prices > 0].min()) if bool((prices > 0).any()) else 0.0
-    ulp = min(torch.finfo(z.dtype).eps, torch.finfo(torch.float32).eps)
-    rounding = 0.5 * ulp * shortest * (1.0 if ball.mass == "relative" else mass)
-    eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
-    return (far <= eps * (1 + tol) + rounding) & boxed & (drift <= 1e-5 * mass)
-
-
-def _grid(x: Tensor) -> tuple[int, int]:
-    return (int(x.shape[2]), int(x.shape[3])) if x.ndim == 4 else (1, int(x.shape[1]))
-
-
 def _planes(x: Tensor, device: torch.device | str = "cpu") -> Tensor:
     """``(B, C, H, W)`` in float64; a histogram is an image of one row."""
     x = x.detach().to(device, torch.float64)
