@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wball import GridCost, StencilCost
 from wball.moves import Moves
-from wball.plan import Plan, identity
+from wball.plan import Plan
 
 
 def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Plan]:
@@ -52,7 +52,7 @@ def test_small_excess_costs_little() -> None:
     x[..., -1] = 0.0
     moves = GridCost(3).arcs(1, 12, x)
     right = next(k for k, offset in enumerate(moves.offsets) if offset == (0, 1))
-    flow = identity(moves, x).flow
+    flow = Plan.identity(moves, x).flow
     flow[:, :, moves.offsets.index((0, 0)), 0, :-1] -= 0.5
     flow[:, :, right, 0, :-1] += 0.5
     flow[:, :, right, 0, 3] += 1e-6
@@ -84,6 +84,6 @@ def test_towards_the_centre_is_linear() -> None:
 
 def test_identity() -> None:
     x, plan = random_plan(3)
-    still = identity(plan.moves, x)
+    still = Plan.identity(plan.moves, x)
     torch.testing.assert_close(still.columns(), x)
     assert float(still.cost().sum()) == 0

@@ -1,13 +1,19 @@
-"""Transport plans: who sends how much where, and the proof that a point lies in the ball.
+r"""Transport plans: who sends how much where, and the proof that a point lies in the ball.
 
 A plan is an arc tensor ``flow >= 0`` (see :class:`wball.moves.Moves`) with ``flow[i -> j]`` the mass that pixel ``i``
 sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point ``z``, and ``<flow, C>`` bounds the
-distance between them. Anyone can check these three sums without solving anything.
+distance between them. Anyone can check these three sums without solving anything, and ``wball.audit(plan=...)`` does.
+
+A plan is kept in one of two forms with the same verbs: written out, one number per move (:class:`Plan`), or in factors,
+a few images (:class:`FactoredPlan`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,34 +23,136 @@ from wball.moves import Moves
 REPAIR_SWEEPS = 200
 """Box sweeps before :meth:`Plan.repair` gives up on finesse and shrinks towards the centre."""
 
+AnyPlan = TypeVar("AnyPlan", bound="StoredPlan")
+
+
+class StoredPlan(ABC):
+    """Plans of a batch of images: moves, and tensors with one entry per image."""
+
+    moves: Moves
+
+    @abstractmethod
+    def arcs(self) -> Tensor:
+        """The mass on each move, ``(B, C, K, H, W)``."""
+
+    def written(self) -> Plan:
+        """The plan written out."""
+        return Plan(self.moves, self.arcs())
+
+    def rows(self) -> Tensor:
+        """What each pixel sends, itself included: the centre ``x``."""
+        return self.arcs().sum(2)
+
+    def columns(self) -> Tensor:
+        """What each pixel receives, itself included: the point ``z``."""
+        return self.moves.scatter(self.arcs())
+
+    def cost(self) -> Tensor:
+        """``<P, C>`` per image, in mass x pixels."""
+        return (self.arcs() * self.moves.cost).flatten(1).sum(1)
+
+    def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
+        """A plan near this one that is feasible to the last bit; see :meth:`Plan.repair`."""
+        return self.written().repair(budget, box)
+
+    def take(self: AnyPlan, index: Tensor) -> AnyPlan:
+        """The plans of a subset of the images (``index``: positions or a mask)."""
+        return self._with([tensor[index] for tensor in self._tensors()])
+
+    def put(self: AnyPlan, index: Tensor, part: AnyPlan) -> AnyPlan:
+        """These plans with those of the images at ``index`` replaced."""
+        pairs = zip(self._tensors(), part._tensors(), strict=True)
+        return self._with([mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs])
+
+    def where(self: AnyPlan, mask: Tensor, other: AnyPlan) -> AnyPlan:
+        """These plans for the images of the mask, those of ``other`` for the rest."""
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        return self._with(
+            [torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, theirs.to(mine)) for mine, theirs in pairs]
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[AnyPlan]) -> AnyPlan:
+        """The plans of several batches as one."""
+        pieces = zip(*(part._tensors() for part in parts), strict=True)
+        return parts[0]._with([torch.cat(piece) for piece in pieces])
+
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self) if field.name != "moves"]  # type: ignore[arg-type]
+
+    def _with(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
+        return type(self)(self.moves, *tensors)  # type: ignore[call-arg]
+
 
 @dataclass(frozen=True)
-class Plan:
-    """A local or dense transport plan of a batch of images.
+class FactoredPlan(StoredPlan):
+    r"""Plans in a few images each instead of one number per move.
+
+    .. math::
+        P_{ij} = scale \; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j), \qquad
+        P_{ii} = x_i - \sum_{j \ne i} P_{ij}
 
     Attributes:
-        moves: the geometry: which moves exist and what they cost.
+        moves: which moves exist and what they cost.
+        x: the centres, ``(B, C, H, W)``.
+        potentials: ``s``, images like ``x``.
+        psi: the price of cost, per image.
+        keep: column factors, images like ``x``.
+        give: row factors, images like ``x``.
+        scale: factor on everything that moves, per image.
+    """
+
+    moves: Moves
+    x: Tensor
+    potentials: Tensor
+    psi: Tensor
+    keep: Tensor
+    give: Tensor
+    scale: Tensor
+
+    @classmethod
+    def identity(cls, moves: Moves, x: Tensor) -> FactoredPlan:
+        """The plan that moves nothing."""
+        zero, one = torch.zeros_like(x), torch.ones_like(x)
+        none = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        return cls(moves, x, zero, none.to(x.dtype), one, one, none)
+
+    def arcs(self) -> Tensor:
+        """The mass on each move, ``(B, C, K, H, W)``, in float64."""
+        x, s, keep, give = (part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give))
+        moves, psi, scale = self.moves.like(x), self.psi.to(torch.float64), self.scale.to(torch.float64)
+        score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
+        sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
+        sent = scale.view(-1, 1, 1, 1, 1) * (x * give).unsqueeze(2) * sent * moves.gather(keep)
+        stay = moves.stay()
+        sent = torch.where(stay, torch.zeros_like(sent), sent)
+        return torch.where(stay, x.unsqueeze(2) - sent.sum(2, keepdim=True), sent)
+
+
+@dataclass(frozen=True)
+class Plan(StoredPlan):
+    """Plans written out.
+
+    Attributes:
+        moves: which moves exist and what they cost.
         flow: ``(B, C, K, H, W)``, the mass on each move.
     """
 
     moves: Moves
     flow: Tensor
 
+    @classmethod
+    def identity(cls, moves: Moves, x: Tensor) -> Plan:
+        """The plan that moves nothing."""
+        return cls(moves, torch.where(moves.stay(), x.unsqueeze(2), torch.zeros((), dtype=x.dtype, device=x.device)))
+
     def arcs(self) -> Tensor:
-        """The mass on each move, ``(B, C, K, H, W)``."""
         return self.flow
 
-    def rows(self) -> Tensor:
-        """What each pixel sends, itself included: the centre ``x``."""
-        return self.flow.sum(2)
-
-    def columns(self) -> Tensor:
-        """What each pixel receives, itself included: the point ``z``."""
-        return self.moves.scatter(self.flow)
-
-    def cost(self) -> Tensor:
-        """``<P, C>`` per image, in mass x pixels."""
-        return (self.flow * self.moves.cost).flatten(1).sum(1)
+    def mixed(self, gamma: Tensor, other: Plan) -> Plan:
+        """``(1 - gamma)`` of this plan and ``gamma`` of the other, per image: plans of the mixed points."""
+        weight = gamma.to(self.flow.dtype).view(-1, 1, 1, 1, 1)
+        return replace(self, flow=self.flow + weight * (other.flow.to(self.flow.dtype) - self.flow))
 
     def cancelled(self) -> Plan:
         """The plan without opposite flows: of ``i -> j`` and ``j -> i`` only the difference moves.
@@ -57,12 +165,12 @@ class Plan:
         common = torch.where(stay, torch.zeros_like(common), common)
         return self._sending_back(common)
 
-    def toward_centre(self, share: Tensor) -> Plan:
-        """Every move scaled by ``share`` (per image, in [0, 1]), the rest staying: ``z = x + share (z - x)``."""
-        keep = share.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
+    def toward_centre(self, scale: Tensor) -> Plan:
+        """Every move scaled (by a factor per image, in [0, 1]), the rest staying: ``z = x + scale (z - x)``."""
+        keep = scale.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
         stay = self.moves.stay()
         home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(2, keepdim=True)
-        # Scaled, not reduced: at a share of 1e-12 a difference would keep four digits of the budget.
+        # Scaled, not reduced: at a scale of 1e-12 a difference would keep four digits of the budget.
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow * keep))
 
     def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
@@ -79,8 +187,8 @@ class Plan:
     def within(self, budget: Tensor) -> Plan:
         """The plan, scaled towards the centre where it costs more than ``budget`` (per image)."""
         cost = self.cost()
-        share = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
-        return self.toward_centre(share) if bool((share < 1).any()) else self
+        scale = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
+        return self.toward_centre(scale) if bool((scale < 1).any()) else self
 
     def _into_box(self, lo: float, hi: float) -> Plan:
         plan, rounding = self, 8 * torch.finfo(self.flow.dtype).eps * max(1.0, hi)
@@ -115,14 +223,8 @@ class Plan:
 
 
 def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
-    """The shares of ``first`` and of ``everything`` that make up ``amount``: of the former alone where it suffices."""
+    """What fractions of ``first`` and of ``everything`` make up ``amount``: of the former alone where it suffices."""
     tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
     enough = first >= amount
     rate = torch.where(enough, amount / first.clamp(min=tiny), none)
     return rate, torch.where(enough, none, amount / everything.clamp(min=tiny))
-
-
-def identity(moves: Moves, x: Tensor) -> Plan:
-    """The plan that moves nothing."""
-    flow = torch.where(moves.stay(), x.unsqueeze(2), torch.zeros((), dtype=x.dtype, device=x.device))
-    return Plan(moves, flow)

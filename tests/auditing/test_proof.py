@@ -18,7 +18,7 @@ from problems import arc_list, reference_distance
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall, audit
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
-from wball.result import EntropicProof, ListedProof, Proof
+from wball.plan import FactoredPlan, Plan, StoredPlan
 
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
 BALLS = {
@@ -41,6 +41,9 @@ def images(ball: WassersteinBall, count: int = 5, channels: int = 2, seed: int =
     return lo + (hi - lo) * x
 
 
+MOVES = GridCost().arcs(5, 6, torch.zeros(()))
+
+
 def climbed(ball: WassersteinBall, steps: int = 12, **settings: object) -> tuple[Tensor, wball.AttackResult]:
     """The result of an attack on a random linear model, with its proof."""
     x = images(ball)
@@ -50,12 +53,12 @@ def climbed(ball: WassersteinBall, steps: int = 12, **settings: object) -> tuple
     return x, attack(model, x, torch.arange(5) % 3)
 
 
-def formula(cost: GroundCost, x: Tensor, proof: EntropicProof) -> tuple[np.ndarray, np.ndarray]:
+def formula(cost: GroundCost, x: Tensor, proof: FactoredPlan) -> tuple[np.ndarray, np.ndarray]:
     """Plan matrix (without what stays) and point of one channel, written down pixel by pixel."""
     height, width = x.shape
     n = height * width
     s, keep, give = (v.double().flatten().numpy() for v in (proof.potentials, proof.keep, proof.give))
-    psi, share, mass = float(proof.price), float(proof.share), x.double().flatten().numpy()
+    psi, share, mass = float(proof.psi), float(proof.scale), x.double().flatten().numpy()
     prices = np.full((n, n), math.inf)
     for i, j, c in arc_list(cost, height, width):
         prices[i, j] = c
@@ -100,7 +103,7 @@ def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, un
     y = model(x).argmax(1)
     y[1] = (y[1] + 1) % 3
     found = replace(attack, proofs=True, until_success=until_success)(model, x, y)
-    assert isinstance(found.proof, ListedProof)
+    assert isinstance(found.proof, Plan)
     report = audit(attack.ball, x, found.images, plan=found.proof, exact="needed")
     assert report.all_valid and not report.exact.any()
     assert bool((report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all())
@@ -159,7 +162,7 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
     attack = wball.StandardAttack(ball.at(0.05), version="fast", check=False, batch_size=5, proofs=True)
     found = attack(model, x, y)
     assert 2 < int(found.success.sum()) < 12
-    assert isinstance(found.proof, EntropicProof)
+    assert isinstance(found.proof, FactoredPlan)
     report = audit(ball.at(0.05), x, found.images, plan=found.proof, exact="needed")
     assert report.all_valid and not report.exact.any()
     assert float(report.distance[3]) == 0.0
@@ -174,7 +177,9 @@ def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
     random = torch.Generator().manual_seed(2)
     for _ in range(6):
         x = torch.rand(1, 1, 5, 6, generator=random, dtype=torch.float64)
-        proof = EntropicProof(
+        proof = FactoredPlan(
+            cost.arcs(5, 6, x),
+            x,
             3 * torch.randn(x.shape, generator=random),
             2 * torch.rand(1, generator=random),
             torch.rand(x.shape, generator=random).sqrt(),
@@ -187,6 +192,9 @@ def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
         want = sum(net[i, j] * c for (i, j), c in prices.items())
         point = torch.from_numpy(z).reshape(x.shape)
         got = float(proved_distance(cost, x, point, proof))
+        torch.testing.assert_close(proof.columns(), point)  # the plan's own sums agree
+        torch.testing.assert_close(proof.rows(), x)
+        assert float(proof.written().cancelled().cost()) == pytest.approx(want, rel=1e-9)
         assert got == pytest.approx(want, rel=1e-9)
         ball = WassersteinBall(1.0, cost, mass="absolute", box=None)
         assert got >= reference_distance(ball, x, point) - 1e-6
@@ -196,9 +204,9 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
     ball = BALLS["grid"]
     x, found = climbed(ball)
     proof, z = found.proof, found.images
-    assert isinstance(proof, EntropicProof)
+    assert isinstance(proof, FactoredPlan)
 
-    def proved(x: Tensor, z: Tensor, proof: Proof) -> Tensor:
+    def proved(x: Tensor, z: Tensor, proof: StoredPlan) -> Tensor:
         return proved_distance(ball.cost, x.double(), z.double(), proof).isfinite()
 
     assert proved(x, z, proof).all()
@@ -212,13 +220,13 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
     nan = torch.full_like(proof.keep, math.nan)
     for wrong in (
         replace(proof, potentials=proof.potentials.flip(2)),
-        replace(proof, price=proof.price * 1.01),
-        replace(proof, share=proof.share * 0.999),
+        replace(proof, psi=proof.psi * 1.01),
+        replace(proof, scale=proof.scale * 0.999),
         replace(proof, keep=0.999 * proof.keep),
         replace(proof, give=proof.give * 1.001),
         replace(proof, potentials=nan),
         replace(proof, keep=nan),
-        replace(proof, price=proof.price * math.inf),
+        replace(proof, psi=proof.psi * math.inf),
         replace(proof, potentials=proof.potentials * math.inf),
         proof.take(torch.tensor([1, 2, 3, 4, 0])),
     ):
@@ -238,7 +246,8 @@ def test_no_pixel_may_send_more_than_it_has() -> None:
     chain[0, 0, 2, 0, :4] = 1.0
     assert proved_distance(cost, x, z, chain).isinf().all()
     dear = torch.tensor([[[[60.0, 40.0, 20.0, 0.0, -20.0]]]], dtype=torch.float64).flip(3)
-    many = EntropicProof(dear, torch.zeros(1), torch.ones_like(x), 1e6 * torch.ones_like(x), torch.ones(1))
+    one = torch.ones_like(x)
+    many = FactoredPlan(cost.arcs(1, 5, x), x, dear, torch.zeros(1), one, 1e6 * one, torch.ones(1))
     assert proved_distance(cost, x, z, many).isinf().all()
 
 
@@ -247,7 +256,7 @@ def test_listed_proofs_are_plans() -> None:
     x = images(ball).double()
     result = ball.project(x, images(ball, seed=7).double())
     assert result.plan is not None
-    report = audit(ball, x, result.point, plan=ListedProof(result.plan.flow), exact="needed")
+    report = audit(ball, x, result.point, plan=result.plan.flow, exact="needed")
     same = audit(ball, x, result.point, plan=result.plan, exact="needed")
     assert report.all_valid and not report.exact.any()
     assert torch.equal(report.distance, same.distance)
@@ -257,28 +266,28 @@ def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
     ball = BALLS["grid"]
     x, found = climbed(ball)
     proof = found.proof
-    assert isinstance(proof, EntropicProof)
+    assert isinstance(proof, FactoredPlan)
     whole = audit(ball, x, found.images, plan=proof, exact="needed").distance
     monkeypatch.setitem(proved_distance.__globals__["AT_ONCE"], "cpu", 1)
     torch.testing.assert_close(audit(ball, x, found.images, plan=proof, exact="needed").distance, whole)
     assert len(audit(ball, x[:0], found.images[:0], plan=proof.take(torch.zeros(0).long()), exact="needed")) == 0
     with pytest.raises(ValueError, match=r"plan\.keep must have shape"):
         audit(ball, x, found.images, plan=replace(proof, keep=proof.keep[:, :1]), exact="needed")
-    with pytest.raises(TypeError, match="potentials"):
+    with pytest.raises(TypeError, match="plan must be arcs"):
         audit(ball, x, found.images, plan=object(), exact="needed")  # type: ignore[arg-type]
 
 
 def test_proofs_are_taken_put_and_chosen_per_image() -> None:
     x = images(BALLS["grid"], 4)
-    one, two = EntropicProof.of_nothing(x), EntropicProof.of_nothing(x + 1)
-    two = replace(two, share=torch.arange(4.0), potentials=x)
+    one, two = FactoredPlan.identity(MOVES, x), FactoredPlan.identity(MOVES, x + 1)
+    two = replace(two, scale=torch.arange(4.0), potentials=x)
     mask = torch.tensor([True, False, True, False])
     mixed = two.where(mask, one)
-    assert mixed.share.tolist() == [0.0, 0.0, 2.0, 0.0]
+    assert mixed.scale.tolist() == [0.0, 0.0, 2.0, 0.0]
     assert torch.equal(mixed.potentials[2], x[2]) and not mixed.potentials[1].any()
     put = one.put(torch.tensor([3, 1]), two.take(torch.tensor([2, 3])))
-    assert put.share.tolist() == [0.0, 3.0, 0.0, 2.0]
-    assert Proof.joined([one, two]).share.tolist() == [0.0] * 4 + [0.0, 1.0, 2.0, 3.0]
+    assert put.scale.tolist() == [0.0, 3.0, 0.0, 2.0]
+    assert StoredPlan.joined([one, two]).scale.tolist() == [0.0] * 4 + [0.0, 1.0, 2.0, 3.0]
     still = proved_distance(GridCost(), x.double(), x.double(), one)
     assert still.tolist() == [0.0] * 4
 
@@ -286,8 +295,10 @@ def test_proofs_are_taken_put_and_chosen_per_image() -> None:
 @pytest.mark.parametrize("cost", [GridCost(1), GridCost(3), ONE_WAY, BALLS["matrix"].cost], ids=str)
 def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
     x = torch.rand(2, 1, 5, 6, dtype=torch.float64)
-    proof = replace(EntropicProof.of_nothing(x), potentials=torch.randn_like(x), share=torch.ones(2).double())
-    given = [x, *(getattr(proof, name) for name in ("potentials", "price", "keep", "give", "share"))]
+    proof = replace(
+        FactoredPlan.identity(cost.arcs(5, 6, x), x), potentials=torch.randn_like(x), scale=torch.ones(2).double()
+    )
+    given = [x, *(getattr(proof, name) for name in ("potentials", "psi", "keep", "give", "scale"))]
     before = [values.clone() for values in given]
     proved = proved_distance(cost, x, x, proof)
     assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
@@ -309,4 +320,4 @@ def test_on_a_gpu() -> None:
 def test_imports_nothing_it_checks() -> None:
     source = Path(wball.__file__).parent.joinpath("auditing", "proof.py").read_text()
     imported = {f"{node.module}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert {name for name in imported if name.startswith("wball")} == {"wball.cost", "wball.result"}
+    assert {name for name in imported if name.startswith("wball")} == {"wball.cost", "wball.plan"}

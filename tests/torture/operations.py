@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.plan import identity
+from wball.plan import Plan
 from wball.solvers.problem import as_grid
 
 from .cases import Case
@@ -138,7 +138,7 @@ def _plan(case: Case, found: Findings) -> None:
     if bool((x.flatten(1).sum(1) < 1e-300).any()):
         return  # below are products of masses and shares, which denormal numbers cannot hold
     moves = ball.cost.arcs(x.shape[2], x.shape[3], x)
-    still = identity(moves, x)
+    still = Plan.identity(moves, x)
     score = torch.where(moves.allowed, moves.gather(as_grid(case.g.sign() * 3)) - moves.cost, -math.inf)
     raw = type(still)(moves, x.unsqueeze(2) * torch.softmax(score, 2))
     net = raw.cancelled()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,8 @@ from wball.attacks.progress import Bar, bar
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, check_classes, reached
-from wball.result import AnyProof, ListedProof, Proof
+from wball.plan import AnyPlan, FactoredPlan, Plan, StoredPlan
 from wball.solvers.problem import unit_of
-
-if TYPE_CHECKING:
-    from wball.plan import Plan
-
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -91,7 +87,7 @@ class AttackResult:
     radius: Tensor
     member: Tensor | None = None
     kernel: str = "none"
-    proof: Proof | None = None
+    proof: StoredPlan | None = None
     queries: Tensor | None = None
     findings: tuple[Finding, ...] = ()
 
@@ -161,8 +157,8 @@ class Climb:
         self.within(ball)
         self.objective, self.until_success, self._whole = objective, until_success, whole
         self.steps_done, self.kernel = 0, "none"
-        self._proof: Proof | None = None
-        self._all_proof: Proof | None = None
+        self._proof: StoredPlan | None = None
+        self._all_proof: StoredPlan | None = None
         self._progress = progress
         self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
@@ -202,14 +198,14 @@ class Climb:
         """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
         return self._drop()
 
-    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyProof]) -> AnyProof:
+    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyPlan]) -> AnyPlan:
         """From now on every candidate comes with its proof. Returns that of the images as they are."""
         whole = of_nothing(self._all.z)
         part = whole.take(self._active)
         self._all_proof, self._proof = whole, part
         return part
 
-    def gradient(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
+    def gradient(self, z: Tensor, distance: Tensor, proof: StoredPlan | None = None) -> Tensor:
         """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
         z = z.detach().requires_grad_(True)
         with torch.enable_grad():
@@ -235,14 +231,14 @@ class Climb:
         with torch.no_grad():
             return self._loss(ask(self.model, z))
 
-    def offer(self, z: Tensor, distance: Tensor, proof: Proof | None = None) -> Tensor:
+    def offer(self, z: Tensor, distance: Tensor, proof: StoredPlan | None = None) -> Tensor:
         """A candidate without its gradient. Returns which images it succeeds on."""
         with torch.no_grad():
             logits = ask(self.model, z)
             self._consider(z, logits, self._loss(logits), distance, proof)
             return self.reached(logits)
 
-    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor, proof: Proof | None) -> None:
+    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor, proof: StoredPlan | None) -> None:
         best, success = self._best, self.reached(logits)
         better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
         if self.until_success:
@@ -288,7 +284,7 @@ class Climb:
         return self._all
 
     @property
-    def proof(self) -> Proof | None:
+    def proof(self) -> StoredPlan | None:
         """The plans of all images' best candidates, after the end."""
         return self._all_proof
 
@@ -477,12 +473,13 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -
     return plan.cancelled().cost().to(torch.float64) / unit_of(ball, x)
 
 
-def plan_of_nothing(ball: WassersteinBall, x: Tensor) -> ListedProof:
-    """The listed plan of images that stay as they are."""
-    from wball.plan import identity
+Kind = TypeVar("Kind", Plan, FactoredPlan)
 
+
+def plan_of_nothing(kind: type[Kind], ball: WassersteinBall, x: Tensor) -> Kind:
+    """The plan of images that stay as they are."""
     grid = x if x.ndim == 4 else x[:, None, None, :]
-    return ListedProof(identity(ball.cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid).flow)
+    return kind.identity(ball.cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
@@ -519,7 +516,7 @@ def _joined(parts: list[AttackResult]) -> AttackResult:
     }
     kernel = joined_kernels(part.kernel for part in parts)
     proofs = [part.proof for part in parts if part.proof is not None]
-    proof = Proof.joined(proofs) if len(proofs) == len(parts) else None
+    proof = StoredPlan.joined(proofs) if len(proofs) == len(parts) else None
     findings = merged(finding for part in parts for finding in part.findings)
     status = sum((part.status for part in parts), ())
     return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, spread
+from wball.attacks.base import Climb, GradientAttack, plan_of_nothing, spread
 from wball.ball import WassersteinBall
-from wball.result import EntropicProof, Proof
+from wball.plan import FactoredPlan
 from wball.solvers.oracle import TransportOracle
 from wball.solvers.problem import unit_of
 
@@ -70,7 +71,9 @@ class DualAveraging(GradientAttack):
         unit = unit_of(ball, climb.x)
         b, z = torch.zeros_like(climb.x), climb.x
         distance = torch.zeros_like(unit)
-        proof: Proof | None = climb.keep_proofs(EntropicProof.of_nothing) if self.proofs else None
+        proof: FactoredPlan | None = None
+        if self.proofs:
+            proof = climb.keep_proofs(partial(plan_of_nothing, FactoredPlan, ball))
         if self.random_start > 0:
             noise = torch.randn(b.shape, generator=generator, device=generator.device, dtype=torch.float32)
             b = self.random_start * noise.to(b)

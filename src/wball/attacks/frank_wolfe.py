@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +21,7 @@ from wball import inputs
 from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread
 from wball.attacks.dual_averaging import normalised
 from wball.ball import WassersteinBall
-from wball.result import ListedProof
-
-if TYPE_CHECKING:
-    from wball.plan import Plan
+from wball.plan import Plan
 
 LINE_SEARCH = tuple(0.5**k for k in range(7))
 """Step lengths tried by the line search, all at once."""
@@ -72,9 +69,9 @@ class FrankWolfe(GradientAttack):
         if self.random_start:
             start = climb.ball.sample(climb.x, generator)
             z, distance = start.to(torch.float64), distance_bound(climb.ball, climb.x, start)
-        proof: ListedProof | None = None
+        proof: Plan | None = None
         if self.proofs and isinstance(climb.ball, WassersteinBall) and not self.random_start:
-            proof = climb.keep_proofs(partial(plan_of_nothing, climb.ball))
+            proof = climb.keep_proofs(partial(plan_of_nothing, Plan, climb.ball))
         for step in range(self.steps):
             gradient = climb.gradient(z.to(climb.x.dtype), distance, proof)
             kept = climb.survivors()
@@ -91,7 +88,7 @@ class FrankWolfe(GradientAttack):
             z = z + spread(gamma, z) * (corner - z)
             distance = distance + gamma * (reach - distance)
             if proof is not None and plan is not None:
-                proof = proof.mixed(gamma, ListedProof(plan.cancelled().flow))
+                proof = proof.mixed(gamma, plan.cancelled())
         climb.offer(z.to(climb.x.dtype), distance, proof)
 
     def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor, Plan | None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
 from wball.ball import LinfBall, WassersteinBall
 from wball.cost import GridCost
-from wball.result import ListedProof
+from wball.plan import Plan
 from wball.solvers.entropic import EntropicProjection
-
-if TYPE_CHECKING:
-    from wball.plan import Plan
 
 Step = Literal["linf", "l2", "wasserstein"]
 
@@ -119,9 +116,9 @@ class PGD(GradientAttack):
             z = climb.ball.sample(climb.x, generator)
             distance = distance_bound(climb.ball, climb.x, z)
         eps, projection = climb.ball.eps, self._fused(climb)
-        proof: ListedProof | None = None
+        proof: Plan | None = None
         if self.proofs and isinstance(climb.ball, WassersteinBall) and self._proves(projection):
-            proof = climb.keep_proofs(partial(plan_of_nothing, climb.ball))
+            proof = climb.keep_proofs(partial(plan_of_nothing, Plan, climb.ball))
         for step in range(self.steps):
             gradient = climb.gradient(z, distance, proof)
             kept = climb.survivors()
@@ -134,7 +131,7 @@ class PGD(GradientAttack):
             if self.growth is not None and step % self.growth.every == 0:
                 climb.within(climb.ball.at(self.growth.at(eps, step)))
             z, distance, plan = self._project(climb, self._ahead(climb, z, gradient), projection)
-            proof = None if proof is None or plan is None else ListedProof(plan.cancelled().flow)
+            proof = None if proof is None or plan is None else plan.cancelled()
         climb.offer(z, distance, proof)
 
     def _proves(self, fused: EntropicProjection | None) -> bool:

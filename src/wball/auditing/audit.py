@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.auditing.proof import AnyPlan
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL, Violations, check_point
 from wball.ball.base import Ball
+from wball.plan import StoredPlan
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def audit(
     x: Tensor,
     z: Tensor,
     *,
-    plan: AnyPlan | None = None,
+    plan: StoredPlan | Tensor | None = None,
     exact: Literal["all", "needed", "sample"] = "all",
     sample: int = 100,
     generator: torch.Generator | None = None,

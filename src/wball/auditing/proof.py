@@ -1,11 +1,11 @@
 r"""What a transport plan proves, checked in float64 by summing it up. Nothing is solved and nobody is believed.
 
 A plan ``P >= 0`` that uses only the moves of the cost, sends ``x`` and delivers ``z`` proves that the distance between
-them is at most ``<P, C>``. It can be listed, one number per move, or written in a few images
-(:class:`wball.result.EntropicProof`), from which every move is worked out here:
+them is at most ``<P, C>``. It can be written out, one number per move, or in factors, a few images
+(:class:`wball.plan.FactoredPlan`), from which every move is worked out here:
 
 .. math::
-    P_{ij} = share\; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j)
+    P_{ij} = scale\; x_i\, \mathrm{softmax}_j(s_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j)
 
 Of opposite moves ``i -> j`` and ``j -> i`` only the difference is made. Whatever the numbers are that came with the
 plan: what is left are flows ``>= 0``, and they are asked whether any pixel sends more than it has, what arrives where,
@@ -18,14 +18,13 @@ Like :mod:`wball.auditing.audit`, which uses it, this file shares no code with t
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wball.cost import DenseCost, GroundCost
-from wball.result import Proof
+from wball.plan import FactoredPlan, StoredPlan
 
 MISSING_TOL = 1e-5
 """Of the image's mass: what may be missing in the sums of a plan."""
@@ -34,54 +33,27 @@ AT_ONCE = {"cpu": 100_000, "cuda": 40_000_000}
 """Moves that are looked at at a time: a processor's cache, a GPU's memory."""
 
 
-@runtime_checkable
-class HasArcs(Protocol):
-    """A transport plan: :class:`wball.plan.Plan`, or anything that lists the mass on each move."""
-
-    def arcs(self) -> Tensor: ...
-
-
-class HasPotentials(Protocol):
-    """A transport plan written in a few images, by the formula above."""
-
-    @property
-    def potentials(self) -> Tensor: ...
-
-    @property
-    def price(self) -> Tensor: ...
-
-    @property
-    def keep(self) -> Tensor: ...
-
-    @property
-    def give(self) -> Tensor: ...
-
-    @property
-    def share(self) -> Tensor: ...
-
-
-AnyPlan = HasArcs | HasPotentials | Proof | Tensor
-
-
-def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: AnyPlan) -> Tensor:
+def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: StoredPlan | Tensor) -> Tensor:
     """An upper bound of the distance from ``x`` to ``z``, per image in mass x pixels; inf where the plan proves none.
 
     Args:
         cost: what moves cost.
         x: centres, ``(B, C, H, W)``, float64.
         z: points, like ``x``.
-        plan: a plan of each image: listed, ``(B, C, K, H, W)`` in the order of ``cost.moves``, or by potentials.
+        plan: a plan of each image: in factors, or its arcs, ``(B, C, K, H, W)`` in the order of ``cost.moves``.
     """
     moves = _Moves(cost, x)
     batch = x.shape[0]
-    if isinstance(plan, (Tensor, HasArcs)):
+    if not isinstance(plan, FactoredPlan):
+        if not isinstance(plan, Tensor) and not hasattr(plan, "arcs"):
+            raise TypeError(f"plan must be arcs (B, C, K, H, W) or a plan of wball.plan, got {type(plan).__name__}")
         flow = plan if isinstance(plan, Tensor) else plan.arcs()
         expected = (*x.shape[:2], moves.listed, *x.shape[2:])
         if tuple(flow.shape) != expected:
             raise ValueError(f"plan must list its moves as (B, C, K, H, W) = {expected}, got {tuple(flow.shape)}")
         given = [flow]
     else:
-        given = [_like(plan, name, (batch,)) for name in ("price", "share")]
+        given = [_like(plan, name, (batch,)) for name in ("psi", "scale")]
         given += [_like(plan, name, tuple(x.shape)) for name in ("potentials", "keep", "give")]
     size = max(1, AT_ONCE.get(x.device.type, AT_ONCE["cpu"]) // max(1, moves.count * x[:1].numel()))
     bounds = [torch.zeros(0, dtype=torch.float64, device=x.device)]
@@ -93,10 +65,8 @@ def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: AnyPlan) -> Te
     return torch.cat(bounds)
 
 
-def _like(plan: object, name: str, shape: tuple[int, ...]) -> Tensor:
-    values = getattr(plan, name, None)
-    if not isinstance(values, Tensor):
-        raise TypeError(f"plan must list its moves or have potentials, but {type(plan).__name__} has no {name}")
+def _like(plan: FactoredPlan, name: str, shape: tuple[int, ...]) -> Tensor:
+    values: Tensor = getattr(plan, name)
     if values.numel() != math.prod(shape) or len(values) != shape[0]:
         raise ValueError(f"plan.{name} must have shape {shape}, got {tuple(values.shape)}")
     return values.reshape(shape)
@@ -169,19 +139,19 @@ def _wall(price: Tensor) -> Tensor | None:
 
 
 def _rebuilt(
-    moves: _Moves, x: Tensor, z: Tensor, price: Tensor, share: Tensor, s: Tensor, keep: Tensor, give: Tensor
+    moves: _Moves, x: Tensor, z: Tensor, psi: Tensor, scale: Tensor, s: Tensor, keep: Tensor, give: Tensor
 ) -> Tensor:
     """The bound by a plan that is given by potentials."""
     channels = x.shape[1]
     x, z, s, keep, give = (values.reshape(-1, 1, x.shape[2] * x.shape[3]) for values in (x, z, s, keep, give))
-    price, share = (values.repeat_interleave(channels).view(-1, 1, 1) for values in (price, share))
-    weight = moves.priced(moves.there(s, -math.inf), price)
+    psi, scale = (values.repeat_interleave(channels).view(-1, 1, 1) for values in (psi, scale))
+    weight = moves.priced(moves.there(s, -math.inf), psi)
     top = weight.amax(1, keepdim=True)
     total = weight.sub_(top).exp_().sum(1, keepdim=True)
-    sent = share * x * give / total
+    sent = scale * x * give / total
     flow = weight.mul_(sent).mul_(moves.there(keep, 0.0))
     # The opposite move, seen from this end: its sender is there, and its end, with s and keep, is here.
-    back = moves.priced(moves.there(sent.log() - top, -math.inf).add_(s), price, back=True)
+    back = moves.priced(moves.there(sent.log() - top, -math.inf).add_(s), psi, back=True)
     flow = flow.sub_(back.exp_().mul_(keep)).clamp_(min=0).masked_fill_(moves.staying, 0.0)
     sends = flow.sum(1, keepdim=True)
     missing = (x - sends + moves.arrived(flow) - z).abs() + (sends - x).clamp(min=0)

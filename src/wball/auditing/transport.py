@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.auditing.proof import AnyPlan, proved_distance
+from wball.auditing.proof import proved_distance
 from wball.auditing.violations import BOX_TOL, MASS_TOL, Violations, box_violation, half_ulp
 from wball.cost import DenseCost, GroundCost
+from wball.plan import StoredPlan
 
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
@@ -42,7 +43,7 @@ def transport_violations(
     *,
     relative: bool,
     box: tuple[float, float] | None,
-    plan: AnyPlan | None = None,
+    plan: StoredPlan | Tensor | None = None,
 ) -> Violations:
     """Mass, box and distance of ``z`` around ``x``, both ``(B, C, H, W)`` or ``(B, n)``.
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from wball.auditing.proof import AnyPlan
 from wball.auditing.violations import DISTANCE_TOL, Violations
+from wball.plan import StoredPlan
 from wball.result import ProjectionResult, SupportResult
 
 Self = TypeVar("Self", bound="Ball")
@@ -44,7 +44,7 @@ class Ball(Protocol):
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor: ...
 
-    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations: ...
+    def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations: ...
 
     def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor: ...
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.auditing.proof import AnyPlan
 from wball.auditing.violations import DISTANCE_TOL, Violations, box_violation, check_point, half_ulp
 from wball.ball.base import check_tol, radii_of
 from wball.inputs import result_dtype
+from wball.plan import StoredPlan
 from wball.result import ProjectionResult, Status, SupportResult
 
 
@@ -80,7 +80,7 @@ class LinfBall:
         inputs.check_like("z", z, x)
         return (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
 
-    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations:
+    def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations:
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan`` plays no role."""
         x = inputs.check_images("x", x, self.box)
         check_point(z, x)

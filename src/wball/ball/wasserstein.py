@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.auditing.proof import AnyPlan
 from wball.auditing.transport import transport_violations
 from wball.auditing.violations import DISTANCE_TOL, Violations, check_point
 from wball.ball.base import Plans, check_tol, radii_of
 from wball.ball.description import describe_cost
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
+from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
 
 
@@ -105,7 +105,7 @@ class WassersteinBall:
 
         return distance(self, x, z, plans=plans, reg=reg)
 
-    def violations(self, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> Violations:
+    def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations:
         """Mass, box and distance of ``z``; see :mod:`wball.auditing.transport`.
 
         With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf where it proves none.

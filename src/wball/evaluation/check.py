@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.auditing.audit import AuditReport, audit
-from wball.auditing.proof import AnyPlan
 from wball.auditing.violations import DISTANCE_TOL
 from wball.ball import Ball
 from wball.evaluation.result import EXACT, PLAN
+from wball.plan import StoredPlan
 
 SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
 """Of the examples at a radius that a plan proves, so many are checked by exact transport, too."""
@@ -29,7 +29,7 @@ ROUNDING = 1e-7
 """Of the mass, by a pixel: what float32 images do not say. At radii of 1e-5 that is more than 1e-4 of the radius."""
 
 
-def audit_in_threads(ball: Ball, x: Tensor, z: Tensor, plan: AnyPlan | None = None) -> AuditReport:
+def audit_in_threads(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> AuditReport:
     """:func:`wball.audit` with a thread per core; with ``plan``, exact transport only where that is no proof."""
     return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 

@@ -54,8 +54,8 @@ from wball.evaluation.result import (
 )
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, top_class
+from wball.plan import StoredPlan
 from wball.processes import grouped, place
-from wball.result import Proof
 from wball.storage.atomic import clear_parts, locked
 
 BATCHES = "batches"
@@ -324,7 +324,7 @@ class _Shard:
         images: Tensor,
         radius: Tensor,
         member: Tensor,
-        proof: Proof | None = None,
+        proof: StoredPlan | None = None,
     ) -> None:
         """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault."""
         index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]

@@ -26,7 +26,7 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import entropic_plan
-from wball.result import EntropicProof
+from wball.plan import FactoredPlan
 from wball.solvers.problem import spendable
 
 KAPPA = (0.5, 8.0)
@@ -52,7 +52,7 @@ class OraclePoint:
     cost: Tensor
     share: Tensor
     kernel: str = "torch"
-    proof: EntropicProof | None = None
+    proof: FactoredPlan | None = None
 
 
 def balanced(x: Tensor, z: Tensor, kernel: str) -> Tensor:
@@ -110,9 +110,8 @@ class TransportOracle:
         z = self._grid + step * balanced(self._grid, plan.z, plan.kernel).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         if box is not None:
             z = z.clamp(*box)  # rounding only
-        like = self.x.shape
-        proof = EntropicProof(chosen.reshape(like), plan.psi, plan.keep.reshape(like), plan.give.reshape(like), share)
-        return OraclePoint(z.view(like), (share * plan.net_cost).nan_to_num(nan=0.0), share, plan.kernel, proof)
+        proof = FactoredPlan(self._moves, self._grid, chosen, plan.psi, plan.keep, plan.give, share)
+        return OraclePoint(z.view(self.x.shape), (share * plan.net_cost).nan_to_num(nan=0.0), share, plan.kernel, proof)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

@@ -28,7 +28,7 @@ from wball.kernels.entropic_path.reference import dot, per_image
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
-from wball.plan import Plan, identity
+from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, statuses
 from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 from wball.solvers.sinkhorn import paper_projection
@@ -254,7 +254,7 @@ class _Projection:
         lo, hi = box if box is not None else (-math.inf, math.inf)
         # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
         self.columns = path.Quadratic(w, lo if lo > 0 else -math.inf, hi)
-        still = identity(moves, x)
+        still = Plan.identity(moves, x)
         self.offset = _offset(x, self.tau)
         self.flow = still.flow
         self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)

@@ -31,7 +31,7 @@ from wball.kernels import dispatch
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
 from wball.moves import Moves
-from wball.plan import Plan, identity
+from wball.plan import Plan
 from wball.result import SupportResult, statuses
 from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 
@@ -124,7 +124,7 @@ class _Support:
         self.nothing, self.kernel = nothing, kernel  # a gap that counts as none, however small everything is
         mass = x.flatten(1).sum(1)
         self.tau = torch.full_like(mass, 0.0 if math.isinf(reg) else 1.0 / reg)
-        self.flow = identity(moves, x).flow
+        self.flow = Plan.identity(moves, x).flow
         self.primal = dot(g, x)
         # The entropic problem's own bound decides when it is solved; upper bounds the exact maximum.
         self.upper, self.dual = torch.full_like(mass, math.inf), torch.full_like(mass, math.inf)
