@@ -3,23 +3,25 @@
 A ball answers questions about itself, and nothing else in the library needs to know which ball it serves: where is its
 farthest point in a direction (:meth:`~Ball.support`), its nearest point to an image (:meth:`~Ball.project`), how far is
 an image from the centre (:meth:`~Ball.distance`), by how much does it miss the ball (:meth:`~Ball.violations`, the
-audit's question), is it inside (:meth:`~Ball.contains`), and what ball is this (:meth:`~Ball.describe`).
+audit's question), is it inside (:meth:`~Ball.contains`), what ball is this
+(:meth:`~Ball.describe`); for certificates, what is the largest value of a linear function over it
+(:meth:`~Ball.input_set`, sound in floating point).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from wball.auditing.violations import DISTANCE_TOL, Violations
+from wball.input_sets import InputSet, Plans
 from wball.plan import StoredPlan
 from wball.result import ProjectionResult, SupportResult
 
 Self = TypeVar("Self", bound="Ball")
-Plans = Literal["window", "full"]
 
 
 class Ball(Protocol):
@@ -53,6 +55,8 @@ class Ball(Protocol):
     def kernel(self, x: Tensor) -> str: ...
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> InputSet: ...
 
 
 def check_tol(tol: float) -> None:

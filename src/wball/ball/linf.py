@@ -12,6 +12,7 @@ from torch import Tensor
 from wball import inputs
 from wball.auditing.violations import DISTANCE_TOL, Violations, box_violation, check_point, half_ulp
 from wball.ball.base import check_tol, radii_of
+from wball.input_sets import IntervalSet, Plans
 from wball.inputs import result_dtype
 from wball.plan import StoredPlan
 from wball.result import ProjectionResult, Status, SupportResult
@@ -115,3 +116,7 @@ class LinfBall:
         device = generator.device if generator is not None else x.device
         u = torch.rand(x.shape, dtype=torch.float32, device=device, generator=generator).to(low)
         return torch.minimum(low + u * (high - low), high)
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> IntervalSet:
+        """The ball as certificates see it; there are no ``plans`` here."""
+        return IntervalSet(*self.bounds(x.to(torch.float64)))

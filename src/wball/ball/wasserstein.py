@@ -12,9 +12,10 @@ from torch import Tensor
 from wball import inputs
 from wball.auditing.transport import transport_violations
 from wball.auditing.violations import DISTANCE_TOL, Violations, check_point
-from wball.ball.base import Plans, check_tol, radii_of
+from wball.ball.base import check_tol, radii_of
 from wball.ball.description import describe_cost
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
+from wball.input_sets import Plans, TransportSet
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
 
@@ -145,3 +146,7 @@ class WassersteinBall:
         from wball.solvers.support import sample
 
         return sample(self, x, generator)
+
+    def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
+        """The ball as certificates see it: for ``full`` plans, or for those inside its window."""
+        return TransportSet(x, self.cost, self.budget(x), self.box, plans)

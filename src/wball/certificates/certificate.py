@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
-from wball.ball import Ball, LinfBall, Plans, WassersteinBall
+from wball.ball import Ball, Plans
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
-from wball.certificates.input_set import InputSet, TransportSet, input_set, intervals
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
 from wball.certificates.tracing import trace
+from wball.input_sets import InputSet, TransportSet
+from wball.input_sets.box import intervals
 from wball.model import ask, check_classes, evaluating
 
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown"]
@@ -123,7 +124,7 @@ def _certify(
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
     step = batch_size or _images_at_once(x)
-    one = input_set(ball.take(torch.zeros(1, dtype=torch.long, device=x.device)), x[:1], plans)
+    one = ball.take(torch.zeros(1, dtype=torch.long, device=x.device)).input_set(x[:1], plans)
     first = FirstLayer(graph, one)
     parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
@@ -203,8 +204,10 @@ def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | No
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(ball, (WassersteinBall, LinfBall)):
-        raise TypeError(f"ball must be a WassersteinBall or LinfBall to be certified, got {type(ball).__name__}")
+    if not callable(getattr(ball, "input_set", None)):
+        raise TypeError(
+            f"ball must be a threat model that answers input_set (docs/extending.md), got {type(ball).__name__}"
+        )
     x = inputs.check_images("x", x, ball.box)
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
@@ -266,7 +269,7 @@ class _Problem:
         return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
 
     def margin(self, method: Method, steps: int, reg: float) -> Tensor:
-        source = input_set(self.ball, self.x, self.plans)
+        source = self.ball.input_set(self.x, self.plans)
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
         relaxation = self.relaxation(source, method, reg)
@@ -274,7 +277,7 @@ class _Problem:
         margins = relaxation.margins(self.y, bounds, self.like)
         if method in ("interval", "dual"):
             return margins.amin(1)
-        if isinstance(source, TransportSet) and source.small:
+        if source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown"):
             self._tighten(margins, bounds, near=20.0)
@@ -294,13 +297,13 @@ class _Problem:
         """
         lowest = margins.amin(1)
         hopeful = (lowest <= 0) & (self.clean > 0)
-        if isinstance(self.ball, WassersteinBall):
+        if self.first.plans:
             hopeful &= lowest > -near * self.clean
         left = hopeful.nonzero()[:, 0]
         if left.numel() == 0:
             return
         some, y = bounds.take(left), self.y[left]
-        source = input_set(self.ball.take(left), self.x[left], self.plans, reach)
+        source = self.ball.take(left).input_set(self.x[left], self.plans).finer(reach)
         relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:

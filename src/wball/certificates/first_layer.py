@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from wball.certificates.anchor import ImageConvolution, image_convolution
 from wball.certificates.graph import Activation, Graph
-from wball.certificates.input_set import InputSet, TransportSet
+from wball.input_sets import InputSet, TransportSet
 
 MARGIN = 5
 """How far around the kernel mass is followed pixel by pixel."""
@@ -37,6 +37,7 @@ class FirstLayer:
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.layers: dict[int, ImageConvolution] = {}
         self._kernels: dict[tuple[int, float], tuple[list[Tensor], Tensor]] = {}
+        self.plans = isinstance(source, TransportSet)  # whether there is moved mass to charge
         if not isinstance(source, TransportSet) or source.power is None:
             return
         for position in graph.relaxed():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.rows import Rows, add, transposed, trim
+from wball.input_sets.rows import Rows, add, transposed, trim
 
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]

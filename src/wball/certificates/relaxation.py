@@ -7,7 +7,7 @@ For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU
 
 holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the left line where
 ``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its
-minimum over the ball is the support function of :mod:`wball.certificates.input_set`. No interval of pixels ever
+minimum over the ball is the support function of :mod:`wball.input_sets`. No interval of pixels ever
 appears. Upper lines that also know the budget are in :mod:`wball.certificates.anchor`.
 
 Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching may run
@@ -26,11 +26,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, image_convolution
+from wball.certificates.activations import anchored_line, relax_max_pool, upper_line
+from wball.certificates.anchor import ConvAnchor, image_convolution
+from wball.certificates.collector import Collector
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Affine, Graph, Input, Interval, MaxPool, back
-from wball.certificates.input_set import ROUNDS, InputSet, TransportSet
-from wball.certificates.rows import Rows, units
+from wball.input_sets import InputSet, TransportSet
+from wball.input_sets.base import ROUNDS
+from wball.input_sets.charges import Anchor
+from wball.input_sets.rows import Rows, units
 
 ROUNDING = 1e-12
 """Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
@@ -174,7 +178,7 @@ class Relaxation:
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
             op = self.graph.ops[position]
             if isinstance(op, MaxPool):
-                return _relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
+                return relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
             assert isinstance(op, Activation)
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
@@ -326,8 +330,11 @@ class Relaxation:
         shape = self.graph.ops[op.inputs[0]].shape
         size = math.prod(shape)
         known = position in bounds.lower
-        gains = _Collector(self, position, images, shape, like) if anchored and isinstance(op, Activation) else None
-        ready = gains is not None and gains.settle()
+        gains = None
+        if anchored and isinstance(op, Activation):
+            assert isinstance(self.source, TransportSet)
+            gains = Collector(self.source, images, shape, like.device)
+        ready = gains is not None and self._shared_gains(position)
         if not known:
             self._start(position, bounds, images, like)
             known = self._first_layer(position, bounds)
@@ -351,13 +358,25 @@ class Relaxation:
                 self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
                 every = every[bounds.worth_a_row(position).flatten()[every]]
         if gains is not None:
-            gains.choose(bounds)
+            gains.choose(bounds.lower[position], bounds.upper[position])
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
             sign = torch.full(some.shape, side, device=like.device)
             self._bound_units(position, bounds, some, sign, like, anchored, ascent, gains if side < 0 else None)
-        if gains is not None and not ready:
-            gains.finish()
+        found = None if gains is None or ready else gains.anchor()
+        if found is not None:
+            self.anchors[position] = found
+
+    def _shared_gains(self, position: int) -> bool:
+        """Units of a first convolution share their gains: their anchor is ready without rows."""
+        assert isinstance(self.source, TransportSet)
+        if self.source.matrix is not None or self.centre is None:
+            return False
+        convolution = image_convolution(self.graph, position)
+        if convolution is None:
+            return False
+        self.anchors[position] = (ConvAnchor(convolution, self.source.moves), self.centre[position])
+        return True
 
     def _contenders(self, op: MaxPool, position: int, bounds: Bounds) -> Tensor:
         """The values that may be the largest of a window that is not settled, and of which rows could say more.
@@ -450,7 +469,7 @@ class Relaxation:
         like: Tensor,
         anchored: bool = False,
         ascent: Ascent | None = None,
-        gains: _Collector | None = None,
+        gains: Collector | None = None,
         rounds: int = ROUNDS,
     ) -> None:
         """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is tighter.
@@ -476,7 +495,7 @@ class Relaxation:
             else:
                 bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
             if gains is not None:
-                gains.add((here // size, here % size), bound)
+                gains.add(here // size, here % size, bound.at_input, bound.charged, bound.constant)
             below = sign[index] > 0
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
@@ -526,7 +545,7 @@ class Relaxation:
         if image.shape[0] == 0:
             return out
         step = self._chunk(target, rows_of, bounds, anchored)
-        rounds = 3 * ROUNDS if isinstance(self.source, TransportSet) and self.source.small else ROUNDS
+        rounds = 3 * ROUNDS if self.source.small else ROUNDS
         for index in torch.arange(image.shape[0], device=like.device).split(step):
             rows = rows_of(index)
             if ascent is not None:
@@ -534,73 +553,13 @@ class Relaxation:
             else:
                 bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
             value = bound.value
-            if exact_box and ascent is None and isinstance(self.source, TransportSet):
+            if exact_box and ascent is None:
                 negated = bound.at_input.like(-bound.at_input.coeff)
                 choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
                 boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds)
                 value = torch.maximum(value, boxed.value)
             out[image[index], other[index]] = value
         return out
-
-
-class _Collector:
-    """Gathers a layer's upper rows into its anchor."""
-
-    LIMIT = 2**14
-    """Numbers per image and pixel that the gains of one layer may hold."""
-
-    def __init__(
-        self, relaxation: Relaxation, position: int, images: int, shape: tuple[int, ...], like: Tensor
-    ) -> None:
-        self.relaxation, self.position, self.images, self.shape = relaxation, position, images, shape
-        source = relaxation.source
-        assert isinstance(source, TransportSet)
-        self.source = source
-        self.centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=like.device)
-        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        self.chosen: Tensor | None = None
-
-    def settle(self) -> bool:
-        """Units of a first convolution share their gains: their anchor is ready without rows."""
-        centre, convolution = self.relaxation.centre, None
-        if self.source.matrix is None and centre is not None:
-            convolution = image_convolution(self.relaxation.graph, self.position)
-        if centre is None or convolution is None:
-            return False
-        anchor = ConvAnchor(convolution, self.source.moves)
-        self.relaxation.anchors[self.position] = (anchor, centre[self.position])
-        return True
-
-    def choose(self, bounds: Bounds) -> None:
-        """If not all unstable units fit, take each image's most unstable ones; the others keep the usual lines."""
-        most = self.LIMIT * math.prod(self.source.shape) // self.source.gain_size
-        low, up = (b[self.position].view(self.images, -1) for b in (bounds.lower, bounds.upper))
-        if most < low.shape[1]:
-            depth = torch.minimum(up, -low)
-            best = depth.topk(max(1, most), 1)
-            self.chosen = torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
-
-    def add(self, place: tuple[Tensor, Tensor], bound: Bound) -> None:
-        """Rows that bound ``-v``: their values at the image and their gains."""
-        image, unit = place
-        at_input, charged, constant = bound.at_input, bound.charged, bound.constant
-        if self.chosen is not None:
-            keep = self.chosen[place].nonzero()[:, 0]
-            if keep.shape[0] == 0:
-                return
-            image, unit, constant = image[keep], unit[keep], constant[keep]
-            at_input, charged = at_input.take(keep), [(anchor, weights.take(keep)) for anchor, weights in charged]
-        centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
-        self.centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
-        self.parts.append((image, unit, *self.source.gains(at_input.like(-at_input.coeff), charged)))
-
-    def finish(self) -> None:
-        """Register the anchor."""
-        if not self.parts:
-            return
-        image, unit, *gains = (torch.cat(part) for part in zip(*self.parts, strict=True))
-        anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
-        self.relaxation.anchors[self.position] = (anchor, self.centre.view(self.images, *self.shape))
 
 
 def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
@@ -611,52 +570,3 @@ def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
         return None
     assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), f"{op.name}: negative radius"
     return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
-
-
-def anchored_line(
-    low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where there is one.
-
-    Where the unit is stable or its centre is not strictly inside, the given line stays, without a bend.
-    """
-    inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
-    at = torch.where(inside, centre, 0.5 * (low + up))
-    value = torch.where(at > 0, at, leak * at)
-    left = (value - leak * low) / (at - low)
-    right = (up - value) / (up - at)
-    bend = torch.where(inside, right - left, torch.zeros_like(slope))
-    return (
-        bend.clamp(min=0),
-        torch.where(inside, left, slope),
-        torch.where(inside, value - left * at, shift),
-        inside,
-    )
-
-
-def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
-    """Slope and shift of the upper line, exact where the unit is stable."""
-    crossing = (low < 0) & (up > 0)
-    width = torch.where(crossing, up - low, torch.ones_like(up))
-    slope = torch.where(crossing, (up - leak * low) / width, torch.where(low >= 0, 1.0, leak).to(up.dtype))
-    shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
-    return slope, shift
-
-
-def _relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows]:
-    """``max >= the entry with the largest lower bound``; ``max <= largest upper bound``, or that entry if it wins."""
-    whole = rows.dense(op.shape)
-    dtype, image = whole.coeff.dtype, whole.image
-    low, up = op.windows(lower), op.windows(upper)
-    floor, pick = low.max(-1)
-    places = op.places(lower.device).expand(*low.shape)
-    source = places.gather(-1, pick[..., None])[..., 0].flatten(2)
-    others = up.scatter(-1, pick[..., None], -math.inf)
-    sure = (floor >= others.amax(-1)).flatten(2)[image]
-    ceiling = up.amax(-1).to(dtype).flatten(2)[image]
-    flat = whole.coeff.flatten(2)
-    kept = torch.where((flat > 0) | sure, flat, torch.zeros_like(flat))
-    out = flat.new_zeros((flat.shape[0], flat.shape[1], op.before[1] * op.before[2]))
-    out = out.scatter_add(2, source[image], kept)
-    constant = ((flat - kept) * ceiling).flatten(1).sum(1)
-    return constant, Rows(out.reshape(-1, *op.before), image)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
+from wball.certificates.activations import upper_line
 from wball.certificates.graph import (
     Activation,
     Affine,
@@ -32,11 +33,10 @@ from wball.certificates.graph import (
     Sum,
     back,
 )
-from wball.certificates.relaxation import upper_line
-from wball.certificates.rows import Rows
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
+from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
 
 

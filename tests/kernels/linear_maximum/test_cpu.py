@@ -8,8 +8,7 @@ from torch import Tensor
 
 import wball
 from certificates.exact import euclidean
-from wball.certificates.input_set import TransportSet
-from wball.certificates.rows import Rows
+from wball.input_sets.rows import Rows
 
 
 def picture(count: int, channels: int, side: int, seed: int) -> Tensor:
@@ -58,7 +57,7 @@ def test_maximum(kernel: str, side: int, channels: int, patch: int | None, eps: 
     ball = wball.WassersteinBall(eps, box=None)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("WBALL_KERNEL", kernel)
-        source = TransportSet(ball, x, "full")
+        source = ball.input_set(x, "full")
     rows = some_rows(16, (channels, side, side), 3, patch, side)
     exact = by_definition(rows, x, ball.budget(x), torch.tensor(euclidean(side, side)))
     found, few = source.maximum(rows, rounds=20), source.maximum(rows, rounds=2)
@@ -68,7 +67,7 @@ def test_maximum(kernel: str, side: int, channels: int, patch: int | None, eps: 
         assert bool((found - exact <= 2e-4 * (exact - still) + 1e-9).all())
     elif eps < 1:  # long moves hardly pay
         assert bool((found - exact <= 0.3 * (exact - still) + 1e-9).all())
-    window = TransportSet(ball, x, "window").maximum(rows)
+    window = ball.input_set(x, "window").maximum(rows)
     assert bool((window <= found + 2e-4 * found.abs() + 1e-9).all())
 
 
@@ -81,7 +80,7 @@ def test_compiled_and_torch_agree(patch: int | None, plans: str) -> None:
         for kernel in ("cpu", "torch"):
             with pytest.MonkeyPatch.context() as patched:
                 patched.setenv("WBALL_KERNEL", kernel)
-                source = TransportSet(wball.WassersteinBall(eps), x, plans)  # type: ignore[arg-type]
+                source = wball.WassersteinBall(eps).input_set(x, plans)  # type: ignore[arg-type]
             found[kernel] = source.maximum(some_rows(60, (3, 20, 20), 4, patch, 1), rounds=25)
         # The search in torch runs in float32.
         torch.testing.assert_close(found["cpu"], found["torch"], rtol=2e-4, atol=2e-4)

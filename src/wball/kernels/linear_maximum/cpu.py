@@ -1,6 +1,6 @@
 r"""The largest value of rows over a Wasserstein ball, on a CPU: one row at a time, compiled by numba.
 
-The bound of :mod:`wball.certificates.input_set` without charges and box prices,
+The bound of :mod:`wball.input_sets.transport` without charges and box prices,
 
 .. math:: \min_{\psi \ge 0} \; \psi E + \sum_i x_i \max_j \big( a_j - \psi C_{ij} \big)
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from wball.kernels.compiled import compiled, split
 
 if TYPE_CHECKING:
-    from wball.certificates.rows import Rows
+    from wball.input_sets.rows import Rows
 
 _NOWHERE = -1e30
 _FAST = {"contract", "nsz", "reassoc"}
@@ -42,7 +42,7 @@ def largest(
 ) -> Tensor:
     """Upper bounds ``(N,)`` in float64 for rows over images ``x`` (B, C, H, W); all arguments are on a CPU.
 
-    ``tiers`` and ``elsewhere`` (N, C, tiers) are those of :class:`~wball.certificates.input_set.TransportSet`,
+    ``tiers`` and ``elsewhere`` (N, C, tiers) are those of :class:`~wball.input_sets.transport.TransportSet`,
     ``step`` its cheapest move that costs anything, ``budget`` (N,) each row's.
     """
     away = [m for m in moves if m[:2] != (0, 0)]

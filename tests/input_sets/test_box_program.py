@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from wball.certificates.boxed import BoxProgram
+from wball.input_sets.box_program import BoxProgram
 
 SIDE = 5
 

@@ -6,7 +6,7 @@ The maximum of a row over ball and box is the linear program over plans
     \max_{P \ge 0} \sum_{ij} P_{ij} (a_j + M_{ij}) \quad \text{s.t.} \quad P 1 = x,\; \langle P, C \rangle \le E,\;
     lo \le P^T 1 \le hi
 
-Its multipliers of the last constraint are the prices ``r`` of :mod:`wball.certificates.input_set`. They are used as
+Its multipliers of the last constraint are the prices ``r`` of :mod:`wball.input_sets.transport`. They are used as
 prices and nothing else: the bound is evaluated from them there, so a solver that stops early costs tightness, never
 soundness.
 """

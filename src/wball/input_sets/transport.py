@@ -20,140 +20,42 @@ within the tier's longest. This only ever enlarges the bound.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.ball import Ball, LinfBall, Plans, WassersteinBall
-from wball.certificates.anchor import Anchor, Charges, spread
-from wball.certificates.boxed import BoxProgram
-from wball.certificates.rows import Rows, inside, read_patches, units
-from wball.cost import DenseCost, GridCost
+from wball.cost import DenseCost, GridCost, GroundCost
+from wball.input_sets.base import ROUNDS, InputSet, Plans
+from wball.input_sets.box_program import BoxProgram
+from wball.input_sets.charges import Charged, Charges, spread
+from wball.input_sets.psi import NOWHERE, Field, best_psi, entropic_psi, worth_of
+from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
-
-NOWHERE = -1e30
-"""Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
-
 
 LIST_ALL = 8192
 """Images with at most this many (pixel, move) pairs have every move listed: full plans are then exact."""
 
-ROUNDS = 10
-"""Steps of the search for ``psi``."""
-
-DOWN = 0.55
-"""Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
-
-Charged = Sequence[tuple[Anchor, Rows]]
-"""Anchors with the weights that rows put on their units."""
-
-
-class InputSet(ABC):
-    """A set of images around each of ``B`` centres."""
-
-    shape: tuple[int, ...]  # of one image
-    compiled = False  # whether a full search costs hardly more than a short one
-
-    @property
-    def kernel(self) -> str:
-        """The kernel behind :meth:`maximum`."""
-        return "cpu" if self.compiled else "torch"
-
-    @abstractmethod
-    def maximum(
-        self,
-        rows: Rows,
-        charged: Charged = (),
-        box: Tensor | None = None,
-        reg: float = math.inf,
-        rounds: int = ROUNDS,
-    ) -> Tensor:
-        """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
-
-        ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best,
-        which is searched for in ``rounds``.
-        Differentiable in coefficients, weights and prices: at the best ``psi`` its own slope is 0 (envelope theorem).
-        """
-
-    @abstractmethod
-    def ranges(self) -> tuple[Tensor, Tensor]:
-        """Least and largest value of every pixel that is known without searching, ``(B, *shape)`` each."""
-
-    @abstractmethod
-    def box_prices(self, rows: Rows) -> Tensor | None:
-        """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for them."""
-
-    @abstractmethod
-    def floats(self, rows: Rows, charged: bool = False) -> int:
-        """About how many numbers :meth:`maximum` keeps per row, to choose chunks that fit."""
-
-
-class IntervalSet(InputSet):
-    """``low <= z <= high`` in every pixel: the maximum is closed form, and there is nothing to search."""
-
-    def __init__(self, low: Tensor, high: Tensor) -> None:
-        self.low, self.high = low.to(torch.float64), high.to(torch.float64)
-        self.shape = tuple(low.shape[1:])
-
-    def maximum(
-        self,
-        rows: Rows,
-        charged: Charged = (),
-        box: Tensor | None = None,
-        reg: float = math.inf,
-        rounds: int = ROUNDS,
-    ) -> Tensor:
-        if charged:
-            raise ValueError("an interval set has no plans to charge")
-        dtype = rows.coeff.dtype
-        high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
-        return (rows.coeff * torch.where(rows.coeff > 0, high, low)).flatten(1).sum(1)
-
-    def ranges(self) -> tuple[Tensor, Tensor]:
-        return self.low, self.high
-
-    def box_prices(self, rows: Rows) -> Tensor | None:
-        return None
-
-    def floats(self, rows: Rows, charged: bool = False) -> int:
-        return 3 * rows.coeff[0].numel()
-
-
-@dataclass(frozen=True)
-class _Field:
-    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
-
-    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``, with their cost
-    ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at several
-    distances from the patch, ``away`` (T,) what it costs to come from there, ``far`` (N, C) what that is worth.
-    """
-
-    mass: Tensor
-    stay: Tensor
-    worth: Tensor
-    cost: Tensor
-    far: Tensor | None = None
-    elsewhere: Tensor | None = None
-    away: Tensor | None = None
-
-    def single(self) -> _Field:
-        """The same in float32, for searching."""
-        held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
-        return _Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
-
 
 class TransportSet(InputSet):
-    """A Wasserstein ball. ``reach`` is the length below which moves of full plans are listed one by one."""
+    """A Wasserstein ball around each image: budgets ``(B,)`` in float64, moves priced by ``cost``, pixels in ``box``.
 
-    def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans, reach: float = 3.0) -> None:
+    ``reach`` is the length below which moves of full plans are listed one by one.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        cost: GroundCost,
+        budget: Tensor,
+        box: tuple[float, float] | None,
+        plans: Plans,
+        reach: float = 3.0,
+    ) -> None:
+        self._given = (x, cost, budget, box, plans)
         self.shape = tuple(x.shape[1:])
-        self.box = ball.box
-        self.budget = ball.budget(x)
+        self.box, self.budget = box, budget
         grid = x if x.ndim == 4 else x[:, None, None, :]
         self.x = grid.to(torch.float64)
         height, width = grid.shape[-2:]
@@ -161,7 +63,6 @@ class TransportSet(InputSet):
         self.far: float | None = None
         self.tiers: list[tuple[float, int]] = []  # least cost and reach in pixels of unlisted moves, sorted by length
         self.moves: list[tuple[int, int, float]] = []
-        cost = ball.cost
         full = isinstance(cost, GridCost) and plans == "full"
         self.power = cost.p if full and isinstance(cost, GridCost) else None  # all moves, each at length ** power
         if isinstance(cost, DenseCost):
@@ -267,7 +168,7 @@ class TransportSet(InputSet):
 
     def _field(
         self, rows: Rows, box: Tensor | None = None, charges: Charges | None = None, reg: float = math.inf
-    ) -> _Field:
+    ) -> Field:
         """What every pixel with mass can do. Moves of equal cost merge: by their maximum, or softly for ``reg``."""
         mass = self._mass(rows)
         dtype = rows.coeff.dtype
@@ -277,7 +178,7 @@ class TransportSet(InputSet):
             worth = torch.where(free, value[..., None], NOWHERE)
             if charges is not None:
                 worth = worth + charges.moves
-            return _Field(mass, value, worth, torch.where(free, self.matrix.T, 0.0).to(dtype))
+            return Field(mass, value, worth, torch.where(free, self.matrix.T, 0.0).to(dtype))
         padded = self._targets(rows, box)
         stay = self._sources(rows, self._slice(padded, 0, 0))
         rings: dict[float, Tensor] = {}
@@ -316,7 +217,7 @@ class TransportSet(InputSet):
                 away = torch.tensor(prices, dtype=dtype, device=stay.device)
         cost = torch.tensor(costs, dtype=dtype, device=stay.device).view(-1, 1)
         options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
-        return _Field(mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away)
+        return Field(mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away)
 
     def _elsewhere(self, rows: Rows) -> tuple[Tensor, tuple[float, ...]]:
         """``(N, C, T)``: mass at several distances from each row's patch; and the least cost of coming from there."""
@@ -357,11 +258,11 @@ class TransportSet(InputSet):
         field = self._field(rows, box, charges)
         with torch.no_grad():
             if reg < math.inf:
-                psi = _entropic(self._field(rows, box, charges, reg).single(), budget.float(), reg)
+                psi = entropic_psi(self._field(rows, box, charges, reg).single(), budget.float(), reg)
             else:
-                psi = _best_psi(field.single(), budget.float(), self.step, rounds)
+                psi = best_psi(field.single(), budget.float(), self.step, rounds)
         psi = psi.to(rows.coeff.dtype)
-        value = _worth(field, psi) + psi * budget.to(rows.coeff.dtype)
+        value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
         if self.box is None:
             return value
         lo, hi = self.box
@@ -432,7 +333,6 @@ class TransportSet(InputSet):
         return channels * (sources * (moves + 1) + height * width)
 
     def exact_box_prices(self, rows: Rows, charged: Charged = ()) -> Tensor | None:
-        """The best box prices of each row, by one linear program a row; ``None`` if there is no box."""
         if self.box is None:
             return None
         rows = rows if rows.corner is None else rows.dense(tuple(self.x.shape[1:]))
@@ -514,9 +414,11 @@ class TransportSet(InputSet):
             self.box,
         )
 
+    def finer(self, reach: float) -> TransportSet:
+        return self if self.far is None else TransportSet(*self._given, reach)
+
     @property
-    def small(self) -> bool:
-        """Whether a linear program over all plans is a matter of milliseconds."""
+    def small(self) -> bool:  # type: ignore[override]
         pixels = self.x[0].numel()
         return pixels * (self.x.shape[2] * self.x.shape[3] if self.matrix is not None else len(self.moves)) <= 2048
 
@@ -561,167 +463,3 @@ def _widen(maps: Tensor, reach: int) -> Tensor:
         return maps
     maps = F.max_pool2d(maps, (1, 2 * reach + 1), stride=1, padding=(0, reach))
     return F.max_pool2d(maps, (2 * reach + 1, 1), stride=1, padding=(reach, 0))
-
-
-def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
-
-
-def _elsewhere(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What mass beyond the patch is worth and pays, ``(N,)`` each."""
-    if field.elsewhere is None or field.far is None or field.away is None:
-        return None
-    gain = field.far[..., None] - psi.view(-1, 1, 1) * field.away
-    paid = torch.where(gain > 0, field.away, 0.0)
-    return (gain.clamp(min=0) * field.elsewhere).sum((1, 2)), (paid * field.elsewhere).sum((1, 2))
-
-
-def _worth(field: _Field, psi: Tensor) -> Tensor:
-    """``sum_i x_i max_j (a_j - psi C_ij)``, ``(N,)``."""
-    best = torch.maximum(field.stay, (field.worth - psi.view(-1, 1, 1, 1) * field.cost).amax(2))
-    total = (best * field.mass).sum((1, 2))
-    rest = _elsewhere(field, psi)
-    return total if rest is None else total + rest[0]
-
-
-def _evaluate(field: _Field, psi: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and what the maximising plan pays, ``(N,)`` each."""
-    best, choice = (field.worth - psi.view(-1, 1, 1, 1) * field.cost).max(2)
-    moves = best > field.stay
-    if field.cost.shape[1] == 1:
-        cost = field.cost[:, 0][choice]
-    else:
-        cost = field.cost.expand(field.worth.shape).gather(2, choice[:, :, None])[:, :, 0]
-    worth = (torch.where(moves, best, field.stay) * field.mass).sum((1, 2))
-    total = (torch.where(moves, cost, 0.0) * field.mass).sum((1, 2))
-    rest = _elsewhere(field, psi)
-    return (worth, total) if rest is None else (worth + rest[0], total + rest[1])
-
-
-def _best_psi(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
-    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds of search.
-
-    Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are left out.
-    """
-    holds = (field.mass > 0).flatten(1)
-    count = holds.sum(1)
-    if holds.shape[1] < 16 or field.cost.shape[1] > 1:
-        return _search(field, budget, step, rounds)
-    order = count.argsort()
-    groups = [g for g in order.chunk(4 if order.shape[0] >= 64 else 1) if g.numel()]
-    psi = torch.zeros_like(budget)
-    for group, most in zip(groups, torch.stack([count[g].max() for g in groups]).tolist(), strict=True):
-        if most > 0.7 * holds.shape[1]:
-            part = _pick(field, group)
-        else:
-            part = _pick(field, group, _listing(holds[group], max(1, most)))
-        psi[group] = _search(part, budget[group], step, rounds)
-    return psi
-
-
-def _listing(holds: Tensor, most: int) -> Tensor:
-    """``(N, most)``: positions of the true entries of each row, padded with the row's size."""
-    size = holds.shape[1]
-    rank = torch.where(holds, holds.cumsum(1) - 1, most)
-    out = torch.full((holds.shape[0], most + 1), size, dtype=torch.long, device=holds.device)
-    return out.scatter(1, rank, torch.arange(size, device=holds.device).expand_as(holds))[:, :most]
-
-
-def _pick(field: _Field, group: Tensor, place: Tensor | None = None) -> _Field:
-    """Some rows of a field and, of each, the sources at ``place`` (one beyond the end: no mass)."""
-
-    def read(values: Tensor) -> Tensor:
-        values = values[group]
-        if place is None:
-            return values
-        if values.ndim == 3:
-            return values.flatten(1).gather(1, reach)[:, None]
-        flat = values.transpose(1, 2).flatten(2)
-        return flat.gather(2, reach[:, None].expand(-1, flat.shape[1], -1))[:, None]
-
-    sources = field.mass.shape[1] * field.mass.shape[2]
-    reach = torch.empty(0) if place is None else place.clamp(max=sources - 1)
-    mass = read(field.mass)
-    if place is not None:
-        mass = mass * (place < sources)[:, None]
-    far = None if field.far is None else field.far[group]
-    elsewhere = None if field.elsewhere is None else field.elsewhere[group]
-    return _Field(mass, read(field.stay), read(field.worth), field.cost, far, elsewhere, field.away)
-
-
-def _search(field: _Field, budget: Tensor, step: float, rounds: int) -> Tensor:
-    low = torch.zeros_like(budget)
-    value_low, cost_low = _evaluate(field, low)
-    # Above the steepest gain per unit of cost nobody moves.
-    holds = (field.mass > 0).to(field.stay.dtype)
-    apart = torch.where(field.cost > 0, field.cost, step)
-    gain = (((field.worth - field.stay[:, :, None]) / apart).amax(2) * holds).amax((1, 2))
-    steepest = gain.clamp(min=0)
-    if field.far is not None and field.elsewhere is not None:
-        steepest = torch.maximum(steepest, field.far.amax(1) / step)
-    high = steepest * (1 + 1e-6)
-    value_high, cost_high = _evaluate(field, high)
-    value_high = value_high + budget * high
-    best, psi = value_low, low
-    better = value_high < best
-    best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
-    for k in range(rounds):
-        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
-        slope_low, slope_high = budget - cost_low, budget - cost_high
-        drop = slope_high - slope_low
-        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
-        trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
-        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the bracket.
-        trial = torch.where(low > 0, trial, DOWN * high)
-        trial = torch.maximum(torch.minimum(trial, high), low)
-        worth, cost = _evaluate(field, trial)
-        value = worth + budget * trial
-        better = value < best
-        best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
-        over = cost > budget
-        low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
-        high, value_high, cost_high = _choose(over, (high, value_high, cost_high), (trial, value, cost))
-    return psi
-
-
-def _entropic(field: _Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
-    r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi C_ij))`` costs ``E``."""
-    options = torch.cat([field.stay[:, :, None], field.worth], 2)
-    costs = torch.cat([torch.zeros_like(field.cost[:1]), field.cost])
-    low = torch.zeros_like(budget)
-    top = options.amax((1, 2, 3))
-    bottom = torch.where(field.stay > 0.5 * NOWHERE, field.stay, 0.0).amin((1, 2))
-    high = (top - bottom + 30.0 / reg).clamp(min=0) * 2
-    for _ in range(steps):
-        psi = 0.5 * (low + high)
-        weight = (reg * (options - psi.view(-1, 1, 1, 1) * costs)).softmax(2)
-        over = (field.mass * (weight * costs).sum(2)).sum((1, 2)) > budget
-        low, high = torch.where(over, psi, low), torch.where(over, high, psi)
-    return high
-
-
-def input_set(ball: Ball, x: Tensor, plans: Plans, reach: float = 3.0) -> InputSet:
-    """The input set of a ball around images ``x``."""
-    if isinstance(ball, LinfBall):
-        low, high = ball.bounds(x.to(torch.float64))
-        return IntervalSet(low, high)
-    if isinstance(ball, WassersteinBall):
-        return TransportSet(ball, x, plans, reach)
-    raise TypeError(f"ball must be a WassersteinBall or LinfBall to be certified, got {type(ball).__name__}")
-
-
-@torch.no_grad()
-def intervals(source: InputSet, images: int, device: torch.device, chunk: int = 4096) -> IntervalSet:
-    """The smallest box of per-pixel intervals around each ball: what the paper's roadblock passes through."""
-    size = math.prod(source.shape)
-    like = torch.zeros(0, dtype=torch.float64, device=device)
-    ends = []
-    for sign in (-1.0, 1.0):
-        found = []
-        every = torch.arange(images * size, device=device)
-        for part in torch.split(every, chunk):
-            signs = torch.full((part.shape[0],), sign, dtype=torch.float64, device=device)
-            rows = units(source.shape, part // size, part % size, signs, like)
-            found.append(sign * source.maximum(rows))
-        ends.append(torch.cat(found).reshape(images, *source.shape))
-    return IntervalSet(ends[0], ends[1])

@@ -1,0 +1,62 @@
+"""Gathers the upper rows of a layer's units into the layer's anchor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wball.certificates.anchor import UnitAnchor
+from wball.input_sets import TransportSet
+from wball.input_sets.charges import Charged
+from wball.input_sets.rows import Rows
+
+LIMIT = 2**15
+"""Numbers per image and pixel that the gains of one layer may hold."""
+
+
+class Collector:
+    """The gains of the units of one layer of shape ``shape``, for ``images`` images."""
+
+    def __init__(self, source: TransportSet, images: int, shape: tuple[int, ...], device: torch.device) -> None:
+        self.source, self.images, self.shape = source, images, shape
+        self._centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=device)
+        self._parts: list[tuple[Tensor, ...]] = []
+        self._chosen: Tensor | None = None
+
+    def choose(self, lower: Tensor, upper: Tensor) -> None:
+        """If not all unstable units fit, take each image's most unstable ones; the others keep the usual lines."""
+        most = LIMIT * math.prod(self.source.shape) // self.source.gain_size
+        low, up = lower.view(self.images, -1), upper.view(self.images, -1)
+        if most < low.shape[1]:
+            depth = torch.minimum(up, -low)
+            best = depth.topk(max(1, most), 1)
+            self._chosen = torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
+
+    def add(self, image: Tensor, unit: Tensor, at_input: Rows, charged: Charged, constant: Tensor) -> None:
+        """Rows that bound ``-v`` from below: their values at the image and their gains."""
+        if self._chosen is not None:
+            keep = self._chosen[image, unit].nonzero()[:, 0]
+            if keep.shape[0] == 0:
+                return
+            image, unit, constant = image[keep], unit[keep], constant[keep]
+            at_input, charged = at_input.take(keep), [(anchor, weights.take(keep)) for anchor, weights in charged]
+        centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
+        self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
+        gains = self.source.gains(at_input.like(-at_input.coeff), charged)
+        self._parts.append((image, unit, *(_rounded_up(part) for part in gains)))
+
+    def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
+        """The anchor and the units' values at the images; ``None`` if no unit was added."""
+        if not self._parts:
+            return None
+        image, unit, *gains = (torch.cat(part) for part in zip(*self._parts, strict=True))
+        anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
+        return anchor, self._centre.view(self.images, *self.shape)
+
+
+def _rounded_up(gains: Tensor) -> Tensor:
+    """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
+    single = gains.float()
+    return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)

@@ -1,0 +1,60 @@
+"""Sets given by one interval per pixel: l-infinity balls, and the box around any other set."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wball.input_sets.base import ROUNDS, InputSet
+from wball.input_sets.charges import Charged
+from wball.input_sets.rows import Rows, units
+
+
+class IntervalSet(InputSet):
+    """``low <= z <= high`` in every pixel: the maximum is closed form, and there is nothing to search."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.low, self.high = low.to(torch.float64), high.to(torch.float64)
+        self.shape = tuple(low.shape[1:])
+
+    def maximum(
+        self,
+        rows: Rows,
+        charged: Charged = (),
+        box: Tensor | None = None,
+        reg: float = math.inf,
+        rounds: int = ROUNDS,
+    ) -> Tensor:
+        if charged:
+            raise ValueError("an interval set has no plans to charge")
+        dtype = rows.coeff.dtype
+        high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
+        return (rows.coeff * torch.where(rows.coeff > 0, high, low)).flatten(1).sum(1)
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        return self.low, self.high
+
+    def box_prices(self, rows: Rows) -> Tensor | None:
+        return None
+
+    def floats(self, rows: Rows, charged: bool = False) -> int:
+        return 3 * rows.coeff[0].numel()
+
+
+@torch.no_grad()
+def intervals(source: InputSet, images: int, device: torch.device, chunk: int = 4096) -> IntervalSet:
+    """The smallest box of per-pixel intervals around each ball: what the paper's roadblock passes through."""
+    size = math.prod(source.shape)
+    like = torch.zeros(0, dtype=torch.float64, device=device)
+    ends = []
+    for sign in (-1.0, 1.0):
+        found = []
+        every = torch.arange(images * size, device=device)
+        for part in torch.split(every, chunk):
+            signs = torch.full((part.shape[0],), sign, dtype=torch.float64, device=device)
+            rows = units(source.shape, part // size, part % size, signs, like)
+            found.append(sign * source.maximum(rows))
+        ends.append(torch.cat(found).reshape(images, *source.shape))
+    return IntervalSet(ends[0], ends[1])

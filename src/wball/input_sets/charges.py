@@ -1,0 +1,68 @@
+"""What moved mass pays: the charges that an anchored relaxation adds to the moves of a plan.
+
+How they come about is told in :mod:`wball.certificates.anchor`; an input set only adds them to what its moves earn.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball.input_sets.rows import Rows
+
+
+@dataclass(frozen=True)
+class Charges:
+    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each source.
+
+    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h, w) for its target.
+    """
+
+    moves: Tensor
+    out: Tensor
+    into: Tensor
+
+    def plus(self, other: Charges) -> Charges:
+        return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
+
+
+class Anchor(ABC):
+    """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""
+
+    layer: tuple[int, ...]
+
+    @abstractmethod
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows can always be charged."""
+
+    @abstractmethod
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        """Charges for weights ``b * omega >= 0`` on the units, on the sources of image rows ``rows``.
+
+        ``active`` lists the sources ``(B, C, S)`` of dense rows (``None``: all pixels).
+        """
+
+
+Charged = Sequence[tuple[Anchor, Rows]]
+"""Anchors with the weights that rows put on their units."""
+
+
+def spread(
+    patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
+    size = (patches.shape[-2], patches.shape[-1])
+    if active is None:
+        place = torch.arange(shape[1] * shape[2], device=image.device).expand(image.shape[0], patches.shape[1], -1)
+    else:
+        place = active[image]
+    row = place // shape[2] - corner[0].view(-1, 1, 1)
+    column = place % shape[2] - corner[1].view(-1, 1, 1)
+    keep = (row >= 0) & (row < size[0]) & (column >= 0) & (column < size[1])
+    index = torch.where(keep, row * size[1] + column, 0)
+    found = patches.flatten(3).gather(3, index[:, :, None].expand(-1, -1, patches.shape[2], -1))
+    return found * keep[:, :, None]

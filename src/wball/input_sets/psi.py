@@ -1,0 +1,174 @@
+r"""The price ``psi`` of the transport budget that gives rows their smallest bound: a scalar convex search per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NOWHERE = -1e30
+"""Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
+
+DOWN = 0.55
+"""Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
+
+    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``, with their cost
+    ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at several
+    distances from the patch, ``away`` (T,) what it costs to come from there, ``far`` (N, C) what that is worth.
+    """
+
+    mass: Tensor
+    stay: Tensor
+    worth: Tensor
+    cost: Tensor
+    far: Tensor | None = None
+    elsewhere: Tensor | None = None
+    away: Tensor | None = None
+
+    def single(self) -> Field:
+        """The same in float32, for searching."""
+        held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
+        return Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
+
+
+def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
+
+
+def _elsewhere(field: Field, psi: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What mass beyond the patch is worth and pays, ``(N,)`` each."""
+    if field.elsewhere is None or field.far is None or field.away is None:
+        return None
+    gain = field.far[..., None] - psi.view(-1, 1, 1) * field.away
+    paid = torch.where(gain > 0, field.away, 0.0)
+    return (gain.clamp(min=0) * field.elsewhere).sum((1, 2)), (paid * field.elsewhere).sum((1, 2))
+
+
+def worth_of(field: Field, psi: Tensor) -> Tensor:
+    """``sum_i x_i max_j (a_j - psi C_ij)``, ``(N,)``."""
+    best = torch.maximum(field.stay, (field.worth - psi.view(-1, 1, 1, 1) * field.cost).amax(2))
+    total = (best * field.mass).sum((1, 2))
+    rest = _elsewhere(field, psi)
+    return total if rest is None else total + rest[0]
+
+
+def _evaluate(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and what the maximising plan pays, ``(N,)`` each."""
+    best, choice = (field.worth - psi.view(-1, 1, 1, 1) * field.cost).max(2)
+    moves = best > field.stay
+    if field.cost.shape[1] == 1:
+        cost = field.cost[:, 0][choice]
+    else:
+        cost = field.cost.expand(field.worth.shape).gather(2, choice[:, :, None])[:, :, 0]
+    worth = (torch.where(moves, best, field.stay) * field.mass).sum((1, 2))
+    total = (torch.where(moves, cost, 0.0) * field.mass).sum((1, 2))
+    rest = _elsewhere(field, psi)
+    return (worth, total) if rest is None else (worth + rest[0], total + rest[1])
+
+
+def best_psi(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
+    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds of search.
+
+    Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are left out.
+    """
+    holds = (field.mass > 0).flatten(1)
+    count = holds.sum(1)
+    if holds.shape[1] < 16 or field.cost.shape[1] > 1:
+        return _search(field, budget, step, rounds)
+    order = count.argsort()
+    groups = [g for g in order.chunk(4 if order.shape[0] >= 64 else 1) if g.numel()]
+    psi = torch.zeros_like(budget)
+    for group, most in zip(groups, torch.stack([count[g].max() for g in groups]).tolist(), strict=True):
+        if most > 0.7 * holds.shape[1]:
+            part = _pick(field, group)
+        else:
+            part = _pick(field, group, _listing(holds[group], max(1, most)))
+        psi[group] = _search(part, budget[group], step, rounds)
+    return psi
+
+
+def _listing(holds: Tensor, most: int) -> Tensor:
+    """``(N, most)``: positions of the true entries of each row, padded with the row's size."""
+    size = holds.shape[1]
+    rank = torch.where(holds, holds.cumsum(1) - 1, most)
+    out = torch.full((holds.shape[0], most + 1), size, dtype=torch.long, device=holds.device)
+    return out.scatter(1, rank, torch.arange(size, device=holds.device).expand_as(holds))[:, :most]
+
+
+def _pick(field: Field, group: Tensor, place: Tensor | None = None) -> Field:
+    """Some rows of a field and, of each, the sources at ``place`` (one beyond the end: no mass)."""
+
+    def read(values: Tensor) -> Tensor:
+        values = values[group]
+        if place is None:
+            return values
+        if values.ndim == 3:
+            return values.flatten(1).gather(1, reach)[:, None]
+        flat = values.transpose(1, 2).flatten(2)
+        return flat.gather(2, reach[:, None].expand(-1, flat.shape[1], -1))[:, None]
+
+    sources = field.mass.shape[1] * field.mass.shape[2]
+    reach = torch.empty(0) if place is None else place.clamp(max=sources - 1)
+    mass = read(field.mass)
+    if place is not None:
+        mass = mass * (place < sources)[:, None]
+    far = None if field.far is None else field.far[group]
+    elsewhere = None if field.elsewhere is None else field.elsewhere[group]
+    return Field(mass, read(field.stay), read(field.worth), field.cost, far, elsewhere, field.away)
+
+
+def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
+    low = torch.zeros_like(budget)
+    value_low, cost_low = _evaluate(field, low)
+    # Above the steepest gain per unit of cost nobody moves.
+    holds = (field.mass > 0).to(field.stay.dtype)
+    apart = torch.where(field.cost > 0, field.cost, step)
+    gain = (((field.worth - field.stay[:, :, None]) / apart).amax(2) * holds).amax((1, 2))
+    steepest = gain.clamp(min=0)
+    if field.far is not None and field.elsewhere is not None:
+        steepest = torch.maximum(steepest, field.far.amax(1) / step)
+    high = steepest * (1 + 1e-6)
+    value_high, cost_high = _evaluate(field, high)
+    value_high = value_high + budget * high
+    best, psi = value_low, low
+    better = value_high < best
+    best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
+    for k in range(rounds):
+        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
+        slope_low, slope_high = budget - cost_low, budget - cost_high
+        drop = slope_high - slope_low
+        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
+        trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
+        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the bracket.
+        trial = torch.where(low > 0, trial, DOWN * high)
+        trial = torch.maximum(torch.minimum(trial, high), low)
+        worth, cost = _evaluate(field, trial)
+        value = worth + budget * trial
+        better = value < best
+        best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
+        over = cost > budget
+        low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
+        high, value_high, cost_high = _choose(over, (high, value_high, cost_high), (trial, value, cost))
+    return psi
+
+
+def entropic_psi(field: Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
+    r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi C_ij))`` costs ``E``."""
+    options = torch.cat([field.stay[:, :, None], field.worth], 2)
+    costs = torch.cat([torch.zeros_like(field.cost[:1]), field.cost])
+    low = torch.zeros_like(budget)
+    top = options.amax((1, 2, 3))
+    bottom = torch.where(field.stay > 0.5 * NOWHERE, field.stay, 0.0).amin((1, 2))
+    high = (top - bottom + 30.0 / reg).clamp(min=0) * 2
+    for _ in range(steps):
+        psi = 0.5 * (low + high)
+        weight = (reg * (options - psi.view(-1, 1, 1, 1) * costs)).softmax(2)
+        over = (field.mass * (weight * costs).sum(2)).sum((1, 2)) > budget
+        low, high = torch.where(over, psi, low), torch.where(over, high, psi)
+    return high
