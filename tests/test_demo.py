@@ -22,7 +22,7 @@ def test_demo_refuses_in_one_line(arguments: list[str], said: str, capsys: pytes
 
 @pytest.mark.slow
 def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     arguments = ["--images", "4", "--models", "mnist-standard", "mnist-binarized", "--out", str(tmp_path / "new")]
     assert demo.main(arguments) == 0
     said = capsys.readouterr().out
@@ -31,4 +31,4 @@ def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixtur
         result = load_evaluation(tmp_path / "new" / name)
         assert len(result) == 4 and not result.rejected
         assert result.accuracy_at(0.3) < result.clean_accuracy
-    assert (tmp_path / "new" / "report.html").stat().st_size > 1e6
+    assert 1e5 < (tmp_path / "new" / "report.html").stat().st_size < 2e6

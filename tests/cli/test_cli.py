@@ -106,13 +106,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     code, out, _ = said(capsys, "evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK, "--out", "o")
     assert code == 0
     assert "halves on 9 images" in out and "audit:" in out and "mass fraction x px" in out
     result = load_evaluation(here / "o")
     assert result.clean_accuracy == 1.0 and result.radii == [0.1, 0.3]
-    assert (here / "o" / "report.html").stat().st_size > 1e6
+    assert (here / "o" / "report.html").stat().st_size > 2e4
     tensors, _ = read_tensors(here / "o" / "examples.safetensors")
     assert tensors["adversarial"].shape == tensors["original"].shape
     # the same command again reads the result back
@@ -126,7 +126,7 @@ def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytes
 
 
 def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     models = ["mine.py:halves", "mine.py:other"]
     line = ["evaluate", *models, "-d", "mine.py:data", *QUICK, "--minimal", "--no-report", "--out", "two"]
@@ -340,12 +340,12 @@ def test_without_the_packages_of_the_report(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--out", "o"]
-    for name in ("jinja2", "plotly", "PIL"):
+    for name in ("jinja2", "PIL"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)
             code, _, err = said(capsys, *line)
             assert code == 0 and (here / "o" / "results.json").is_file()
-            assert err.startswith("wball: there will be no report.html: reports need jinja2, plotly and Pillow")
+            assert err.startswith("wball: there will be no report.html: reports need jinja2 and Pillow")
             assert f"{name} is missing: pip install wball[report]" in err
             code, _, err = said(capsys, "report", "o")
             assert code == 2 and err.count("\n") == 1 and "pip install wball[report]" in err

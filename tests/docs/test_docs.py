@@ -22,7 +22,7 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page, one after the other, as a reader would paste them."""
     if "report(" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("plotly")
+        pytest.importorskip("jinja2")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     text = page.read_text(encoding="utf-8")

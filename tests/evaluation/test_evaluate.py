@@ -613,7 +613,7 @@ def test_other_threat_models() -> None:
 
 
 def test_histograms(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("jinja2")
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(6, 5, generator=generator)
     place = torch.arange(5.0)

@@ -27,7 +27,7 @@ import warnings
 warnings.simplefilter("ignore")
 """
 OPTIONAL = (
-    "typer", "click", "rich", "jinja2", "plotly", "matplotlib", "PIL", "numba", "triton", "ot", "cvxpy", "art",
+    "typer", "click", "rich", "jinja2", "matplotlib", "PIL", "numba", "triton", "ot", "cvxpy", "art",
     "foolbox", "sklearn", "pandas", "tensorboard", "onnx", "torchvision",
 )  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_import_is_quick_beyond_torch() -> None:
         "import wball\n"
         "wball.WassersteinBall\n"
         "print(time.process_time() - begin)\n"
-        "slow = {'numba', 'ot', 'scipy.optimize', 'triton', 'matplotlib', 'plotly', 'rich', 'typer'}\n"
+        "slow = {'numba', 'ot', 'scipy.optimize', 'triton', 'matplotlib', 'rich', 'typer'}\n"
         "assert not slow & set(sys.modules), slow & set(sys.modules)\n"
     )
     assert float(python(code)) < 2.0

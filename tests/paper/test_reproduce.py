@@ -534,10 +534,10 @@ def test_the_committed_page_is_what_the_committed_results_say() -> None:
 
 @pytest.mark.slow
 def test_runs_without_the_packages_of_the_command_line(tmp_path: Path) -> None:
-    """A machine that has only torch: no typer, jinja2, plotly or matplotlib."""
+    """A machine that has only torch: no typer, jinja2 or matplotlib."""
     code = (
         "import sys\n"
-        "for name in ('typer', 'click', 'jinja2', 'plotly', 'matplotlib'):\n"
+        "for name in ('typer', 'click', 'jinja2', 'matplotlib'):\n"
         "    sys.modules[name] = None\n"
         "from wball.paper.__main__ import main\n"
         f"sys.exit(main(['six-pixels', '--quick', '--no-figures', '--device', 'cpu', '--out', {str(tmp_path)!r}]))\n"

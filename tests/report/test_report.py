@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 import wball
 from wball.evaluation import Evaluation, evaluate
+from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
+from wball.report.ranking import rank, ranking_csv
 from wball.report.transport import plan_moves
+from wball.report.trust import accuracy_interval
 
-pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
 
 NASTY = "</script><script>alert(1)</script>"
@@ -100,7 +102,7 @@ def test_strings_of_the_user_are_escaped(page: Path) -> None:
     assert NASTY not in text
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in text
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
-    assert json.loads(data)["runs"][1]["name"] == NASTY
+    assert NASTY in [run["name"] for run in json.loads(data)["runs"]]
     assert "left & <i>" not in text and "left &amp; &lt;i&gt;" in text
 
 
@@ -110,7 +112,7 @@ def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.Monk
     audit = result.audit_summary()
     assert audit["proved_by_plan"] > 0 and audit["both"] > 0
     text = " ".join(result.report(tmp_path / "r.html").read_text(encoding="utf-8").split())
-    assert f"by plan: {audit['valid']}, by exact transport alone: 0" in text
+    assert f"bounded by plan: {audit['valid']}, by exact transport alone: 0" in text
     assert f"Sampled exact check: {audit['both']} of the plans, disagreements: 0" in text
     assert text.count("distance ≤") == audit["proved_by_plan"]
     every = run("every", exact="all").report(tmp_path / "e.html").read_text(encoding="utf-8")
@@ -121,14 +123,67 @@ def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_gallery_has_what_happened_to_each_image(page: Path, evaluations: list[Evaluation]) -> None:
     text = page.read_text(encoding="utf-8")
-    for outcome in ("broken", "withstood", "wrong"):
+    for outcome in ("broken", "survived", "wrong"):
         shown = len(re.findall(rf'data-outcome="{outcome}"', text))
         expected = 0
         for e in evaluations:
             wrong = e.images["label"] != e.images["predicted"]
             found = e.images["read_as"] >= 0
-            expected += int({"broken": found, "withstood": ~wrong & ~found, "wrong": wrong}[outcome].sum())
+            expected += int({"broken": found, "survived": ~wrong & ~found, "wrong": wrong}[outcome].sum())
         assert shown == expected
+
+
+def test_the_page_opens_with_a_ranking(page: Path, evaluations: list[Evaluation]) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.index('id="ranking"') < text.index('id="curve"') < text.index('id="explorer"')
+    evaluations = [replace(e, warnings=()) for e in evaluations]
+    ranking = rank(evaluations, ["first", "second"])
+    assert ranking.same_data and ranking.reference == 0.2 and ranking.radii == (0.1, 0.2, 0.4)
+    accuracies = [row.cells[1].accuracy for row in ranking.rows if row.cells[1] is not None]
+    assert accuracies == sorted(accuracies, reverse=True) and [row.place for row in ranking.rows] == [1, 2]
+    doubtful = replace(evaluations[ranking.rows[0].index], warnings=("Randomness: two calls differ",))
+    others = [doubtful, evaluations[ranking.rows[1].index]]
+    assert [row.place for row in rank(others, ["doubtful", "sound"]).rows] == [1, None]
+    assert rank(others, ["doubtful", "sound"]).rows[0].name == "sound"
+
+
+def test_different_data_are_marked(evaluations: list[Evaluation], tmp_path: Path) -> None:
+    model, x, y = problem()
+    other = evaluate(model, x[:9], y[:9], BALL, RADII[:2], wball.DualAveraging(BALL, steps=2), name="other")
+    text = evaluations[0].report(tmp_path / "r.html", other).read_text(encoding="utf-8")
+    assert "different images, so their accuracies are not directly comparable" in text
+    assert "different images" not in evaluations[0].report(tmp_path / "s.html").read_text(encoding="utf-8")
+
+
+def test_intervals_hold_the_accuracy(evaluations: list[Evaluation]) -> None:
+    for part in (0.0, 0.5, 1.0):
+        low, high = accuracy_interval(evaluations[0], part)
+        assert 0 <= low <= part <= high <= 1 and high - low > 0.2
+    assert accuracy_interval(evaluations[0], 0.5) == pytest.approx((0.2680, 0.7320), abs=1e-4)  # Wilson, 7 of 14
+
+
+def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:
+    e = evaluations[0]
+    found = by_class(e, 0.4)
+    images = [row.images for row in found.rows]
+    assert sum(images) == len(e) == sum(map(sum, found.matrix))
+    weighted = sum(row.robust * row.images for row in found.rows) / len(e)
+    assert (
+        weighted == pytest.approx(e.accuracy_at(0.4)) == pytest.approx(sum(found.matrix[k][k] for k in (0, 1)) / len(e))
+    )
+    assert {row.confused for row in found.rows} <= {"left & <i>", "right", None}
+
+
+def test_results_as_csv(evaluations: list[Evaluation]) -> None:
+    import csv
+
+    text = ranking_csv(
+        [evaluations[0], replace(evaluations[1], settings={**evaluations[1].settings})], ["=SUM(A1)", "b"]
+    )
+    lines = list(csv.DictReader(text.splitlines()))
+    assert len(lines) == 2 * (1 + len(RADII)) and lines[0]["model"] == "'=SUM(A1)"
+    assert float(lines[1]["accuracy"]) == pytest.approx(evaluations[0].accuracy_at(0.1), abs=1e-5)
+    assert lines[0]["certified"] != "" and lines[-1]["certified"] == ""
 
 
 @pytest.mark.slow
@@ -157,15 +212,14 @@ def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
         write_report([evaluations[0], other], tmp_path / "a.html")
     text = write_report([other], tmp_path / "b.html").read_text(encoding="utf-8")
     # no mass moves in a ball of pixels, and the report does not say so
-    assert "Robustness to changed pixels" in text and "may change every pixel by up to" in text
-    assert "may move mass" not in text and "transport plan;" not in text
+    assert "<h1>Adversarial robustness:" in text and "Wasserstein" not in text.split("<footer")[0].split("<main")[1]
+    assert "optimal transport plan;" not in text
 
 
 def test_every_radius_has_its_unit(page: Path, evaluations: list[Evaluation]) -> None:
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8").split("<script")[0]))
     unit = evaluations[0].unit
-    assert text.count(f"({unit}), at most") == len(evaluations)
-    for sentence in ("Radius in {}", "Radii and distances in {}", "move the radius (in {})"):
+    for sentence in ("at radius 0.2 ({})", "Radius in {}", "Radii and distances in {}", "set the radius (in {})"):
         assert sentence.format(unit) in text
 
 
@@ -271,15 +325,17 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
         return browser.find_element("css selector", selector)
 
     # the chart: as many lines as there are curves, and exact values on hover
-    assert len(browser.find_elements("css selector", "#chart .scatterlayer .trace")) == 3
+    assert len(browser.find_elements("css selector", "#chart .curve")) == 3
+    assert len(browser.find_elements("css selector", "#bands .band")) == 3
     from selenium.webdriver import ActionChains
 
-    find("#curve").click()
-    plot = find("#chart .nsewdrag")
-    ActionChains(browser).move_to_element_with_offset(plot, -plot.size["width"] // 2 + 3, 0).perform()
-    wait(lambda: browser.find_elements("css selector", "#chart .hoverlayer .legendtext, #chart .hoverlayer text"))
-    hover = " ".join(e.text for e in browser.find_elements("css selector", "#chart .hoverlayer text"))
-    assert f"{100 * evaluations[0].clean_accuracy:.2f} % right" in hover
+    plot = find("#chart svg")
+    ActionChains(browser).move_to_element_with_offset(plot, -plot.size["width"] // 2 + 50, 0).perform()
+    wait(lambda: "radius 0\n" in find("#chart .tip").text)
+    assert f"first: {100 * evaluations[0].clean_accuracy:.1f} % (" in find("#chart .tip").text
+    find("#legend button").click()
+    assert len(browser.find_elements("css selector", "#chart .curve")) < 3
+    find("#legend button").click()
 
     # the explorer: the slider changes the image, the arrows and what is said
     slider = find("#ex-slider")
@@ -327,8 +383,8 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
     assert background() != before
 
     # nothing was executed that should not be, nothing failed, nothing was asked of the network
-    assert browser.execute_script("return document.querySelectorAll('.run').length") == 2
-    assert NASTY in find("h1").text
+    assert browser.execute_script("return document.querySelectorAll('.ranking tbody tr').length") == 2
+    assert NASTY in find(".ranking").text
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
     requests = []
     for entry in browser.get_log("performance"):

@@ -1,4 +1,4 @@
-"""Reports: one HTML file that shows evaluations and needs nothing else: no network, no server, no other file."""
+"""Reports: evaluations as one self-contained HTML file that needs no network, no server and no other file."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
 def write_report(
     evaluations: Sequence[Evaluation], path: str | os.PathLike[str], *, title: str | None = None, images: int = 200
 ) -> Path:
-    """Write a report on one evaluation, or on several that are to be compared, and return its path.
+    """Write a report on one evaluation, or a comparison of several, and return its path.
 
     Args:
-        evaluations: what to show; if several, they must share a unit of radii.
+        evaluations: what to show; several are ranked, and must have radii in the same unit.
         path: the file to write, ``.html``.
         title: its heading.
-        images: how many images the gallery shows at most, all evaluations together.
+        images: the largest number of images in the gallery, over all evaluations.
     """
     if (missing := why_not()) is not None:
         raise ImportError(missing)
     import jinja2
-    from plotly.offline import get_plotlyjs
 
     from wball.report.content import make_content
     from wball.storage.atomic import write_whole
@@ -35,17 +34,17 @@ def write_report(
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"path must end in .html, got {path}")
-    content = make_content(evaluations, title, images)
+    content = {"decision": None, **make_content(evaluations, title, images)}
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["percent"] = lambda share: "–" if share is None else f"{100 * share:.1f} %"
+    environment.filters["percent"] = lambda part: "–" if part is None else f"{100 * part:.1f} %"
+    environment.filters["interval"] = lambda ends: f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
     environment.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}g}"
     page = environment.from_string(_asset("template.html")).render(
         **{**content, "data": _for_script(content["data"])},
         style=_asset("style.css"),
         script=_asset("app.js"),
-        plotly=get_plotlyjs(),
     )
     # Names of files that the locale has no letters for come as stand-ins of their bytes.
     write_whole(path, page.encode("utf-8", "surrogateescape"))
@@ -54,11 +53,11 @@ def write_report(
 
 def why_not() -> str | None:
     """What to install before reports can be written; ``None`` if nothing is missing."""
-    for name in ("jinja2", "plotly", "PIL"):
+    for name in ("jinja2", "PIL"):
         try:
             import_module(name)
         except ImportError:
-            return f"reports need jinja2, plotly and Pillow, and {name} is missing: pip install wball[report]"
+            return f"reports need jinja2 and Pillow, and {name} is missing: pip install wball[report]"
     return None
 
 

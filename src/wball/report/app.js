@@ -3,11 +3,6 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const $ = (id) => document.getElementById(id);
-  // Okabe and Ito's colours, and lighter ones of the same hues for dark pages.
-  const palettes = {
-    light: ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07900", "#56b4e9", "#777777"],
-    dark: ["#5cb3ea", "#f08c3c", "#3fcf9f", "#e3a3c6", "#e6b450", "#9bd3f7", "#b5b5b5"],
-  };
   const short = (v) => String(Number(v.toPrecision(6)));
 
   // Theme: what the system asks for, unless the reader chose; paper is always light.
@@ -19,7 +14,6 @@
     root.dataset.theme = isDark ? "dark" : "light";
     $("theme").setAttribute("aria-pressed", String(isDark));
     $("theme").textContent = isDark ? "Light" : "Dark";
-    draw(isDark);
   };
   $("theme").addEventListener("click", () => {
     chosen = dark() ? "light" : "dark";
@@ -30,40 +24,126 @@
   addEventListener("beforeprint", () => paint(false));
   addEventListener("afterprint", () => paint(dark()));
 
-  // Accuracy against radius.
-  function draw(isDark) {
-    const ink = isDark ? "#eceae6" : "#1c1d21", grid = isDark ? "#32353e" : "#e6e3dc";
-    const traces = [], colours = palettes[isDark ? "dark" : "light"];
-    data.runs.forEach((run, k) => {
-      const curve = run.curve, colour = colours[k % colours.length];
-      const shape = curve.steps ? "hv" : "linear", mode = curve.steps ? "lines" : "lines+markers";
-      traces.push({
-        x: curve.eps, y: curve.accuracy, name: escaped(run.name), mode, line: { color: colour, width: 3, shape }, marker: { size: 8 },
-        customdata: curve.broken.map((n) => [n, curve.images]),
-        hovertemplate: "%{y:.2f} % right<br>%{customdata[0]} of %{customdata[1]} images broken<extra>" + escaped(run.name) + "</extra>",
-      });
-      if (curve.certified) traces.push({
-        x: curve.eps, y: curve.certified, name: escaped(run.name) + ", proved", mode,
-        line: { color: colour, width: 2, dash: "dot", shape }, marker: { size: 7, symbol: "diamond" },
-        hovertemplate: "%{y:.2f} % proved<extra>" + escaped(run.name) + "</extra>",
-      });
-    });
-    const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, tickcolor: grid };
-    const layout = {
-      font: { color: ink, family: "system-ui, sans-serif", size: 14 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 60, r: 16, t: 16, b: 56 }, hovermode: "x unified", modebar: { bgcolor: "rgba(0,0,0,0)", color: grid, activecolor: ink },
-      hoverlabel: { bgcolor: isDark ? "#23262e" : "#ffffff", font: { color: ink } },
-      xaxis: { ...axis, title: { text: "radius (" + escaped(data.unit) + ")" }, rangemode: "tozero", unifiedhovertitle: { text: "radius %{x}" } },
-      yaxis: { ...axis, title: { text: "accuracy (%)" }, range: [-2, 102] },
-      legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 }, showlegend: traces.length > 1,
+  // Charts: SVG elements, coloured by the style sheet, so that a change of theme needs no redrawing.
+  const svgNS = "http://www.w3.org/2000/svg";
+  const make = (name, attributes, text) => {
+    const element = document.createElementNS(svgNS, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const nice = (top, count) => { // round numbers from 0 to top
+    const raw = top / count, power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 2.5, 5, 10].map((s) => s * power).find((s) => s >= raw * 0.999);
+    return Array.from({ length: Math.floor(top / step * 1.0001) + 1 }, (_, k) => Number((k * step).toPrecision(6)));
+  };
+  const largest = Math.max(...data.runs.map((run) => run.curve.eps.at(-1)));
+  function axes(box, height, top, labels) {
+    const width = Math.max(240, box.clientWidth), left = 46, right = 12, above = 10, below = labels ? 44 : 26;
+    const x = (eps) => left + (width - left - right) * eps / top;
+    const y = (percent) => above + (height - above - below) * (1 - percent / 100);
+    const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
+    for (const v of [0, 25, 50, 75, 100]) {
+      svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y(v), y2: y(v) }));
+      svg.append(make("text", { class: "tick", x: left - 8, y: y(v) + 4, "text-anchor": "end" }, `${v}`));
+    }
+    for (const v of nice(top, Math.max(2, Math.min(8, Math.floor(width / 90))))) {
+      svg.append(make("line", { class: "grid", x1: x(v), x2: x(v), y1: above, y2: y(0) + 4 }));
+      svg.append(make("text", { class: "tick", x: x(v), y: y(0) + 18, "text-anchor": "middle" }, short(v)));
+    }
+    if (labels) {
+      svg.append(make("text", { class: "tick", x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, `radius (${data.unit})`));
+      svg.append(make("text", { class: "tick", x: -(y(50)), y: 12, transform: "rotate(-90)", "text-anchor": "middle" }, "accuracy (%)"));
+    }
+    return { svg, x, y, left, right: width - right };
+  }
+  // Points of a line; a search for the minimal radius has a step at each broken image.
+  const points = (curve, values, at) => curve.eps.flatMap((eps, k) => {
+    const here = [at.x(eps), at.y(values[k])];
+    return curve.steps && k ? [[here[0], at.y(values[k - 1])], here] : [here];
+  });
+  const path = (list) => "M" + list.map((p) => p.map((v) => v.toFixed(1)).join(" ")).join("L");
+  const between = (upper, lower) => path([...upper, ...lower.slice().reverse()]) + "Z";
+  const hidden = new Set();
+
+  function draw() {
+    const box = $("chart"), at = axes(box, box.clientHeight || 380, largest, true), shown = data.runs.map((run, k) => ({ ...run, k })).filter((run) => !hidden.has(run.k));
+    for (const { curve, k } of shown) {
+      const low = curve.interval.map((i) => i[0]), high = curve.interval.map((i) => i[1]);
+      if (data.runs.length < 4) at.svg.append(make("path", { class: `interval c${k % 7}`, d: between(points(curve, high, at), points(curve, low, at)) }));
+    }
+    for (const { curve, k } of shown) {
+      if (curve.certified) at.svg.append(make("path", { class: `curve proved c${k % 7}`, d: path(points(curve, curve.certified, at)) }));
+      at.svg.append(make("path", { class: `curve c${k % 7}`, d: path(points(curve, curve.accuracy, at)) }));
+      if (!curve.steps) curve.eps.forEach((eps, i) => at.svg.append(make("circle", { class: `c${k % 7}`, cx: at.x(eps), cy: at.y(curve.accuracy[i]), r: 4 })));
+    }
+    const ruler = make("line", { class: "ruler", y1: at.y(100), y2: at.y(0), visibility: "hidden" });
+    at.svg.append(ruler);
+    const tip = document.createElement("div");
+    tip.className = "tip";
+    tip.hidden = true;
+    const every = [...new Set(data.runs.flatMap((run) => run.curve.eps))].sort((a, b) => a - b);
+    const hover = (event) => {
+      const scale = at.svg.getBoundingClientRect(), px = event.clientX - scale.left;
+      const eps = every.reduce((best, e) => (Math.abs(at.x(e) - px) < Math.abs(at.x(best) - px) ? e : best), every[0]);
+      ruler.setAttribute("x1", at.x(eps)); ruler.setAttribute("x2", at.x(eps)); ruler.setAttribute("visibility", "visible");
+      const title = document.createElement("strong");
+      title.textContent = `radius ${short(eps)}`;
+      tip.replaceChildren(title, ...shown.filter((run) => eps <= run.curve.eps.at(-1)).map((run) => {
+        const c = run.curve, i = c.eps.findLastIndex((e) => e <= eps), line = document.createElement("div"), dot = document.createElement("span");
+        dot.className = `swatch c${run.k % 7}`;
+        line.append(dot, `${run.name}: ${c.accuracy[i].toFixed(1)} % (${c.interval[i].map((v) => v.toFixed(0)).join("–")} %), ${c.broken[i]} of ${c.images} broken`
+          + (c.certified ? `, ${c.certified[i].toFixed(1)} % proved` : ""));
+        return line;
+      }));
+      tip.hidden = false;
+      tip.style.left = `${Math.max(0, Math.min(at.x(eps) + 12, box.clientWidth - tip.offsetWidth))}px`;
     };
-    Plotly.react("chart", traces, layout, { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
+    at.svg.addEventListener("pointermove", hover);
+    at.svg.addEventListener("pointerdown", hover);
+    at.svg.addEventListener("pointerleave", () => { tip.hidden = true; ruler.setAttribute("visibility", "hidden"); });
+    box.replaceChildren(at.svg, tip);
   }
-  function escaped(text) {
-    const span = document.createElement("span");
-    span.textContent = text;
-    return span.innerHTML;
+
+  // One small chart a model: what is proved, what is broken, and what lies between.
+  function drawBands() {
+    const proved = data.runs.map((run, k) => ({ ...run, k })).filter((run) => run.curve.certified);
+    $("bands").replaceChildren(...proved.map(({ name, curve, k }) => {
+      const figure = document.createElement("figure"), box = document.createElement("div"), caption = document.createElement("figcaption");
+      figure.append(box, caption);
+      box.className = "plot";
+      caption.textContent = name;
+      $("bands").append(figure); // to have a width
+      const at = axes(box, 190, curve.eps.at(-1), false), flat = (v) => points(curve, curve.eps.map(() => v), at);
+      const lines = { proved: points(curve, curve.certified, at), robust: points(curve, curve.accuracy, at) };
+      const put = (kind, d) => { const band = make("path", { class: `band ${kind}`, d }); band.append(make("title", {}, kind)); at.svg.append(band); };
+      put("proved", between(lines.proved, flat(0)));
+      put("undecided", between(lines.robust, lines.proved));
+      put("broken", between(flat(100), lines.robust));
+      box.append(at.svg);
+      const middle = Math.floor(curve.eps.length / 2), p = curve.certified[middle], b = 100 - curve.accuracy[middle];
+      const said = document.createElement("small");
+      said.textContent = `at ${short(curve.eps[middle])}: proved ${p.toFixed(1)} %, undecided ${(100 - p - b).toFixed(1)} %, broken ${b.toFixed(1)} %`;
+      caption.append(document.createElement("br"), said);
+      return figure;
+    }));
   }
+  $("legend").replaceChildren(...data.runs.map((run, k) => {
+    const button = document.createElement("button"), dot = document.createElement("span");
+    button.type = "button";
+    button.setAttribute("aria-pressed", "true");
+    dot.className = `swatch c${k % 7}`;
+    button.append(dot, run.name + (run.curve.certified ? " (dotted: proved)" : ""));
+    button.addEventListener("click", () => {
+      if (!hidden.delete(k)) hidden.add(k);
+      button.setAttribute("aria-pressed", String(!hidden.has(k)));
+      draw();
+    });
+    return button;
+  }));
+  let waiting = 0;
+  const redraw = () => { draw(); if ($("bands")) drawBands(); };
+  addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(redraw); });
 
   // Gallery filters.
   const form = $("filters"), cards = [...document.querySelectorAll(".card")];
@@ -88,7 +168,6 @@
   }
 
   // Transport explorer.
-  const svgNS = "http://www.w3.org/2000/svg";
   function explore() {
     const runs = data.runs.map((run, k) => ({ ...run, k })).filter((run) => run.explorer);
     let run = runs[0], item = 0;
@@ -127,31 +206,31 @@
       $("ex-change").src = state ? state.change : blank(ex.width, ex.height);
       arrows(ex, state && $("ex-arrows").checked ? state.arrows : []);
       const wrong = Boolean(state && state.wrong);
-      $("ex-caption").textContent = state ? `read as ${state.read_as}` : "unchanged";
+      $("ex-caption").textContent = state ? `predicted as ${state.read_as}` : "unchanged";
       $("ex-caption").className = wrong ? "wrong" : "";
-      $("ex-said").textContent = !state ? `Image ${it.index}, class ${it.label}. Nothing moved yet.`
-        : `At radius ${said} the strongest image found is read as ${state.read_as}${wrong ? " (wrong)" : " (right)"}. `
-        + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, at most ${state.farthest.toFixed(1)} px far. `)
-        + `The largest change of a pixel is ${state.largest.toFixed(2)}.`
-        + (it.radius === null ? " The evaluation found no example for this image." : ` The evaluation broke it at radius ${short(it.radius)}.`);
+      $("ex-said").textContent = !state ? `Image ${it.index}, class ${it.label}, without perturbation.`
+        : `At radius ${said} the strongest image found is predicted as ${state.read_as} (${wrong ? "wrong" : "correct"}). `
+        + (state.moved === null ? "" : `${(100 * state.moved).toFixed(1)} % of the mass moves, by at most ${state.farthest.toFixed(1)} px. `)
+        + `The largest pixel change is ${state.largest.toFixed(2)}.`
+        + (it.radius === null ? " The evaluation found no adversarial example for this image." : ` The evaluation broke this image at radius ${short(it.radius)}.`);
     };
     const arrows = (ex, list) => {
       const svg = $("ex-svg"), top = Math.max(1e-9, ...list.map((a) => a[4]));
       svg.setAttribute("viewBox", `0 0 ${ex.width} ${ex.height}`);
       svg.replaceChildren(...list.map(([r0, c0, r1, c1, mass]) => {
-        const path = document.createElementNS(svgNS, "path");
+        const arrow = document.createElementNS(svgNS, "path");
         const x0 = c0 + 0.5, y0 = r0 + 0.5, x1 = c1 + 0.5, y1 = r1 + 0.5;
         const length = Math.hypot(x1 - x0, y1 - y0), ux = (x1 - x0) / length, uy = (y1 - y0) / length;
         const weight = Math.sqrt(mass / top), head = 0.22 + 0.2 * weight;
         const bx = x1 - ux * head, by = y1 - uy * head;
-        path.setAttribute("d", `M${x0} ${y0}L${x1} ${y1}M${bx - uy * head * 0.6} ${by + ux * head * 0.6}L${x1} ${y1}L${bx + uy * head * 0.6} ${by - ux * head * 0.6}`);
-        path.setAttribute("fill", "none");
-        path.setAttribute("stroke", "currentColor");
-        path.setAttribute("stroke-linecap", "round");
-        path.setAttribute("stroke-linejoin", "round");
-        path.setAttribute("stroke-width", (0.03 + 0.13 * weight) * ex.width / 28);
-        path.setAttribute("opacity", 0.35 + 0.6 * weight);
-        return path;
+        arrow.setAttribute("d", `M${x0} ${y0}L${x1} ${y1}M${bx - uy * head * 0.6} ${by + ux * head * 0.6}L${x1} ${y1}L${bx + uy * head * 0.6} ${by - ux * head * 0.6}`);
+        arrow.setAttribute("fill", "none");
+        arrow.setAttribute("stroke", "currentColor");
+        arrow.setAttribute("stroke-linecap", "round");
+        arrow.setAttribute("stroke-linejoin", "round");
+        arrow.setAttribute("stroke-width", (0.03 + 0.13 * weight) * ex.width / 28);
+        arrow.setAttribute("opacity", 0.35 + 0.6 * weight);
+        return arrow;
       }));
     };
     $("ex-run").addEventListener("change", (e) => { run = runs.find((r) => String(r.k) === e.target.value); open(); });
@@ -193,6 +272,7 @@
   }
 
   paint(dark());
+  redraw();
   if ($("ex-slider")) explore();
   root.dataset.ready = "true";
 })();

@@ -10,28 +10,39 @@ import torch
 from torch import Tensor
 
 from wball.evaluation.result import PLAN, Evaluation
+from wball.report.classes import by_class
 from wball.report.pictures import change_uri, common_scale, image_uri
+from wball.report.ranking import median_distance, rank, ranking_csv, shared_radii
 from wball.report.transport import plan_moves
+from wball.report.trust import accuracy_interval, reliable
 
-OUTCOMES = {"broken": "broken", "withstood": "withstood", "wrong": "wrong anyway"}
+OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
 
 
 def make_content(evaluations: Sequence[Evaluation], title: str | None, images: int) -> dict[str, Any]:
-    """The variables of ``template.html``; ``data`` is what the page's script gets."""
+    """The variables of ``template.html``; ``data`` is what the page's script gets.
+
+    Runs are in the order of the ranking, so that colours, tables and menus agree.
+    """
     if not evaluations:
         raise ValueError("evaluations is empty: there is nothing to report on")
     units = {e.unit for e in evaluations}
     if len(units) > 1:
         raise ValueError(f"evaluations have radii in different units ({', '.join(sorted(units))}): write two reports")
-    names = _names(evaluations)
+    ranking = rank(evaluations, distinct_names(evaluations))
+    names = [row.name for row in ranking.rows]
+    evaluations = [evaluations[row.index] for row in ranking.rows]
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
     each = max(1, images // len(evaluations))
     return {
-        "title": title or f"Robustness to {_threats(evaluations)}: {_together(names)}",
+        "title": title or f"{_subject(evaluations)}: {_together(names)}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
         "scale": scale,
-        "runs": [_run(e, name) for e, name in zip(evaluations, names, strict=True)],
+        "ranking": ranking,
+        "csv": ranking_csv(evaluations, names),
+        "runs": [_run(e, name, ranking.reference) for e, name in zip(evaluations, names, strict=True)],
+        "shared": shared_radii(evaluations),
         "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
         "rows": _rows(evaluations),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
@@ -50,17 +61,8 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
     }
 
 
-def _threats(evaluations: Sequence[Evaluation]) -> str:
-    kinds = {e.settings["ball"]["kind"] for e in evaluations}
-    return "moved mass" if kinds == {"WassersteinBall"} else "changed pixels"
-
-
-def _together(names: list[str]) -> str:
-    return ", ".join(names) if len(names) < 3 else f"{len(names)} models"
-
-
-def _names(evaluations: Sequence[Evaluation]) -> list[str]:
-    """Names that differ."""
+def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:
+    """Names of the models; the second of the same name gets a number."""
     seen: dict[str, int] = {}
     names = []
     for e in evaluations:
@@ -69,28 +71,36 @@ def _names(evaluations: Sequence[Evaluation]) -> list[str]:
     return names
 
 
+def _subject(evaluations: Sequence[Evaluation]) -> str:
+    kinds = {e.settings["ball"]["kind"] for e in evaluations}
+    return f"{'Wasserstein a' if kinds == {'WassersteinBall'} else 'A'}dversarial robustness"
+
+
+def _together(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} models"
+
+
 def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
     return list(dict.fromkeys(c for e in evaluations for c in e.settings["data"]["classes"]))
 
 
-def _run(e: Evaluation, name: str) -> dict[str, Any]:
-    curve = e.curve()
-    found = e.images["read_as"] >= 0
-    distances = e.images["distance"][found]
-    half = next((p.eps for p in curve if p.accuracy < 0.5), None)
+def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
     ball, settings = e.settings["ball"], e.settings
+    at = reference if reference <= float(settings["radii"][-1]) * (1 + 1e-9) else e.radii[-1]
+    headline = e.curve([at])[0]
+    median, bounded = median_distance(e)
     return {
         "name": name,
         "images": len(e),
         "data": settings["data"]["name"],
         "clean": e.clean_accuracy,
-        "curve": curve,
-        "last": curve[-1],
-        "headline": curve[min(len(curve) - 1, (len(curve) + 1) // 2)],
-        "half": half,
-        "median": float(distances.median()) if len(distances) else None,
+        "headline": headline,
+        "interval": accuracy_interval(e, headline.accuracy),
+        "median": median,
         "transport": ball["kind"] == "WassersteinBall",
-        "bounds": bool((e.images["proof"] == PLAN).any()),
+        "bounds": bounded,
+        "reliable": reliable(e),
+        "by_class": by_class(e, at),
         "audit": e.audit_summary(),
         "rejected": list(e.rejected[:20]),
         "warnings": list(e.warnings),
@@ -114,26 +124,37 @@ def _attack(attack: dict[str, Any]) -> str:
 
 
 def _threat(ball: dict[str, Any]) -> str:
-    box = "no box" if ball["box"] is None else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
+    box = "no box" if ball.get("box") is None else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
     if ball["kind"] != "WassersteinBall":
         return f"{ball['kind']}, {box}"
     if ball["cost"] == "grid":
-        moves = f"moves inside {ball['window']} × {ball['window']} pixels at the cost of distance"
+        moves = f"moves within {ball['window']} × {ball['window']} pixels, charged by distance"
         moves += "" if ball["p"] == 1 else f" to the power {ball['p']:g}"
     else:
-        moves = "moves by a table of costs" if ball["cost"] == "table" else "moves by a matrix of costs"
+        moves = "moves charged by a table of costs" if ball["cost"] == "table" else "moves charged by a matrix of costs"
     unit = "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
     return f"Wasserstein ball, {unit}; {moves}; {box}"
 
 
 def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """The table of accuracies: a row per radius, a pair of cells per evaluation; ``None`` beyond its radii."""
+    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` beyond its radii."""
     rows = []
     for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
         cells = []
         for e in evaluations:
-            inside = eps <= float(e.settings["radii"][-1]) * (1 + 1e-9)
-            cells.append({"accuracy": e.accuracy_at(eps) if inside else None, "certified": e.certified_at(eps)})
+            if eps > float(e.settings["radii"][-1]) * (1 + 1e-9):
+                cells.append(None)
+                continue
+            accuracy, certified = e.accuracy_at(eps), e.certified_at(eps)
+            cells.append(
+                {
+                    "accuracy": accuracy,
+                    "interval": accuracy_interval(e, accuracy),
+                    "certified": certified,
+                    "undecided": None if certified is None else accuracy - certified,
+                    "broken": 1 - accuracy,
+                }
+            )
         rows.append({"eps": eps, "cells": cells})
     return rows
 
@@ -147,12 +168,17 @@ def _curve(e: Evaluation) -> dict[str, Any]:
     certified = [p.certified for p in points]
     return {
         "eps": [p.eps for p in points],
-        "accuracy": [100 * p.accuracy for p in points],
-        "certified": None if certified[0] is None else [100 * c for c in certified if c is not None],
+        "accuracy": [_percent(p.accuracy) for p in points],
+        "interval": [[_percent(end) for end in accuracy_interval(e, p.accuracy)] for p in points],
+        "certified": None if certified[0] is None else [_percent(c) for c in certified if c is not None],
         "broken": [p.broken for p in points],
         "images": len(e),
         "steps": e.settings["mode"] == "minimal",
     }
+
+
+def _percent(part: float) -> float:
+    return round(100 * part, 3)
 
 
 def _shows_images(e: Evaluation) -> bool:
@@ -174,7 +200,7 @@ def _explored(e: Evaluation) -> Tensor:
 
 
 def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list[dict[str, Any]]:
-    """The gallery: images that fell, smallest radius first, then those that withstood or were wrong anyway."""
+    """The gallery: broken images, smallest distance first, then those that survived or were misclassified."""
     if not _shows_images(e):
         return []
     examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}
@@ -182,7 +208,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
     for k, i in enumerate(e.exhibit["index"].tolist()):
         x = e.exhibit["original"][k]
         label, predicted = int(e.images["label"][i]), int(e.images["predicted"][i])
-        outcome = "wrong" if label != predicted else "broken" if i in examples else "withstood"
+        outcome = "wrong" if label != predicted else "broken" if i in examples else "survived"
         card = {
             "run": run,
             "name": name,
@@ -210,7 +236,7 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
                 "adversarial": image_uri(z),
             }
         cards.append(card)
-    order = {"broken": 0, "withstood": 1, "wrong": 2}
+    order = {"broken": 0, "survived": 1, "wrong": 2}
     cards.sort(key=lambda c: (order[c["outcome"]], c["distance"] or 0.0, c["index"]))
     if len(cards) > count:
         cards = [cards[round(k * (len(cards) - 1) / max(1, count - 1))] for k in range(count)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from wball.auditing.transport import cheapest_plan
 from wball.ball.description import read_cost
 
-SHOWN = 90
+SHOWN = 60
 """Arrows drawn at most, those that move the most."""
 
 LARGE = 20_000
@@ -55,5 +55,5 @@ def plan_moves(ball: Mapping[str, Any], x: Tensor, z: Tensor) -> Moves | None:
     length = np.hypot(moves[:, 2] - moves[:, 0], moves[:, 3] - moves[:, 1])
     heavy = mass >= 1e-3 * mass.sum()
     order = np.argsort(-mass * length, kind="stable")[:SHOWN]
-    arrows = [[*(float(v) for v in row[:4]), round(float(row[4]), 4)] for row in moves[order]]
+    arrows = [[*(int(v) for v in row[:4]), float(f"{row[4]:.3g}")] for row in moves[order]]
     return Moves(arrows, float(mass.sum()) / whole, float(length[heavy].max(initial=0.0)))

@@ -1,0 +1,76 @@
+"""Accuracy by class, and what classes are confused with under attack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball.evaluation.result import Evaluation
+
+SHOWN = 20
+"""Classes above which no matrix is drawn; the table lists the weakest of them."""
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Accuracies of the images of one class; ``confused`` is what most of them are predicted as instead."""
+
+    name: str
+    images: int
+    clean: float
+    robust: float
+    confused: str | None
+
+
+@dataclass(frozen=True)
+class ByClass:
+    """Accuracy by class at one radius.
+
+    Attributes:
+        rows: by class number; the weakest first where there are more than :data:`SHOWN` classes.
+        left_out: how many classes with images are not among the rows.
+        matrix: images by true class and predicted class under attack; empty for many classes.
+        names: of the classes of the matrix.
+    """
+
+    eps: float
+    rows: tuple[ClassRow, ...]
+    left_out: int
+    matrix: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+
+def predictions_under_attack(e: Evaluation, eps: float) -> Tensor:
+    """The class of each image at radius ``eps``: of its adversarial example if it has one, else of the clean image."""
+    images = e.images
+    attacked = e.broken_at(eps) & (images["read_as"] >= 0)
+    return torch.where(attacked, images["read_as"], images["predicted"])
+
+
+def by_class(e: Evaluation, eps: float) -> ByClass:
+    """Accuracy by class, clean and at radius ``eps``."""
+    label, clean = e.images["label"], e.images["predicted"]
+    attacked = predictions_under_attack(e, eps)
+    rows = []
+    for number in label.unique().tolist():
+        here = label == number
+        wrong = attacked[here & (attacked != number)]
+        rows.append(
+            ClassRow(
+                e.class_name(number),
+                int(here.sum()),
+                float((clean[here] == number).double().mean()),
+                float((attacked[here] == number).double().mean()),
+                e.class_name(int(wrong.mode().values)) if len(wrong) else None,
+            )
+        )
+    if len(rows) > SHOWN:
+        weakest = sorted(rows, key=lambda row: (row.robust, row.clean))[:SHOWN]
+        return ByClass(eps, tuple(weakest), len(rows) - SHOWN, (), ())
+    numbers = sorted({*label.tolist(), *attacked.tolist()})
+    if len(numbers) > SHOWN:
+        return ByClass(eps, tuple(rows), 0, (), ())
+    matrix = [[int(((label == i) & (attacked == j)).sum()) for j in numbers] for i in numbers]
+    return ByClass(eps, tuple(rows), 0, tuple(map(tuple, matrix)), tuple(e.class_name(n) for n in numbers))

@@ -1,0 +1,144 @@
+"""How evaluations compare: one ranked table, for the page, the terminal and spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wball.evaluation.result import Evaluation
+from wball.report.trust import Interval, accuracy_interval, reliable
+
+SHOWN = 6
+"""Radii that the table shows at most; the chart and the table of values show them all."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Accuracies of one model at one radius."""
+
+    eps: float
+    accuracy: float
+    interval: Interval
+    certified: float | None
+    broken: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model.
+
+    Attributes:
+        place: its rank, ``None`` if its evaluation is not reliable.
+        cells: accuracies at the radii of the table; ``None`` beyond the radii that were evaluated.
+        median: median distance of the adversarial examples, ``None`` without any.
+        bounded: some distances are upper bounds.
+    """
+
+    index: int
+    name: str
+    place: int | None
+    images: int
+    clean: float
+    clean_interval: Interval
+    cells: tuple[Cell | None, ...]
+    median: float | None
+    bounded: bool
+    reliable: bool
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Evaluations from the most to the least robust.
+
+    Models are ranked by robust accuracy at ``reference``, then by its mean over the radii that all of them share, then
+    by clean accuracy. Evaluations that are not reliable come last and have no rank: their accuracy may be too high.
+    """
+
+    reference: float
+    radii: tuple[float, ...]
+    rows: tuple[Row, ...]
+    same_data: bool
+
+
+def rank(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Ranking:
+    """Rank evaluations, which have radii in the same unit."""
+    shared = shared_radii(evaluations)
+    every = sorted({r for e in evaluations for r in e.radii})
+    reference = shared[len(shared) // 2] if shared else every[0]
+    shown = _spread(shared or every, SHOWN)
+    if reference not in shown:
+        shown = sorted({*shown[:-1], reference})
+
+    def strength(e: Evaluation) -> tuple[bool, float, float, float]:
+        at = [e.accuracy_at(r) for r in shared]
+        mean = sum(at) / len(at) if at else 0.0
+        return reliable(e), e.accuracy_at(reference) if reference in shared else 0.0, mean, e.clean_accuracy
+
+    order = sorted(range(len(evaluations)), key=lambda k: strength(evaluations[k]), reverse=True)
+    places = iter(range(1, len(order) + 1))
+    return Ranking(
+        reference,
+        tuple(shown),
+        tuple(_row(evaluations[k], k, names[k], places, shown) for k in order),
+        len({e.settings["data"]["sha256"] for e in evaluations}) == 1,
+    )
+
+
+def shared_radii(evaluations: Sequence[Evaluation]) -> list[float]:
+    """Evaluated radii at which every evaluation has an accuracy, ascending."""
+    top = min(float(e.settings["radii"][-1]) for e in evaluations) * (1 + 1e-9)
+    return sorted({r for e in evaluations for r in e.radii if r <= top})
+
+
+def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None = None) -> str:
+    """One line per model and radius, for spreadsheets; accuracies are fractions of all images."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    head = "model data images unit eps accuracy accuracy_low accuracy_high certified broken median_distance reliable"
+    writer.writerow(head.split())
+    for k, e in enumerate(evaluations):
+        median, _ = median_distance(e)
+        for p in e.curve():
+            low, high = accuracy_interval(e, p.accuracy)
+            values = (p.eps, p.accuracy, low, high, p.certified, p.broken, median)
+            numbers = ["" if v is None else f"{v:.6g}" for v in values]
+            name = e.name if names is None else names[k]
+            said = [_cell(text) for text in (name, e.settings["data"]["name"])]
+            writer.writerow([*said, len(e), e.unit, *numbers, "yes" if reliable(e) else "no"])
+    return stream.getvalue()
+
+
+def median_distance(e: Evaluation) -> tuple[float | None, bool]:
+    """Median distance of the adversarial examples, and whether some of the distances are upper bounds."""
+    found = e.images["read_as"] >= 0
+    distances = e.images["distance"][found]
+    bounded = bool((e.images["proof"] == 1).any())
+    return (float(distances.median()) if len(distances) else None), bounded
+
+
+def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[float]) -> Row:
+    points = {p.eps: p for p in e.curve([r for r in shown if r <= float(e.settings["radii"][-1]) * (1 + 1e-9)])}
+    cells = tuple(
+        Cell(r, points[r].accuracy, accuracy_interval(e, points[r].accuracy), points[r].certified, points[r].broken)
+        if r in points
+        else None
+        for r in shown
+    )
+    median, bounded = median_distance(e)
+    place = next(places) if reliable(e) else None  # type: ignore[call-overload]
+    clean = e.clean_accuracy
+    return Row(index, name, place, len(e), clean, accuracy_interval(e, clean), cells, median, bounded, reliable(e))
+
+
+def _spread(values: Sequence[float], count: int) -> list[float]:
+    """At most ``count`` of ``values``, evenly spaced, the ends included."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(k * (len(values) - 1) / (count - 1))] for k in range(count)]
+
+
+def _cell(text: str) -> str:
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in "=+-@\t\r" else text
