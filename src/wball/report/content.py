@@ -140,7 +140,7 @@ def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """The table of accuracies: a row per radius, a cell per evaluation; ``None`` beyond its radii."""
     rows = []
     for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
-        cells = []
+        cells: list[dict[str, Any] | None] = []
         for e in evaluations:
             if eps > float(e.settings["radii"][-1]) * (1 + 1e-9):
                 cells.append(None)
