@@ -219,7 +219,12 @@ def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
 def test_every_radius_has_its_unit(page: Path, evaluations: list[Evaluation]) -> None:
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8").split("<script")[0]))
     unit = evaluations[0].unit
-    for sentence in ("Robust accuracy by radius ({})", "Radius in {}", "Radii and distances in {}", "set the radius (in {})"):
+    for sentence in (
+        "Robust accuracy by radius ({})",
+        "Radius in {}",
+        "Radii and distances in {}",
+        "set the radius (in {})",
+    ):
         assert sentence.format(unit) in text
 
 
