@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import DualAveraging, LinfBall, Normalized, WassersteinBall, certify
-from wball.certificates.graph import UnsupportedModule
+from wball.certificates.trust import UnsupportedModule
 from wball.cli.choices import setting
 from wball.models import SmallResNet
 from wball.training import (
