@@ -1,10 +1,11 @@
 """A model's graph, recorded from what it runs.
 
 Every call of a PyTorch function goes through :class:`_Recorder`, wherever it is made from: a module, a hook, a patched
-method, a loop. The first run gets tensors without values (``FakeTensor``), so nothing it does can depend on the values
-of an image; the second one gets points of the ball, in another batch size and with gradients. Both must record the same
-graph. A function that is not on the list is refused by name, and so is what a list of functions cannot show: a tensor
-read after it was changed under another name, values that leave the tensors, results in less precision.
+method, a loop. The first run gets tensors without values (:mod:`wball.certificates.valueless`), so nothing it does can
+depend on the values of an image; the second one gets points of the ball, in another batch size and with gradients. Both
+must record the same graph. A function that is not on the list is refused by name, and so is what a list of functions
+cannot show: a tensor read after it was changed under another name, values that leave the tensors, results in less
+precision.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -40,6 +40,7 @@ from wball.certificates.graph import (
     Sum,
 )
 from wball.certificates.trust import UnsupportedModule
+from wball.certificates.valueless import Valueless, memory
 from wball.model import evaluating
 
 BATCH = 3
@@ -64,7 +65,7 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
     points = trust.probes(x, ball).to(dtype)
     with trust.undisturbed(inner), evaluating(model):
         with torch.no_grad():
-            empty = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(points[:1].expand(BATCH, *x.shape[1:]))
+            empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, torch.no_grad())
             # Hooks on gradients pass tensors through a function that cannot be seen; without gradients they do nothing.
             hooked = any(module._backward_hooks or module._backward_pre_hooks for module in inner.modules())
@@ -203,7 +204,7 @@ class _Recorder(TorchFunctionMode):
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         sources = list({id(t): t for t in tensors if id(t) in self.place}.values())
         title = self._title(func)
-        if any(isinstance(t, FakeTensor) and id(t) not in self.place for t in tensors):
+        if any(isinstance(t, Valueless) and id(t) not in self.place for t in tensors):
             raise UnsupportedModule(f"{title} reads a tensor that was computed where no function call shows it")
         if any(id(t) in self.stale for t in sources):
             raise self._changed(title)
@@ -227,9 +228,8 @@ class _Recorder(TorchFunctionMode):
             raise UnsupportedModule(f"{title} computes in {result.dtype}, which is less precise than what it reads")
         op = _Call(self, func, args, kwargs, sources, [shape[1:] for shape in shapes], tuple(result.shape[1:])).op()
         if changed:
-            mine = result.untyped_storage()._cdata
-            others = [key for key, t in self.held.items() if t is not result and t.untyped_storage()._cdata == mine]
-            self.stale.update(others)
+            mine = memory(result)
+            self.stale.update(key for key, t in self.held.items() if t is not result and memory(t) == mine)
         self._append(op, result)
         return result
 
