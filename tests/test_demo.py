@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from wball import demo
-from wball.evaluation import load_evaluation
+from wball.evaluation import Evaluation, evaluate, load_evaluation
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,11 @@ def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert len(result) == 4 and not result.rejected
         assert result.accuracy_at(0.3) < result.clean_accuracy
     assert 1e5 < (tmp_path / "new" / "report.html").stat().st_size < 2e6
+
+
+def test_a_failed_audit_ends_the_demo_as_it_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_a_false_claim(*given: Any, **named: Any) -> Evaluation:
+        return replace(evaluate(*given, **named), rejected=({"index": 0, "eps": 0.1, "reason": "far"},))
+
+    monkeypatch.setattr(demo, "evaluate", with_a_false_claim)
+    assert demo.main(["--images", "1", "--models", "mnist-standard", "--out", str(tmp_path / "new")]) == 3

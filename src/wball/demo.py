@@ -15,7 +15,7 @@ from rich.console import Console
 
 from wball.ball import WassersteinBall
 from wball.data import dataset_info, load_sample
-from wball.evaluation import evaluate
+from wball.evaluation import evaluate, exit_code
 from wball.report import write_report
 from wball.zoo import list_models, load_model, model_card
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
     report = write_report(results, options.out / "report.html")
     console.print(f"Open {report} in a browser.    ({time.perf_counter() - start:.1f} s)", markup=False)
-    return 0 if not any(r.rejected or r.contradictions or r.disagreements for r in results) else 1
+    return exit_code(results)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,20 @@ def test_an_example_counts_at_every_radius_above_its_distance() -> None:
     assert found.any()
     assert bool((coarse.images["distance"][found] <= 0.4).all())
     # between two radii the exact distances still say something, and never more than at the next radius
-    assert coarse.accuracy_at(0.01) >= coarse.accuracy_at(0.399) >= coarse.accuracy_at(0.4)
-    with pytest.raises(ValueError, match="evaluated"):
-        coarse.accuracy_at(0.5)
+    assert coarse.accuracy_at(0.01) >= coarse.accuracy_bound_at(0.399) >= coarse.accuracy_at(0.4)
+
+
+def test_numbers_nobody_measured_are_not_shown() -> None:
+    model, x, y = problem()
+    result = evaluate(model, x, y, BALL, [0.1, 0.4], attack())
+    for eps in (0.2, 0.5, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"was not evaluated, the radii are 0, 0.1, 0.4"):
+            result.accuracy_at(eps)
+    assert [p.measured for p in result.curve([0.0, 0.1, 0.2, 0.4, 0.5])] == [True, True, False, True, False]
+    assert all(p.certified is None and p.certified_interval is None for p in result.curve())
+    written = result.to_dict()
+    assert written["images"]["certified"] == [None] * len(x)
+    assert {point["certified"] for point in written["summary"]["curve"]} == {None}
 
 
 @pytest.mark.parametrize(
@@ -434,8 +445,9 @@ def test_the_model_is_left_as_found_and_its_oddities_are_reported() -> None:
     result = evaluate(noisy, x, y, BALL, 0.1, attack())
     assert all(module.training for module in noisy.modules())
     assert all(p.requires_grad for p in noisy.parameters())
-    assert any(w.startswith("Probabilities") for w in result.warnings)
-    assert any(w.startswith("TrainMode") for w in result.warnings)
+    assert "probabilities" in {w.code for w in result.warnings}
+    assert {note.code for note in result.notes} == {"train-mode", "few-classes"}
+    assert not result.reliable
 
 
 def test_what_is_not_a_number_is_not_right() -> None:

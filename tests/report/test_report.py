@@ -20,6 +20,7 @@ import ot
 import pytest
 import torch
 from torch import Tensor, nn
+from wball.report.trust import accuracy_interval
 
 import wball
 from wball.evaluation import Evaluation, evaluate
@@ -27,7 +28,6 @@ from wball.report.classes import by_class
 from wball.report.pictures import change_uri, image_uri
 from wball.report.ranking import rank, ranking_csv
 from wball.report.transport import plan_moves
-from wball.report.trust import accuracy_interval
 
 pytest.importorskip("jinja2")
 

@@ -1,8 +1,9 @@
 """The ``wball`` command: :func:`main` and how it fails.
 
 Exit codes: 0 done; 2 wrong arguments or inputs; 3 done, but some claimed examples failed the audit, or a proof and an
-example contradict each other; 4 the output folder is in use; 5 the disk, a file or the memory cannot be used; 70 an
-error in this library; 130 interrupted. Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
+example contradict each other; 4 the output folder is in use; 5 the disk, a file or the memory cannot be used; 6 done,
+but an evaluation is not reliable; 7 done, but a requirement is not met; 70 an error in this library; 130 interrupted.
+Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations

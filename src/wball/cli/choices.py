@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from wball.attacks import Attack
     from wball.ball import WassersteinBall
-    from wball.evaluation import Evaluation
     from wball.model import Model
 
 ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
@@ -249,8 +248,3 @@ def main_process() -> bool:
     from wball.processes import place
 
     return place()[0] == 0
-
-
-def claims_code(results: Sequence[Evaluation]) -> int:
-    """0, or 3 if some claim did not hold."""
-    return 3 if any(r.rejected or r.contradictions or r.disagreements for r in results) else 0

@@ -168,6 +168,7 @@ def evaluate(
     """
     from rich.markup import escape
 
+    from wball.evaluation import exit_code
     from wball.evaluation.run import evaluate as run
     from wball.report import why_not
 
@@ -217,14 +218,14 @@ def evaluate(
         console.print(result.table())
         console.print(result.verdict(), markup=False)
         for warning in result.warnings:
-            console.print(f"[yellow]warning[/]: {escape(warning)}")
+            console.print(f"[yellow]warning[/]: {escape(str(warning))}")
     written = [str(base if len(made) == 1 else base / choices.folder_name(name)) for _, name in made]
     if report and choices.main_process():
         written.append(str(results[0].report(base / "report.html", *results[1:])))
     console.print(f"written: {', '.join(written)}    ({time.perf_counter() - start:.1f} s)", markup=False)
     if as_json and choices.main_process():
-        _print_json([{"model": r.name, **r.summary()} for r in results])
-    return choices.claims_code(results)
+        _print_json([{"model": r.name, **r.summary(), "warnings": [w.to_dict() for w in r.warnings]} for r in results])
+    return exit_code(results)
 
 
 @app.command()

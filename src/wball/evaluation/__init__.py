@@ -2,6 +2,20 @@
 
 from wball.evaluation.result import CurvePoint, Evaluation, load_evaluation
 from wball.evaluation.run import OtherSettings, evaluate
+from wball.evaluation.trust import Check, Decision, EvaluationWarning, Requirement, confidence_interval, exit_code
 from wball.storage.atomic import FolderInUse
 
-__all__ = ["CurvePoint", "Evaluation", "FolderInUse", "OtherSettings", "evaluate", "load_evaluation"]
+__all__ = [
+    "Check",
+    "CurvePoint",
+    "Decision",
+    "Evaluation",
+    "EvaluationWarning",
+    "FolderInUse",
+    "OtherSettings",
+    "Requirement",
+    "confidence_interval",
+    "evaluate",
+    "exit_code",
+    "load_evaluation",
+]

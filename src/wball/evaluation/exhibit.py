@@ -31,7 +31,8 @@ def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: B
 
     - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
     - ``explorer_index``: up to 16 of those that the model gets right; ``explorer_radii``: up to 8 radii;
-      ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss found; ``explorer_read_as``: their classes.
+      ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss found; ``explorer_read_as``: their classes;
+      ``explorer_broken``: where this attack alone succeeded.
     """
     order = torch.sort(result.images["radius"], stable=True).indices
     index = _spread(order, GALLERY).sort().values
@@ -41,7 +42,7 @@ def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: B
     radii = _spread(torch.tensor(result.radii, dtype=torch.float64), RADII)
     here = shown.to(x.device)
     place = {int(i): k for k, i in enumerate(result.examples["index"].tolist())}
-    images, classes = [], []
+    images, classes, broken = [], [], []
     for eps in radii.tolist():
         if len(shown) == 0:
             break
@@ -50,6 +51,7 @@ def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: B
             parts = found.split(int(result.settings["batch_size"]))
             read_as = torch.cat([top_class(ask(model, part)) for part in parts]).cpu()
         found = found.cpu()
+        broken.append(read_as != result.images["label"][shown])
         for k, i in enumerate(shown.tolist()):  # the evaluation may have known better
             if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps:
                 found[k] = result.examples["adversarial"][place[i]]
@@ -64,6 +66,7 @@ def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: B
     }
     if images:
         exhibit |= {"explorer": torch.stack(images, 1), "explorer_read_as": torch.stack(classes, 1)}
+        exhibit["explorer_broken"] = torch.stack(broken, 1)
     return exhibit
 
 

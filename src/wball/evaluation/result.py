@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,15 @@ from torch import Tensor
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.schema import PROOFS, check_content, check_pictures
+from wball.evaluation.trust import (
+    HARMLESS,
+    Decision,
+    EvaluationWarning,
+    Interval,
+    Requirement,
+    confidence_interval,
+    decide,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,12 +63,19 @@ class CurvePoint:
         certified: share of images proved to be classified right all over the ball: a lower bound. ``None`` if no
             certificate was asked for.
         broken: number of images with a valid example at this radius (those that are wrong without one not counted).
+        interval: 95 % confidence interval of ``accuracy`` (:mod:`wball.evaluation.trust`).
+        certified_interval: that of ``certified``.
+        measured: whether this radius was evaluated. If not, ``accuracy`` is only what smaller radii imply: an upper
+            bound that may be far too high.
     """
 
     eps: float
     accuracy: float
     certified: float | None
     broken: int
+    interval: Interval = (0.0, 1.0)
+    certified_interval: Interval | None = None
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,9 @@ class Evaluation:
             proof (0: none); ``proof`` of the distance: 1 if the attack's plan proves that it is at most that, 2 if it
             is exact, 3 if it is exact and was compared with what the plan proves, 0 without example (in files: words).
         rejected: claimed examples that failed the audit, with the reason. They are not counted.
-        warnings: signs that the numbers may be an artefact of the model (:mod:`wball.attacks.checks`).
+        warnings: reasons not to believe the numbers, each with a stable code, what was seen and the remedy
+            (:mod:`wball.evaluation.trust`, :mod:`wball.attacks.checks`). None of them: :attr:`reliable`.
+        notes: harmless notices about the model, of the same kind.
         examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
         exhibit: images for a report: ``index`` and ``original`` of a selection, and under ``explorer`` the strongest
             image found for some of them at every radius.
@@ -89,10 +107,11 @@ class Evaluation:
     provenance: Mapping[str, Any]
     images: Mapping[str, Tensor]
     rejected: tuple[Mapping[str, Any], ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[EvaluationWarning, ...] = ()
     examples: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     exhibit: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     disagreements: tuple[int, ...] = ()
+    notes: tuple[EvaluationWarning, ...] = ()
 
     def __len__(self) -> int:
         return len(self.images["label"])
@@ -126,14 +145,49 @@ class Evaluation:
             return "no class"
         return str(classes[number]) if number < len(classes) else str(number)
 
-    def accuracy_at(self, eps: float) -> float:
-        """Share of images that are right and have no valid example at radius ``eps`` or below.
+    @property
+    def reliable(self) -> bool:
+        """Whether nothing speaks against the numbers: no warning, and every claim held."""
+        return not (self.warnings or self.rejected or self.contradictions or self.disagreements)
 
-        An upper bound of the robust accuracy at any radius up to the largest one that was evaluated.
+    def interval(self, share: float) -> Interval:
+        """The 95 % confidence interval of a share of these images (:mod:`wball.evaluation.trust`)."""
+        return confidence_interval(round(share * len(self)), len(self))
+
+    def check(self, requirements: Iterable[str | Requirement] | str | Requirement) -> Decision:
+        """Whether requirements are met: ``"0.1:0.8"`` (robust accuracy at radius 0.1), ``"certified:0.05:0.6"``.
+
+        A requirement is met only if the lower end of the 95 % confidence interval meets it, and never on an evaluation
+        that is not :attr:`reliable`.
         """
+        return decide(self, requirements)
+
+    def measured_at(self, eps: float) -> bool:
+        """Whether radius ``eps`` was evaluated. A search for the smallest radius evaluates all of them."""
         top = float(self.settings["radii"][-1])
-        if not 0 <= eps <= top * (1 + 1e-9):
-            raise ValueError(f"eps must be in [0, {top:g}], the radii that were evaluated, got {eps}")
+        if self.settings["mode"] == "minimal":
+            return 0 <= eps <= top * (1 + 1e-9)
+        return any(abs(eps - r) <= 1e-9 * top for r in (0.0, *self.radii))
+
+    def accuracy_at(self, eps: float) -> float:
+        """Share of images that are right and have no valid example at radius ``eps`` or below: robust accuracy.
+
+        Only at radii that were evaluated. In between, :meth:`accuracy_bound_at` says what smaller radii imply.
+        """
+        if not self.measured_at(eps):
+            known = ", ".join(f"{r:g}" for r in self.radii)
+            raise ValueError(
+                f"eps {eps:g} was not evaluated, the radii are 0, {known}; evaluate it, or ask accuracy_bound_at(eps)"
+            )
+        return _share(~self.broken_at(eps))
+
+    def accuracy_bound_at(self, eps: float) -> float:
+        """An upper bound of the robust accuracy at any radius: what examples at smaller radii imply.
+
+        Nothing was searched at ``eps`` itself, so it may be far too high.
+        """
+        if not eps >= 0:
+            raise ValueError(f"eps must be >= 0, got {eps}")
         return _share(~self.broken_at(eps))
 
     def broken_at(self, eps: float) -> Tensor:
@@ -149,13 +203,22 @@ class Evaluation:
         return _share(right & (self.images["certified"] >= eps))
 
     def curve(self, radii: Sequence[float] | None = None) -> list[CurvePoint]:
-        """Accuracies at radius 0 and at the evaluated radii (or at those given)."""
+        """Accuracies at radius 0 and at the evaluated radii, or at those given (see :attr:`CurvePoint.measured`)."""
         points = [0.0, *self.radii] if radii is None else list(radii)
         wrong = int((self.images["label"] != self.images["predicted"]).sum())
-        return [
-            CurvePoint(r, self.accuracy_at(r), self.certified_at(r), int(self.broken_at(r).sum()) - wrong)
-            for r in points
-        ]
+        return [self._point(float(r), wrong) for r in points]
+
+    def _point(self, eps: float, wrong: int) -> CurvePoint:
+        accuracy, certified = self.accuracy_bound_at(eps), self.certified_at(eps)
+        return CurvePoint(
+            eps,
+            accuracy,
+            certified,
+            int(self.broken_at(eps).sum()) - wrong,
+            self.interval(accuracy),
+            None if certified is None else self.interval(certified),
+            self.measured_at(eps),
+        )
 
     @property
     def contradictions(self) -> list[int]:
@@ -189,9 +252,17 @@ class Evaluation:
         return {
             "images": len(self),
             "clean_accuracy": self.clean_accuracy,
+            "reliable": self.reliable,
             "unit": self.unit,
             "curve": [
-                {"eps": p.eps, "accuracy": p.accuracy, "certified": p.certified, "broken": p.broken}
+                {
+                    "eps": p.eps,
+                    "accuracy": p.accuracy,
+                    "interval": list(p.interval),
+                    "certified": p.certified,
+                    "certified_interval": None if p.certified_interval is None else list(p.certified_interval),
+                    "broken": p.broken,
+                }
                 for p in self.curve()
             ],
             "audit": self.audit_summary(),
@@ -204,14 +275,20 @@ class Evaluation:
             "provenance": dict(self.provenance),
             "settings": dict(self.settings),
             "summary": self.summary(),
-            "warnings": list(self.warnings),
+            "reliable": self.reliable,
+            "warnings": [warning.to_dict() for warning in self.warnings],
+            "notes": [note.to_dict() for note in self.notes],
             "rejected": [dict(r) for r in self.rejected],
             "disagreements": list(self.disagreements),
-            "images": {
-                name: [PROOFS[k] for k in self.images[name].tolist()] if name == "proof" else _plain(self.images[name])
-                for name in COLUMNS
-            },
+            "images": {name: self._stored(name) for name in COLUMNS},
         }
+
+    def _stored(self, name: str) -> list[Any]:
+        """A column as it stands in files; nothing was certified where no certificate was asked for."""
+        if name == "certified" and self.settings["certify"] is None:
+            return [None] * len(self)
+        values = self.images[name]
+        return [PROOFS[k] for k in values.tolist()] if name == "proof" else _plain(values)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``results.json`` and the images beside it; the results come last, so that they are never alone."""
@@ -237,12 +314,14 @@ class Evaluation:
         table = Table(title=escape(heading), title_justify="left")
         table.add_column(f"eps ({self.unit})", justify="right")
         table.add_column("accuracy", justify="right")
+        table.add_column("95 % interval", justify="right")
         proved = self.settings["certify"] is not None
         if proved:
             table.add_column("certified", justify="right")
         table.add_column("broken", justify="right")
         for point in self.curve():
             row = [f"{point.eps:g}" if point.eps else "0 (clean)", f"{100 * point.accuracy:.1f} %"]
+            row += ["{:.1f}-{:.1f} %".format(*(100 * end for end in point.interval))]
             row += [f"{100 * point.certified:.1f} %"] if proved and point.certified is not None else []
             table.add_row(*row, str(point.broken))
         return table
@@ -257,6 +336,9 @@ class Evaluation:
             said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
         if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
             said += f"\ndistances {self.proved_how()}"
+        if not self.reliable:
+            codes = ", ".join(sorted({warning.code for warning in self.warnings})) or "claims did not hold"
+            said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"
         return said
 
     def proved_how(self) -> str:
@@ -290,20 +372,23 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     columns = content["images"]
     # Evaluations of earlier versions do not say: they solved every transport problem.
     proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])
-    columns = {**columns, "proof": [PROOFS.index(how) for how in proofs]}
+    certified = [0.0 if v is None else v for v in columns["certified"]]
+    columns = {**columns, "proof": [PROOFS.index(how) for how in proofs], "certified": certified}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
     if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"]):
         raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
+    told = [EvaluationWarning.read(stored) for stored in (*content["warnings"], *content.get("notes", ()))]
     return Evaluation(
         content["settings"],
         content["provenance"],
         images,
         tuple(content["rejected"]),
-        tuple(content["warnings"]),
+        tuple(w for w in told if w.code not in HARMLESS),
         extra.get(EXAMPLES, {}),
         extra.get(EXHIBIT, {}),
         tuple(content.get("disagreements", ())),
+        tuple(w for w in told if w.code in HARMLESS),
     )
 
 

@@ -39,6 +39,7 @@ from wball.certificates import certified_radius, certify
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
+from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.files import Log, read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.result import (
@@ -52,6 +53,7 @@ from wball.evaluation.result import (
     load_evaluation,
     same_json,
 )
+from wball.evaluation.trust import HARMLESS, EvaluationWarning, as_code, claim_warnings
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
@@ -177,7 +179,10 @@ def evaluate(
             meet()
             if rank == 0:
                 result = shard.merged(begun["provenance"], progress)
-                replace(result, exhibit=make_exhibit(result, model, x, y, ball)).save(folder)
+                result = replace(result, exhibit=make_exhibit(result, model, x, y, ball))
+                doubts = claim_warnings(len(result.rejected), len(result.contradictions), len(result.disagreements))
+                doubts += look_for_missed(result, model, x, y, ball) + weaker_at_larger(result)
+                replace(result, warnings=result.warnings + doubts).save(folder)
                 log("finish")
         if rank == 0:
             _clear(folder, results=False)
@@ -386,14 +391,16 @@ class _Shard:
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
         index = (whole["read_as"] >= 0).nonzero().squeeze(1)
         original = self.x[index.to(self.x.device)].cpu()
+        told = _model_warnings(self.model, self.x[:size], self.y[:size])
         return Evaluation(
             self.settings,
             origin,
             {name: whole[name] for name in COLUMNS},
             tuple(rejected),
-            _warnings(self.model, self.x[:size], self.y[:size]),
+            tuple(w for w in told if w.code not in HARMLESS),
             {"index": index, "original": original, "adversarial": adversarial[index]},
             disagreements=tuple(disagreements),
+            notes=tuple(w for w in told if w.code in HARMLESS),
         )
 
     def _check_sample(
@@ -541,15 +548,16 @@ def _check_provable(model: Model, x: Tensor, method: str) -> None:
     trace(model, x[:1])
 
 
-def _warnings(model: Model, x: Tensor, y: Tensor) -> tuple[str, ...]:
+def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
+    """What the checks of the model say, harmless notices included."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_model(model, x, y)
-    return tuple(
-        f"{w.category.__name__.removesuffix('Warning')}: {w.message}"
+    return [
+        EvaluationWarning(as_code(w.category.__name__), str(w.message), str(getattr(w.category, "remedy", "")))
         for w in caught
         if issubclass(w.category, ModelWarning)
-    )
+    ]
 
 
 @contextmanager

@@ -25,6 +25,15 @@ class _Maybe:
     kind: Any
 
 
+@dataclass(frozen=True)
+class _Either:
+    """Text, or that: earlier versions wrote warnings as sentences."""
+
+    kind: Any
+
+
+_WARNING = _Either({"code": str, "message": str, "remedy": str})
+
 # A type, a list of one kind, or a dictionary of kinds by name; other names may be there, too.
 _NUMBERS, _WHOLE = [_Maybe(float)], [int]
 COLUMNS: dict[str, Any] = {
@@ -55,7 +64,7 @@ _CONTENT = {
     "provenance": {"command": str, "device": str, "kernel": str, "platform": str, "versions": dict},
     "images": COLUMNS,
     "rejected": [{"index": int, "eps": float, "reason": str}],
-    "warnings": [str],
+    "warnings": [_WARNING],
 }
 _BALLS = {
     "grid": {"window": int, "p": float, "mass": str},
@@ -82,6 +91,7 @@ def check_content(content: Any) -> None:
     if settings["attack"]["name"] == "StandardAttack":
         _check("settings.attack", settings["attack"], {"version": str})
     _check("disagreements", content.get("disagreements", []), _WHOLE)
+    _check("notes", content.get("notes", []), [_WARNING])
     _check("images.proof", images.get("proof", []), [_Maybe(str)])
     if unknown := [how for how in images.get("proof", []) if how not in PROOFS]:
         raise ValueError(f"images.proof has {unknown[0]!r}, expected one of {PROOFS}")
@@ -118,6 +128,8 @@ def _check(where: str, value: Any, kind: Any) -> None:
         if value is None:
             return
         kind = kind.kind
+    if isinstance(kind, _Either):
+        kind = str if isinstance(value, str) else kind.kind
     if isinstance(kind, dict):
         _is(where, value, dict)
         for name, inner in kind.items():

@@ -14,7 +14,6 @@ from wball.report.classes import by_class
 from wball.report.pictures import change_uri, common_scale, image_uri
 from wball.report.ranking import median_distance, rank, ranking_csv, shared_radii
 from wball.report.transport import plan_moves
-from wball.report.trust import accuracy_interval, reliable
 
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
 
@@ -86,7 +85,7 @@ def _classes(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
     ball, settings = e.settings["ball"], e.settings
-    at = reference if reference <= float(settings["radii"][-1]) * (1 + 1e-9) else e.radii[-1]
+    at = reference if e.measured_at(reference) else e.radii[-1]
     headline = e.curve([at])[0]
     median, bounded = median_distance(e)
     return {
@@ -95,11 +94,11 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
         "data": settings["data"]["name"],
         "clean": e.clean_accuracy,
         "headline": headline,
-        "interval": accuracy_interval(e, headline.accuracy),
+        "interval": headline.interval,
         "median": median,
         "transport": ball["kind"] == "WassersteinBall",
         "bounds": bounded,
-        "reliable": reliable(e),
+        "reliable": e.reliable,
         "by_class": by_class(e, at),
         "audit": e.audit_summary(),
         "rejected": list(e.rejected[:20]),
@@ -137,19 +136,19 @@ def _threat(ball: dict[str, Any]) -> str:
 
 
 def _rows(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` beyond its radii."""
+    """The table of accuracies: a row per radius, a cell per evaluation; ``None`` where it was not evaluated."""
     rows = []
     for eps in sorted({0.0, *(r for e in evaluations for r in e.radii)}):
         cells: list[dict[str, Any] | None] = []
         for e in evaluations:
-            if eps > float(e.settings["radii"][-1]) * (1 + 1e-9):
+            if not e.measured_at(eps):
                 cells.append(None)
                 continue
             accuracy, certified = e.accuracy_at(eps), e.certified_at(eps)
             cells.append(
                 {
                     "accuracy": accuracy,
-                    "interval": accuracy_interval(e, accuracy),
+                    "interval": e.interval(accuracy),
                     "certified": certified,
                     "undecided": None if certified is None else accuracy - certified,
                     "broken": 1 - accuracy,
@@ -169,7 +168,7 @@ def _curve(e: Evaluation) -> dict[str, Any]:
     return {
         "eps": [p.eps for p in points],
         "accuracy": [_percent(p.accuracy) for p in points],
-        "interval": [[_percent(end) for end in accuracy_interval(e, p.accuracy)] for p in points],
+        "interval": [[_percent(end) for end in p.interval] for p in points],
         "certified": None if certified[0] is None else [_percent(c) for c in certified if c is not None],
         "broken": [p.broken for p in points],
         "images": len(e),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wball.evaluation.result import Evaluation
-from wball.report.trust import Interval, accuracy_interval, reliable
+from wball.evaluation.trust import Interval
 
 SHOWN = 6
 """Radii that the table shows at most; the chart and the table of values show them all."""
@@ -74,7 +74,7 @@ def rank(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Ranking:
     def strength(e: Evaluation) -> tuple[bool, float, float, float]:
         at = [e.accuracy_at(r) for r in shared]
         mean = sum(at) / len(at) if at else 0.0
-        return reliable(e), e.accuracy_at(reference) if reference in shared else 0.0, mean, e.clean_accuracy
+        return e.reliable, e.accuracy_at(reference) if reference in shared else 0.0, mean, e.clean_accuracy
 
     order = sorted(range(len(evaluations)), key=lambda k: strength(evaluations[k]), reverse=True)
     places = iter(range(1, len(order) + 1))
@@ -101,12 +101,12 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
     for k, e in enumerate(evaluations):
         median, _ = median_distance(e)
         for p in e.curve():
-            low, high = accuracy_interval(e, p.accuracy)
+            low, high = e.interval(p.accuracy)
             values = (p.eps, p.accuracy, low, high, p.certified, p.broken, median)
             numbers = ["" if v is None else f"{v:.6g}" for v in values]
             name = e.name if names is None else names[k]
             said = [_cell(text) for text in (name, e.settings["data"]["name"])]
-            writer.writerow([*said, len(e), e.unit, *numbers, "yes" if reliable(e) else "no"])
+            writer.writerow([*said, len(e), e.unit, *numbers, "yes" if e.reliable else "no"])
     return stream.getvalue()
 
 
@@ -119,7 +119,7 @@ def median_distance(e: Evaluation) -> tuple[float | None, bool]:
 
 
 def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[float]) -> Row:
-    points = {p.eps: p for p in e.curve([r for r in shown if r <= float(e.settings["radii"][-1]) * (1 + 1e-9)])}
+    points = {p.eps: p for p in e.curve([r for r in shown if e.measured_at(r)])}
     cells = tuple(
         Cell(r, points[r].accuracy, accuracy_interval(e, points[r].accuracy), points[r].certified, points[r].broken)
         if r in points
@@ -127,9 +127,9 @@ def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[f
         for r in shown
     )
     median, bounded = median_distance(e)
-    place = next(places) if reliable(e) else None  # type: ignore[call-overload]
+    place = next(places) if e.reliable else None  # type: ignore[call-overload]
     clean = e.clean_accuracy
-    return Row(index, name, place, len(e), clean, accuracy_interval(e, clean), cells, median, bounded, reliable(e))
+    return Row(index, name, place, len(e), clean, e.interval(clean), cells, median, bounded, e.reliable)
 
 
 def _spread(values: Sequence[float], count: int) -> list[float]:

@@ -1,0 +1,90 @@
+"""Searches for what an attack missed: cheap points of the ball that an honest attack would have found, too.
+
+Neither needs gradients, so a model that hides its gradients cannot hide from them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wball.ball import Ball
+from wball.evaluation.result import Evaluation
+from wball.evaluation.trust import EvaluationWarning
+from wball.model import Model, as_found, ask, top_class
+
+SURVIVORS, PIXELS = 32, 200_000
+"""Images looked at, of those that survived the largest radius: so many, and no more than make so many pixels."""
+SAMPLES, OTHERS = 8, 4
+"""Random points, and projections of images that the model takes for something else, of each."""
+MANY = 0.2
+"""Of the images shown: above that share, attacks that fail at a larger radius are no accident."""
+
+
+def look_for_missed(
+    result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: Ball
+) -> tuple[EvaluationWarning, ...]:
+    """Random points of the largest ball, and other images projected onto it: do they fool the model on survivors?
+
+    In a ball that holds everything the projections are the other images themselves, so there robust accuracy must be 0.
+    """
+    top = float(result.settings["radii"][-1])
+    count = max(1, min(SURVIVORS, PIXELS // x[:1].numel()))
+    alive = (~result.broken_at(top)).nonzero().squeeze(1)[:count]
+    if alive.numel() == 0:
+        return ()
+    here, largest = alive.to(x.device), ball.at(top)
+    centres, labels = x[here], y[here].cpu()
+    generator = torch.Generator(x.device).manual_seed(int(result.settings["seed"]))
+    fooled, size = torch.zeros(len(alive), dtype=torch.bool), int(result.settings["batch_size"])
+    for _ in range(SAMPLES):
+        fooled |= _wrong(model, largest.sample(centres, generator), labels, size)
+    for shift in range(1, OTHERS + 1):
+        others = _others(result, labels, shift)
+        if others is not None:
+            fooled |= _wrong(model, largest.project(centres, x[others.to(x.device)]).point, labels, size)
+    if not bool(fooled.any()):
+        return ()
+    return (
+        EvaluationWarning(
+            "missed-example",
+            f"random points of the ball, or other images projected onto it, fool the model on {int(fooled.sum())} of "
+            f"{len(alive)} images that survived the attack at radius {top:g}",
+            "the attack does not see what the model does: use attack='standard', or one that needs no gradients",
+        ),
+    )
+
+
+def _others(result: Evaluation, labels: Tensor, shift: int) -> Tensor | None:
+    """For each label an image that the model predicts as another class, another one for each ``shift``."""
+    predicted = result.images["predicted"]
+    chosen = []
+    for label in labels.tolist():
+        different = (predicted != label).nonzero().squeeze(1)
+        if different.numel() == 0:
+            return None
+        chosen.append(int(different[(shift * 7919) % len(different)]))
+    return torch.tensor(chosen)
+
+
+def _wrong(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:
+    with torch.no_grad(), as_found(model, points.device):
+        predicted = torch.cat([top_class(ask(model, part)) for part in points.split(size)]).cpu()
+    return (predicted >= 0) & (predicted != labels)
+
+
+def weaker_at_larger(result: Evaluation) -> tuple[EvaluationWarning, ...]:
+    """Whether attacks on the images shown fail at a radius although they succeeded at a smaller one."""
+    broken = result.exhibit.get("explorer_broken")
+    if broken is None or broken.numel() == 0:
+        return ()
+    lost = (broken.long().cummax(1).values.bool() & ~broken).any(1)
+    if int(lost.sum()) < 2 or float(lost.double().mean()) <= MANY:
+        return ()
+    return (
+        EvaluationWarning(
+            "larger-radius-weaker",
+            f"on {int(lost.sum())} of {len(lost)} images an attack succeeds at a radius and fails at a larger one",
+            "the gradients mislead the attack: look for rounding, saturation or randomness in the model",
+        ),
+    )

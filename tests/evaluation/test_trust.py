@@ -1,0 +1,145 @@
+"""What an evaluation says for and against its own numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import binomtest
+from torch import Tensor, nn
+
+import wball
+from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.evaluation import Evaluation, EvaluationWarning, Requirement, confidence_interval, exit_code, load_evaluation
+from wball.evaluation import evaluate as run
+from wball.evaluation.doubts import weaker_at_larger
+
+BALL = wball.WassersteinBall(0.4)
+
+
+class FourClasses(nn.Module):
+    """The brightest quarter of an image; no notice about few classes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(x, 2).flatten(1) * 20
+
+
+class Lazy(Attack):
+    """Finds nothing, as an attack does whose gradients are masked."""
+
+    @property
+    def n_gradients(self) -> int:
+        return 1
+
+    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+        none = torch.zeros(len(x), dtype=torch.float64)
+        status = (AttackStatus.SURVIVED,) * len(x)
+        return AttackResult(x.clone(), none > 0, none, none, none.long(), status, none)
+
+
+def images(count: int = 20) -> tuple[Tensor, Tensor]:
+    """One bright quarter each, clear enough to survive small moves."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(count, 1, 6, 6, generator=generator) * 0.2, torch.arange(count) % 4
+    for k, c in enumerate(y.tolist()):
+        x[k, :, 3 * (c // 2) : 3 * (c // 2) + 3, 3 * (c % 2) : 3 * (c % 2) + 3] += 0.4
+    return x, y
+
+
+@pytest.fixture(scope="module")
+def sound() -> Evaluation:
+    return run(FourClasses(), *images(), BALL, [0.01, 0.02], wball.DualAveraging(BALL, steps=5), certify=False)
+
+
+def test_intervals_are_clopper_and_pearsons() -> None:
+    for count, total in ((0, 1), (1, 1), (0, 40), (7, 40), (40, 40), (316, 1000)):
+        want = binomtest(count, total).proportion_ci(0.95, method="exact")
+        assert confidence_interval(count, total) == pytest.approx((want.low, want.high), abs=1e-9)
+    with pytest.raises(ValueError, match="got 3 of 2"):
+        confidence_interval(3, 2)
+
+
+def test_a_sound_evaluation_is_reliable(sound: Evaluation, tmp_path: Path) -> None:
+    assert sound.reliable and sound.warnings == () and exit_code([sound]) == 0
+    assert "NOT RELIABLE" not in sound.verdict()
+    sound.save(tmp_path)
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["reliable"] is True and written["warnings"] == [] and written["summary"]["reliable"] is True
+    for point in sound.curve():
+        assert point.interval[0] <= point.accuracy <= point.interval[1]
+
+
+def test_requirements(sound: Evaluation) -> None:
+    assert sound.accuracy_at(0.02) == 1.0  # 20 of 20: the interval starts at 0.83
+    met = sound.check(["0.02:0.8", Requirement(0.01, 0.5)])
+    assert met and met.met and str(met).count("met:") == 2
+    missed = sound.check("0.02:0.9")
+    assert not missed and "evaluate more images" in missed.checks[0].reason
+    assert exit_code([sound], ["0.02:0.8"]) == 0 and exit_code([sound], ["0.02:0.9"]) == 7
+    uncertified = sound.check("certified:0.01:0.1")
+    assert not uncertified and uncertified.checks[0].measured is None
+    doubtful = replace(sound, warnings=(EvaluationWarning("zero-gradient", "seen", "look"),))
+    decision = doubtful.check("0.02:0.1")
+    assert not decision and "not reliable: zero-gradient" in str(decision)
+    assert exit_code([sound, doubtful], ["0.02:0.1"]) == 6
+    claims = replace(sound, rejected=({"index": 0, "eps": 0.1, "reason": "far"},))
+    assert not claims.reliable and exit_code([claims, doubtful]) == 3
+    with pytest.raises(ValueError, match="was not evaluated"):
+        sound.check("0.015:0.5")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0.1", "0.1:80", "a:b", "0.1:0.5:2", "-1:0.5", "proved:0.1:0.5", "xcertified:1:1", "nan:0.5"]
+)
+def test_requirements_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="must be RADIUS:SHARE or certified:RADIUS:SHARE"):
+        Requirement.parse(text)
+
+
+def test_certified_requirements() -> None:
+    x, y = images()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
+    with torch.no_grad():
+        for k in range(4):
+            model[1].weight[k] = FourClasses()(torch.eye(36).view(36, 1, 6, 6))[:, k]
+        model[1].bias.zero_()
+    result = run(model, x, y, BALL, [0.01], wball.DualAveraging(BALL, steps=3), certify=True)
+    assert result.check("certified:0.01:0.8").met and result.check("certified:0.005:0.8").met
+    assert not result.check("certified:0.01:0.9").met
+
+
+def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) -> None:
+    """At a radius where other images are in reach, an attack that finds nothing is caught without gradients."""
+    x, y = images()
+    ball = wball.WassersteinBall(20.0, cost=wball.GridCost(11))
+    result = run(FourClasses(), x, y, ball, 20.0, Lazy(ball), out=tmp_path)
+    assert result.accuracy_at(20.0) == 1.0
+    assert {w.code for w in result.warnings} == {"missed-example"} and not result.reliable
+    assert "NOT RELIABLE: missed-example" in result.verdict()
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["reliable"] is False
+    assert written["warnings"][0].keys() == {"code", "message", "remedy"} and written["warnings"][0]["remedy"]
+    assert load_evaluation(tmp_path).warnings == result.warnings
+
+
+def test_an_attack_that_fails_at_a_larger_radius(sound: Evaluation) -> None:
+    shown = torch.tensor([[0, 1, 1]] * 6 + [[1, 0, 1]] * 4).bool()
+    weak = replace(sound, exhibit={"explorer_broken": shown})
+    assert [w.code for w in weaker_at_larger(weak)] == ["larger-radius-weaker"]
+    assert weaker_at_larger(replace(sound, exhibit={"explorer_broken": shown[:7]})) == ()
+    assert weaker_at_larger(replace(sound, exhibit={})) == ()
+
+
+def test_warnings_of_earlier_versions_are_read(sound: Evaluation, tmp_path: Path) -> None:
+    sound.save(tmp_path)
+    written = json.loads((tmp_path / "results.json").read_text())
+    del written["notes"], written["reliable"]
+    written["warnings"] = ["ZeroGradient: the gradient is zero on 3 of 5 images", "TrainMode: a module is in training"]
+    (tmp_path / "results.json").write_text(json.dumps(written))
+    read = load_evaluation(tmp_path)
+    assert [w.code for w in read.warnings] == ["zero-gradient"] and [n.code for n in read.notes] == ["train-mode"]
+    assert not read.reliable
