@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import wball
 from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.attacks.findings import Finding
 from wball.evaluation import Evaluation, EvaluationWarning, Requirement, confidence_interval, exit_code, load_evaluation
 from wball.evaluation import evaluate as run
-from wball.evaluation.doubts import weaker_at_larger
+from wball.evaluation.doubts import as_warnings, weaker_at_larger
 
 BALL = wball.WassersteinBall(0.4)
 
@@ -143,3 +144,29 @@ def test_warnings_of_earlier_versions_are_read(sound: Evaluation, tmp_path: Path
     read = load_evaluation(tmp_path)
     assert [w.code for w in read.warnings] == ["zero-gradient"] and [n.code for n in read.notes] == ["train-mode"]
     assert not read.reliable
+
+
+def test_what_the_attack_dealt_with_is_no_reason_to_doubt() -> None:
+    zero, mode = EvaluationWarning("zero-gradient", "seen"), EvaluationWarning("train-mode", "seen")
+    doubts, notes = as_warnings([], [zero, mode])
+    assert doubts == (zero,) and notes == (mode,)
+    doubts, notes = as_warnings([Finding("stand-in-gradients", 9, 9)], [zero, mode])
+    assert doubts == () and [n.code for n in notes] == ["stand-in-gradients", "train-mode"]
+    doubts, _ = as_warnings([Finding("masked-gradients", 9, 9)], [zero])
+    assert [d.code for d in doubts] == ["masked-gradients"] and doubts[0].remedy
+
+
+class Doubting(Lazy):
+    """Reports a serious finding on every batch."""
+
+    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+        found = super().attack_batch(model, x, y, *rest, **more)
+        return replace(found, findings=(Finding("loss-still-rising", len(x), len(x)),))
+
+
+def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path: Path) -> None:
+    x, y = images()
+    result = run(FourClasses(), x, y, BALL, [0.01, 0.02], Doubting(BALL), batch_size=6, out=tmp_path)
+    (warning,) = result.warnings
+    assert warning.code == "loss-still-rising" and warning.message.startswith("the loss of 40 of 40")
+    assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6

@@ -20,7 +20,6 @@ import ot
 import pytest
 import torch
 from torch import Tensor, nn
-from wball.report.trust import accuracy_interval
 
 import wball
 from wball.evaluation import Evaluation, evaluate
@@ -157,9 +156,9 @@ def test_different_data_are_marked(evaluations: list[Evaluation], tmp_path: Path
 
 def test_intervals_hold_the_accuracy(evaluations: list[Evaluation]) -> None:
     for part in (0.0, 0.5, 1.0):
-        low, high = accuracy_interval(evaluations[0], part)
+        low, high = evaluations[0].interval(part)
         assert 0 <= low <= part <= high <= 1 and high - low > 0.2
-    assert accuracy_interval(evaluations[0], 0.5) == pytest.approx((0.2680, 0.7320), abs=1e-4)  # Wilson, 7 of 14
+    assert evaluations[0].interval(0.5) == pytest.approx((0.2304, 0.7696), abs=1e-4)  # Clopper-Pearson, 7 of 14
 
 
 def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:

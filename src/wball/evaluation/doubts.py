@@ -1,24 +1,46 @@
-"""Searches for what an attack missed: cheap points of the ball that an honest attack would have found, too.
+"""Reasons to doubt an evaluation: what the attack and the checks of the model say, and what the attack missed.
 
-Neither needs gradients, so a model that hides its gradients cannot hide from them.
+Cheap points of the ball, which need no gradient, are tried on images that survived: a model that hides its gradients
+cannot hide from them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.evaluation.result import Evaluation
-from wball.evaluation.trust import EvaluationWarning
+from wball.evaluation.trust import HARMLESS, EvaluationWarning
 from wball.model import Model, as_found, ask, top_class
 
+SUPERSEDED = {
+    "zero-gradient": {"masked-gradients", "stand-in-gradients"},
+    "random-model": {"random-answers"},
+}
+"""Signs in the model that an attack has dealt with if it reports one of these; equal codes are one anyway."""
 SURVIVORS, PIXELS = 32, 200_000
 """Images looked at, of those that survived the largest radius: so many, and no more than make so many pixels."""
 SAMPLES, OTHERS = 8, 4
 """Random points, and projections of images that the model takes for something else, of each."""
 MANY = 0.2
 """Of the images shown: above that share, attacks that fail at a larger radius are no accident."""
+
+
+def as_warnings(
+    findings: Sequence[Finding], signs: Sequence[EvaluationWarning]
+) -> tuple[tuple[EvaluationWarning, ...], tuple[EvaluationWarning, ...]]:
+    """Warnings and notes, from the findings of the attack and the signs in the model."""
+    seen = {finding.code for finding in findings}
+    signs = [s for s in signs if not seen & (SUPERSEDED.get(s.code, set()) | {s.code})]
+    doubts = [EvaluationWarning(f.code, f.message, f.remedy) for f in findings if f.serious]
+    notes = [EvaluationWarning(f.code, f.message, f.remedy) for f in findings if not f.serious]
+    doubts += [s for s in signs if s.code not in HARMLESS]
+    notes += [s for s in signs if s.code in HARMLESS]
+    return tuple(doubts), tuple(notes)
 
 
 def look_for_missed(

@@ -378,7 +378,9 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
     if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"]):
         raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
-    told = [EvaluationWarning.read(stored) for stored in (*content["warnings"], *content.get("notes", ()))]
+    told = [EvaluationWarning.read(stored) for stored in content["warnings"]]
+    notes = [w for w in told if w.code in HARMLESS]  # earlier versions did not tell them apart
+    notes += [EvaluationWarning.read(stored) for stored in content.get("notes", ())]
     return Evaluation(
         content["settings"],
         content["provenance"],
@@ -388,7 +390,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         extra.get(EXAMPLES, {}),
         extra.get(EXHIBIT, {}),
         tuple(content.get("disagreements", ())),
-        tuple(w for w in told if w.code in HARMLESS),
+        tuple(notes),
     )
 
 

@@ -34,12 +34,13 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import check_labels, out_of_memory
 from wball.attacks.checks import ModelWarning, check_model
+from wball.attacks.findings import Finding, merged
 from wball.ball import Ball
 from wball.certificates import certified_radius, certify
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
-from wball.evaluation.doubts import look_for_missed, weaker_at_larger
+from wball.evaluation.doubts import as_warnings, look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.files import Log, read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.result import (
@@ -53,7 +54,7 @@ from wball.evaluation.result import (
     load_evaluation,
     same_json,
 )
-from wball.evaluation.trust import HARMLESS, EvaluationWarning, as_code, claim_warnings
+from wball.evaluation.trust import EvaluationWarning, as_code, claim_warnings
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
@@ -264,14 +265,15 @@ class _Shard:
             "proof": torch.zeros_like(none),
             "adversarial": x.cpu().clone(),
         }
-        return state, {"batch": batch, "done": 0, "rejected": []}
+        return state, {"batch": batch, "done": 0, "rejected": [], "findings": []}
 
     def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state, notes = read_tensors(self.path(batch))
         whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
         if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
             raise ValueError(f"{self.path(batch)} is no batch of this evaluation")
-        if notes.keys() != {"batch", "done", "rejected"} or notes["done"] not in range(self.stages + 1):
+        notes.setdefault("findings", [])  # earlier versions kept none
+        if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(self.stages + 1):
             raise ValueError(f"{self.path(batch)} is no batch of this evaluation: its notes are {notes}")
         return state, notes
 
@@ -300,6 +302,7 @@ class _Shard:
         attack = replace(self.attack.at(eps), proofs=self.settings["exact"] == "sample")
         found = attack(self.model, x[here], y[here], generator=generator)
         state["n_steps"][left] += found.n_steps.cpu()
+        notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
         member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
         radius = torch.full((len(left),), eps, dtype=torch.float64)
         self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member, found.proof)
@@ -391,16 +394,17 @@ class _Shard:
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
         index = (whole["read_as"] >= 0).nonzero().squeeze(1)
         original = self.x[index.to(self.x.device)].cpu()
-        told = _model_warnings(self.model, self.x[:size], self.y[:size])
+        found = merged(Finding(*entry) for _, notes in parts for entry in notes["findings"])
+        doubts, remarks = as_warnings(found, _model_warnings(self.model, self.x[:size], self.y[:size]))
         return Evaluation(
             self.settings,
             origin,
             {name: whole[name] for name in COLUMNS},
             tuple(rejected),
-            tuple(w for w in told if w.code not in HARMLESS),
+            doubts,
             {"index": index, "original": original, "adversarial": adversarial[index]},
             disagreements=tuple(disagreements),
-            notes=tuple(w for w in told if w.code in HARMLESS),
+            notes=remarks,
         )
 
     def _check_sample(

@@ -20,7 +20,8 @@ code                        raised if
 ``plan-disagreement``       a plan promised a smaller distance than exact transport found
 ==========================  ==========================================================================================
 
-The other codes are those of the checks of the model (:mod:`wball.attacks.checks`).
+The other codes are those of the attack (:data:`wball.attacks.findings.CODES`) and of the checks of the model
+(:mod:`wball.attacks.checks`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 HARMLESS = frozenset({"train-mode", "few-classes"})
-"""Codes of notices that say something about the model and nothing against the numbers."""
+"""Codes of the model's checks that say nothing against the numbers."""
 EXIT_CLAIMS, EXIT_UNRELIABLE, EXIT_REQUIREMENT = 3, 6, 7
 """Exit codes: a claim did not hold; done, but not reliable; done, but a requirement is not met."""
 

@@ -121,9 +121,7 @@ def median_distance(e: Evaluation) -> tuple[float | None, bool]:
 def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[float]) -> Row:
     points = {p.eps: p for p in e.curve([r for r in shown if e.measured_at(r)])}
     cells = tuple(
-        Cell(r, points[r].accuracy, accuracy_interval(e, points[r].accuracy), points[r].certified, points[r].broken)
-        if r in points
-        else None
+        Cell(r, points[r].accuracy, points[r].interval, points[r].certified, points[r].broken) if r in points else None
         for r in shown
     )
     median, bounded = median_distance(e)
