@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import wball
 from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack
 from wball.attacks import Attack, AttackStatus
+from wball.attacks.frank_wolfe import _line_search
 from wball.attacks.objectives import RunnerUp
 from wball.attacks.standard import _merged
 from wball.ball import WassersteinBall
@@ -298,8 +298,8 @@ def test_an_ensemble_tells_what_its_best_member_found() -> None:
 def test_the_line_search_takes_the_best_of_its_lengths() -> None:
     start, corner = torch.full((3, 1, 2, 2), 0.5), torch.full((3, 1, 2, 2), 1.5)
     goal = torch.tensor([0.76, 3.0, -1.0]).view(3, 1, 1, 1)
-    climb = SimpleNamespace(x=start, value=lambda z: -(z - goal).square().flatten(1).sum(1))
-    assert FrankWolfe._line_search(climb, start.double(), corner.double()).tolist() == [0.25, 1.0, 1 / 64]  # type: ignore[arg-type]
+    gamma = _line_search(lambda z: -(z - goal).square().flatten(1).sum(1), start.double(), corner.double(), start.dtype)
+    assert gamma.tolist() == [0.25, 1.0, 1 / 64]
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe, line search", "fast"])
@@ -424,6 +424,6 @@ def test_dropping_images_late_changes_nothing(
     """On a GPU finished images stay in the batch for some steps; their result must not move."""
     attacks = (ATTACKS["dual averaging"], ATTACKS["linf pgd"])
     expected = [attack(net, images, labels) for attack in attacks]
-    monkeypatch.setitem(wball.attacks.base.DROP_EVERY, "cpu", 3)
+    monkeypatch.setitem(wball.attacks.batch.DROP_EVERY, "cpu", 3)
     for attack, before in zip(attacks, expected, strict=True):
         assert_same(attack(net, images, labels), before, tol=1e-4)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.evaluation import FolderInUse, OtherSettings, evaluate, load_evaluation
 from wball.evaluation.check import audit_in_threads
 from wball.evaluation.files import read_json, read_tensors, write_tensors

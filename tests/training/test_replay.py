@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.worker import small_config, small_data, small_model
 from wball import PGD, DualAveraging, WassersteinBall
 from wball.attacks import GrowingRadius, objectives
-from wball.attacks.base import Climb, GradientAttack
+from wball.attacks.base import GradientAttack
+from wball.attacks.batch import AttackBatch
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
@@ -150,11 +151,11 @@ def test_what_is_recorded_never_asks_the_device_for_a_value(name: str, monkeypat
         monkeypatch.setattr("wball.solvers.entropic.projected_sinkhorn", _Idle)
     draws = torch.Generator()
     with _Asked() as asked:
-        climb = Climb(
+        batch = AttackBatch(
             small_model(), attack.ball, x, y, None, objectives.cross_entropy, attack.until_success, whole=True
         )
-        attack.run(climb, draws)
-        climb.finish()
+        attack.run(batch, draws)
+        batch.finish()
     assert asked.seen == []
     with _Asked() as asked:
         float(x.sum())

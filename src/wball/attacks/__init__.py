@@ -1,10 +1,11 @@
 """Attacks: search the ball for an image that the model gets wrong."""
 
-from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.attacks.base import Attack
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.frank_wolfe import FrankWolfe
 from wball.attacks.minimal_radius import MinimalRadius, minimal_radius
 from wball.attacks.pgd import PGD
+from wball.attacks.result import AttackResult, AttackStatus
 from wball.attacks.schedule import GrowingRadius
 from wball.attacks.standard import StandardAttack
 

@@ -7,291 +7,39 @@ An attack holds settings only. The model comes at the call::
 
 :meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory, puts the model in
 evaluation mode with frozen parameters, and restores the mode of every module, the parameters' flags and the random
-state afterwards, whatever happens. Gradient attacks write :meth:`GradientAttack.run`, which sees one batch as a
-:class:`Climb` and tells it each candidate; the climb keeps the best **per image** and drops images that are done.
+state afterwards, whatever happens. Gradient attacks write :meth:`GradientAttack.init`, the first candidates of a
+batch, and :meth:`GradientAttack.advance`, the next ones from a gradient. The base loops, keeps the best **per image**
+and drops images that are done.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.findings import Finding, merged, reliable
+from wball.attacks.batch import AttackBatch, State
 from wball.attacks.progress import Bar, bar
+from wball.attacks.result import STATUSES, AttackResult, empty, joined
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, ask, check_classes, reached
-from wball.plan import AnyPlan, FactoredPlan, Plan, StoredPlan
+from wball.model import Model, as_found
+from wball.plan import FactoredPlan, Plan
 from wball.solvers.problem import unit_of
 
-DROP_EVERY = {"cpu": 1, "cuda": 10}
-"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
+Kind = TypeVar("Kind", Plan, FactoredPlan)
 
 PROGRESS_AFTER = 2_000_000
 """Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
-
-
-class AttackStatus(Enum):
-    """How an attack ended for an image. The value is the explanation, with the remedy where there is one."""
-
-    FOUND = "an adversarial example was found"
-    ALREADY_WRONG = "the clean image already meets the goal: distance 0"
-    SURVIVED = "no adversarial example was found: more steps, restarts or StandardAttack may find one"
-    NO_GRADIENT = "the gradient was zero or not finite: the model may mask it; try another objective"
-
-    def __str__(self) -> str:
-        return f"{self.name.lower()}: {self.value}"
-
-
-STATUSES = tuple(AttackStatus)
-
-
-@dataclass(frozen=True)
-class AttackResult:
-    """What an attack found, in the order of the images.
-
-    Attributes:
-        images: per image the adversarial example, or the best attempt; always in the ball.
-        success: whether ``images`` meets the goal (``argmax != y``, or ``argmax == target``).
-        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit of ``eps``, float64.
-        loss: value of the objective at ``images`` (the cross-entropy, for that objective).
-        n_steps: steps used, per image.
-        status: how it ended, per image.
-        radius: radius of the ball each image was found in (or the last one tried), float64.
-        member: for ensembles, which attack found it (-1: none).
-        kernel: which implementation served the ball; several are joined by ``+``, and it is ``"none"`` where no step
-            was made.
-        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
-            ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
-        queries: forward passes used, per image, by attacks that count them.
-        findings: reasons to doubt the robust accuracy, from attacks that look for them.
-    """
-
-    images: Tensor
-    success: Tensor
-    distance: Tensor
-    loss: Tensor
-    n_steps: Tensor
-    status: tuple[AttackStatus, ...]
-    radius: Tensor
-    member: Tensor | None = None
-    kernel: str = "none"
-    proof: StoredPlan | None = None
-    queries: Tensor | None = None
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def reliable(self) -> bool:
-        """Whether no finding says that the robust accuracy may be too high."""
-        return reliable(self.findings)
-
-    @property
-    def robust_accuracy(self) -> float:
-        """The share of images that no adversarial example was found for."""
-        return self.accuracy_at(math.inf)
-
-    def accuracy_at(self, eps: float) -> float:
-        """The share of images that no adversarial example was found for at a radius up to ``eps``."""
-        if self.success.numel() == 0:
-            return 1.0
-        wrong = torch.tensor([s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device)
-        return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
-
-
-class _Best(NamedTuple):
-    """The best candidate so far for each image of a batch."""
-
-    z: Tensor
-    success: Tensor
-    distance: Tensor
-    loss: Tensor
-    n_steps: Tensor
-    status: Tensor
-    radius: Tensor
-
-    def at(self, index: Tensor) -> _Best:
-        return _Best(*(field[index] for field in self))
-
-    def put(self, index: Tensor, part: _Best) -> None:
-        for field, value in zip(self, part, strict=True):
-            field[index] = value
-
-
-class Climb:
-    """One batch under attack: the goal, the gradient, and the best candidate per image.
-
-    Attributes:
-        ball: threat model of the images that are still in.
-        x, y, target: those images, their labels, and the target classes or ``None``.
-        steps_done: gradient evaluations so far.
-        kernel: which implementation served the ball so far; attacks report it.
-
-    With ``whole`` images that are done stay in, and keep what was found: a recording knows one batch.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        ball: Ball,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-        objective: objectives.Objective,
-        until_success: bool,
-        progress: Bar | None = None,
-        *,
-        whole: bool = False,
-    ) -> None:
-        self.model, self.x, self.y, self.target = model, x, y, target
-        self.within(ball)
-        self.objective, self.until_success, self._whole = objective, until_success, whole
-        self.steps_done, self.kernel = 0, "none"
-        self._proof: StoredPlan | None = None
-        self._all_proof: StoredPlan | None = None
-        self._progress = progress
-        self._every = DROP_EVERY.get(x.device.type, 10)
-        with torch.no_grad():
-            logits = ask(model, x)
-            check_classes("y", y, logits)
-            if target is not None:
-                check_classes("target", target, logits)
-            self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
-            success, loss = self.reached(logits), self._loss(logits)
-        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
-        status = torch.where(success, wrong, survived)
-        steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius.clone())
-        self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
-        self._active = torch.arange(x.shape[0], device=x.device)
-
-    def within(self, ball: Ball) -> None:
-        """Candidates from now on are from ``ball``."""
-        self.ball = ball
-        eps = torch.as_tensor(ball.eps, dtype=torch.float64).to(self.x.device)
-        self._radius = eps.expand(self.x.shape[0]).contiguous()
-
-    def reached(self, logits: Tensor) -> Tensor:
-        """Which images' logits meet the goal."""
-        return reached(logits, self.y, self.target)
-
-    def _loss(self, logits: Tensor) -> Tensor:
-        target = self.target if self.target is not None else self._aim
-        loss = self.objective(logits, self.y, target)
-        if not isinstance(loss, Tensor) or loss.shape != self.y.shape:
-            seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"objective must return one value per image, shape ({len(self.y)},), got {seen}")
-        return loss
-
-    def start(self) -> Tensor | None:
-        """Leave out what is done before the first step. The positions kept, or ``None`` if all are."""
-        return self._drop()
-
-    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyPlan]) -> AnyPlan:
-        """From now on every candidate comes with its proof. Returns that of the images as they are."""
-        whole = of_nothing(self._all.z)
-        part = whole.take(self._active)
-        self._all_proof, self._proof = whole, part
-        return part
-
-    def gradient(self, z: Tensor, distance: Tensor, proof: StoredPlan | None = None) -> Tensor:
-        """The objective's gradient at ``z``, which is also offered as a candidate (``distance``: see the result)."""
-        z = z.detach().requires_grad_(True)
-        with torch.enable_grad():
-            logits = ask(self.model, z)
-            loss = self._loss(logits)
-            gradient = None  # where the model cuts the graph
-            if loss.requires_grad:
-                (gradient,) = torch.autograd.grad(loss.sum(), z, allow_unused=True)
-        gradient = torch.zeros_like(z) if gradient is None else gradient
-        finite = gradient.isfinite()
-        gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
-        self._consider(z.detach(), logits.detach(), loss.detach(), distance, proof)
-        dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
-        status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
-        self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
-        self.steps_done += 1
-        if self._progress is not None:
-            self._progress.step(z.shape[0])
-        return gradient
-
-    def value(self, z: Tensor) -> Tensor:
-        """The objective at ``z``, which is not offered as a candidate."""
-        with torch.no_grad():
-            return self._loss(ask(self.model, z))
-
-    def offer(self, z: Tensor, distance: Tensor, proof: StoredPlan | None = None) -> Tensor:
-        """A candidate without its gradient. Returns which images it succeeds on."""
-        with torch.no_grad():
-            logits = ask(self.model, z)
-            self._consider(z, logits, self._loss(logits), distance, proof)
-            return self.reached(logits)
-
-    def _consider(self, z: Tensor, logits: Tensor, loss: Tensor, distance: Tensor, proof: StoredPlan | None) -> None:
-        best, success = self._best, self.reached(logits)
-        better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
-        if self.until_success:
-            better = better & ~best.success
-        status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        self._best = best._replace(
-            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
-            success=best.success | (better & success),
-            distance=torch.where(better, distance.to(best.distance), best.distance),
-            loss=torch.where(better, loss, best.loss),
-            status=torch.where(better, status, best.status),
-            radius=torch.where(best.success & ~better, best.radius, self._radius),
-        )
-        if self._proof is not None:
-            assert proof is not None
-            self._proof = proof.where(better, self._proof)
-
-    def survivors(self) -> Tensor | None:
-        """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
-        return self._drop() if self.steps_done % self._every == 0 else None
-
-    def _drop(self) -> Tensor | None:
-        if self._whole or not self.until_success:
-            return None
-        kept = (~self._best.success).nonzero().squeeze(1)
-        if kept.numel() == self._active.numel():
-            return None
-        self._put()
-        self._active, self._best = self._active[kept], self._best.at(kept)
-        self._proof = None if self._proof is None else self._proof.take(kept)
-        self.x, self.y = self.x[kept], self.y[kept]
-        self.within(self.ball.take(kept))
-        self.target = None if self.target is None else self.target[kept]
-        self._aim = None if self._aim is None else self._aim[kept]
-        return kept
-
-    @property
-    def empty(self) -> bool:
-        return self._active.numel() == 0
-
-    def finish(self) -> _Best:
-        self._put()
-        return self._all
-
-    @property
-    def proof(self) -> StoredPlan | None:
-        """The plans of all images' best candidates, after the end."""
-        return self._all_proof
-
-    def _put(self) -> None:
-        self._all.put(self._active, self._best)
-        if self._proof is not None and self._all_proof is not None:
-            self._all_proof = self._all_proof.put(self._active, self._proof)
 
 
 @dataclass(frozen=True)
@@ -406,7 +154,7 @@ class Attack(ABC):
             warnings.warn(f"out of memory: going on with batches of {size} images", RuntimeWarning, stacklevel=4)
             if x.is_cuda:
                 torch.cuda.empty_cache()
-        return _joined(parts)
+        return joined(parts)
 
     def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
         long = images * self.n_gradients > PROGRESS_AFTER
@@ -416,7 +164,7 @@ class Attack(ABC):
 
 @dataclass(frozen=True)
 class GradientAttack(Attack):
-    """An attack that climbs one objective by its gradient. Subclasses write :meth:`run`.
+    """An attack that climbs one objective by its gradient. Subclasses write :meth:`init` and :meth:`advance`.
 
     Attributes:
         objective: what to climb, by name or a callable (:mod:`wball.attacks.objectives`).
@@ -433,8 +181,30 @@ class GradientAttack(Attack):
         objectives.find(self.objective)
 
     @abstractmethod
-    def run(self, climb: Climb, generator: torch.Generator) -> None:
-        """Attack one batch: ask ``climb`` for gradients, tell it candidates that lie in its ball."""
+    def init(self, batch: AttackBatch, generator: torch.Generator) -> State:
+        """The first candidates, and what the steps need."""
+
+    @abstractmethod
+    def advance(self, state: Any, gradient: Tensor) -> State:
+        """The next candidates, from the gradient at those of ``state`` (which may be overwritten)."""
+
+    def gradient(self, batch: AttackBatch, state: Any, generator: torch.Generator) -> Tensor:
+        """The gradient at the candidates, which are offered on the way."""
+        return batch.gradient(state)
+
+    def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
+        """Make all steps, dropping images that are done."""
+        state = self.init(batch, generator)
+        for step in range(self.n_gradients):
+            gradient = self.gradient(batch, state, generator)
+            kept = batch.survivors()
+            if kept is not None:
+                if batch.empty:
+                    return
+                state, gradient = state.take(kept), gradient[kept]
+            state.n_steps = step
+            state = self.advance(state, gradient)
+        batch.offer(state)
 
     def attack_batch(
         self,
@@ -447,17 +217,17 @@ class GradientAttack(Attack):
     ) -> AttackResult:
         objective = objectives.find(self.objective)
         if x.shape[0] == 0:
-            return _empty(x)
-        climb = Climb(model, self.ball, x, y, target, objective, self.until_success, progress)
-        climb.start()
-        if not climb.empty:
-            self.run(climb, generator)
-        best = climb.finish()
+            return empty(x)
+        batch = AttackBatch(model, self.ball, x, y, target, objective, self.until_success, progress)
+        batch.drop()
+        if not batch.empty:
+            self.run(batch, generator)
+        best = batch.finish()
         loss = objectives.report(objective, best.loss, targeted=target is not None)
         status = tuple(STATUSES[i] for i in best.status.tolist())
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
-            kernel=climb.kernel, proof=climb.proof,
+            kernel=batch.kernel, proof=batch.proof, queries=best.queries,
         )  # fmt: skip
 
 
@@ -468,18 +238,26 @@ def spread(per_image: Tensor, like: Tensor) -> Tensor:
 
 def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -> Tensor:
     """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
-    if plan is None or not isinstance(ball, WassersteinBall):
+    if plan is None:
         return ball.distance(x, z).to(torch.float64)
-    return plan.cancelled().cost().to(torch.float64) / unit_of(ball, x)
+    return plan.cancelled().cost().to(torch.float64) / unit_of(cast("WassersteinBall", ball), x)
 
 
-Kind = TypeVar("Kind", Plan, FactoredPlan)
+def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of the options that a ball's method takes: not every ball has something to iterate."""
+    return {name: value for name, value in options.items() if name in signature(method).parameters}
 
 
-def plan_of_nothing(kind: type[Kind], ball: WassersteinBall, x: Tensor) -> Kind:
+def lists_plans(ball: Ball) -> bool:
+    """Whether the ball's solvers return plans, which prove distances."""
+    return hasattr(ball, "cost")
+
+
+def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
     """The plan of images that stay as they are."""
     grid = x if x.ndim == 4 else x[:, None, None, :]
-    return kind.identity(ball.cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid)
+    cost = cast("WassersteinBall", ball).cost
+    return kind.identity(cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
@@ -498,35 +276,3 @@ def out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
     return any(words in str(error) for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory"))
-
-
-def _empty(x: Tensor) -> AttackResult:
-    none = torch.zeros(0, device=x.device)
-    counts = none.long()
-    return AttackResult(x.clone(), none.bool(), none.double(), none, counts, (), none.double())
-
-
-def _joined(parts: list[AttackResult]) -> AttackResult:
-    if len(parts) == 1:
-        return parts[0]
-    fields: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries")
-        if getattr(parts[0], name) is not None
-    }
-    kernel = joined_kernels(part.kernel for part in parts)
-    proofs = [part.proof for part in parts if part.proof is not None]
-    proof = StoredPlan.joined(proofs) if len(proofs) == len(parts) else None
-    findings = merged(finding for part in parts for finding in part.findings)
-    status = sum((part.status for part in parts), ())
-    return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)
-
-
-def joined_kernels(names: Iterable[str]) -> str:
-    """The kernels that served, each once.
-
-    >>> joined_kernels(["triton", "none", "triton", "torch"])
-    'torch+triton'
-    """
-    served = {name for joined in names for name in joined.split("+")} - {"none"}
-    return "+".join(sorted(served)) or "none"

@@ -13,18 +13,32 @@ concentrates. Each iterate is in the ball, so there is nothing to project and ea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, plan_of_nothing, spread
-from wball.ball import WassersteinBall
+from wball.attacks.base import GradientAttack, plan_of_nothing, spread
+from wball.attacks.batch import AttackBatch, State
+from wball.attacks.oracle import Oracle, oracle_of
 from wball.plan import FactoredPlan
-from wball.solvers.oracle import TransportOracle
-from wball.solvers.problem import unit_of
+
+
+@dataclass
+class Potentials(State):
+    """What the attacker has learnt, and the oracle that makes points of it."""
+
+    b: Tensor = field(kw_only=True)
+    oracle: Oracle = field(kw_only=True)
+
+    def move(self) -> Potentials:
+        """Go where the potentials point."""
+        point = self.oracle(self.b)
+        self.z, self.proof, self.kernel = point.z, point.proof, point.kernel
+        self.distance = point.cost / self.oracle.unit
+        return self
 
 
 @dataclass(frozen=True)
@@ -48,9 +62,10 @@ class DualAveraging(GradientAttack):
     newton: int = 12
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ball, WassersteinBall):
-            raise TypeError(f"ball must be a WassersteinBall, got {type(self.ball).__name__}; PGD serves other balls")
         super().__post_init__()
+        if not hasattr(self.ball, "oracle"):
+            name = type(self.ball).__name__
+            raise TypeError(f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls")
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)
         inputs.check_count("newton", self.newton, 0)
@@ -64,33 +79,21 @@ class DualAveraging(GradientAttack):
     def n_gradients(self) -> int:
         return self.steps
 
-    def run(self, climb: Climb, generator: torch.Generator) -> None:
-        ball = climb.ball
-        assert isinstance(ball, WassersteinBall)
-        oracle = TransportOracle(ball, climb.x, sweeps=self.sweeps, newton=self.newton)
-        unit = unit_of(ball, climb.x)
-        b, z = torch.zeros_like(climb.x), climb.x
-        distance = torch.zeros_like(unit)
-        proof: FactoredPlan | None = None
-        if self.proofs:
-            proof = climb.keep_proofs(partial(plan_of_nothing, FactoredPlan, ball))
+    def init(self, batch: AttackBatch, generator: torch.Generator) -> Potentials:
+        x = batch.x
+        proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball)) if self.proofs else None
+        oracle = oracle_of(batch.ball, x, sweeps=self.sweeps, newton=self.newton)
+        state = Potentials(x, batch.ball, x, torch.zeros_like(oracle.unit), proof, b=torch.zeros_like(x), oracle=oracle)
         if self.random_start > 0:
-            noise = torch.randn(b.shape, generator=generator, device=generator.device, dtype=torch.float32)
-            b = self.random_start * noise.to(b)
-            point = oracle(b)
-            z, distance, proof, climb.kernel = point.z, point.cost / unit, point.proof, point.kernel
-        for step in range(self.steps):
-            gradient = climb.gradient(z, distance, proof)
-            eta = self.step_size * (1 - self.decay * step / max(1, self.steps - 1))
-            b = b + eta * normalised(gradient)
-            kept = climb.survivors()
-            if kept is not None:
-                if climb.empty:
-                    return
-                b, oracle, unit = b[kept], oracle.take(kept), unit[kept]
-            point = oracle(b)
-            z, distance, proof, climb.kernel = point.z, point.cost / unit, point.proof, point.kernel
-        climb.offer(z, distance, proof)
+            noise = torch.randn(x.shape, generator=generator, device=generator.device, dtype=torch.float32)
+            state.b = self.random_start * noise.to(x)
+            state.move()
+        return state
+
+    def advance(self, state: Potentials, gradient: Tensor) -> Potentials:
+        eta = self.step_size * (1 - self.decay * state.n_steps / max(1, self.steps - 1))
+        state.b = state.b + eta * normalised(gradient)
+        return state.move()
 
 
 def normalised(gradient: Tensor) -> Tensor:

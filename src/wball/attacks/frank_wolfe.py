@@ -10,21 +10,29 @@ kept, unless proofs are asked for, and the distance bound is carried along, ``(1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread
+from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, spread, understood
+from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
-from wball.ball import WassersteinBall
 from wball.plan import Plan
 
 LINE_SEARCH = tuple(0.5**k for k in range(7))
 """Step lengths tried by the line search, all at once."""
+
+
+@dataclass
+class _Mixture(State):
+    """A mixture of corners in float64, and the objective for the line search."""
+
+    value: Callable[[Tensor], Tensor] = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -62,53 +70,44 @@ class FrankWolfe(GradientAttack):
     def n_gradients(self) -> int:
         return self.steps
 
-    def run(self, climb: Climb, generator: torch.Generator) -> None:
+    def init(self, batch: AttackBatch, generator: torch.Generator) -> _Mixture:
+        x, ball = batch.x, batch.ball
         # In float64, so that the mixture of many corners is rounded once, for the model.
-        z = climb.x.to(torch.float64)
-        distance = torch.zeros(climb.x.shape[0], dtype=torch.float64, device=climb.x.device)
-        if self.random_start:
-            start = climb.ball.sample(climb.x, generator)
-            z, distance = start.to(torch.float64), distance_bound(climb.ball, climb.x, start)
+        z, distance = x.to(torch.float64), torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         proof: Plan | None = None
-        if self.proofs and isinstance(climb.ball, WassersteinBall) and not self.random_start:
-            proof = climb.keep_proofs(partial(plan_of_nothing, Plan, climb.ball))
-        for step in range(self.steps):
-            gradient = climb.gradient(z.to(climb.x.dtype), distance, proof)
-            kept = climb.survivors()
-            if kept is not None:
-                if climb.empty:
-                    return
-                z, gradient, distance = z[kept], gradient[kept], distance[kept]
-                proof = None if proof is None else proof.take(kept)
-            corner, reach, plan = self._farthest(climb, gradient)
-            if self.rule == "harmonic":
-                gamma = torch.full_like(distance, 2 / (step + 2))
-            else:
-                gamma = self._line_search(climb, z, corner)
-            z = z + spread(gamma, z) * (corner - z)
-            distance = distance + gamma * (reach - distance)
-            if proof is not None and plan is not None:
-                proof = proof.mixed(gamma, plan.cancelled())
-        climb.offer(z.to(climb.x.dtype), distance, proof)
+        if self.random_start:
+            start = ball.sample(x, generator)
+            z, distance = start.to(torch.float64), distance_bound(ball, x, start)
+        elif self.proofs and lists_plans(ball):
+            proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
+        return _Mixture(x, ball, z, distance, proof, value=batch.value)
 
-    def _farthest(self, climb: Climb, gradient: Tensor) -> tuple[Tensor, Tensor, Plan | None]:
-        options: dict[str, Any] = {}
-        if isinstance(climb.ball, WassersteinBall):
-            options = {"tol": self.tol, "max_iter": self.max_iter}
-        result = climb.ball.support(climb.x, normalised(gradient), self.reg, **options)
-        climb.kernel = result.kernel
+    def advance(self, state: _Mixture, gradient: Tensor) -> _Mixture:
+        options = understood(state.ball.support, tol=self.tol, max_iter=self.max_iter)
+        result = state.ball.support(state.x, normalised(gradient), self.reg, **options)
         corner = result.point.to(torch.float64)
         if result.plan is not None:
-            corner = result.plan.columns().reshape(climb.x.shape)
-            corner = corner if climb.ball.box is None else corner.clamp(*climb.ball.box)
-        return corner, distance_bound(climb.ball, climb.x, result.point, result.plan), result.plan
+            corner = result.plan.columns().reshape(state.x.shape)
+            corner = corner if state.ball.box is None else corner.clamp(*state.ball.box)
+        reach = distance_bound(state.ball, state.x, result.point, result.plan)
+        if self.rule == "harmonic":
+            gamma = torch.full_like(state.distance, 2 / (state.n_steps + 2))
+        else:
+            gamma = _line_search(state.value, state.z, corner, state.x.dtype)
+        if isinstance(state.proof, Plan) and result.plan is not None:
+            state.proof = state.proof.mixed(gamma, result.plan.cancelled())
+        state.z = state.z + spread(gamma, state.z) * (corner - state.z)
+        state.distance = state.distance + gamma * (reach - state.distance)
+        state.kernel = result.kernel
+        return state
 
-    @staticmethod
-    def _line_search(climb: Climb, z: Tensor, corner: Tensor) -> Tensor:
-        best = torch.full((z.shape[0],), -torch.inf, dtype=climb.x.dtype, device=z.device)
-        gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)
-        for length in LINE_SEARCH:
-            value = climb.value((z + length * (corner - z)).to(climb.x.dtype))
-            gamma = torch.where(value > best, length, gamma)
-            best = torch.maximum(best, value)
-        return gamma
+
+def _line_search(value: Callable[[Tensor], Tensor], z: Tensor, corner: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the lengths of :data:`LINE_SEARCH`, the one of highest value, per image."""
+    best = torch.full((z.shape[0],), -torch.inf, dtype=dtype, device=z.device)
+    gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)
+    for length in LINE_SEARCH:
+        reached = value((z + length * (corner - z)).to(dtype))
+        gamma = torch.where(reached > best, length, gamma)
+        best = torch.maximum(best, reached)
+    return gamma

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_labels, spread
-from wball.ball import WassersteinBall
+from wball.attacks.base import Attack, check_labels, lists_plans, spread
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
 from wball.solvers.problem import rounding_cost, unit_of
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
@@ -109,8 +112,9 @@ def minimal_radius(
         goal = None if target is None else target[found]
         nearer, share = _pull_back(model, x[found], result.images[success], y[found], goal)
         distance = torch.minimum(result.distance[success], eps[found]) * share
-        if isinstance(attack.ball, WassersteinBall):  # what was pulled back was rounded again
-            again = rounding_cost(attack.ball, x[found]) / unit_of(attack.ball, x[found])
+        if lists_plans(attack.ball):  # what was pulled back was rounded again
+            ball = cast("WassersteinBall", attack.ball)
+            again = rounding_cost(ball, x[found]) / unit_of(ball, x[found])
             distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
         missed = todo[~success]

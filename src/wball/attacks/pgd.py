@@ -12,23 +12,32 @@ conjugate). On a :class:`~wball.LinfBall` the first is the basic iterative metho
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Climb, GradientAttack, distance_bound, plan_of_nothing, spread
+from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, spread, understood
+from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
-from wball.ball import LinfBall, WassersteinBall
+from wball.ball import Ball, WassersteinBall
 from wball.cost import GridCost
 from wball.plan import Plan
 from wball.solvers.entropic import EntropicProjection
 
 Step = Literal["linf", "l2", "wasserstein"]
+
+
+@dataclass
+class _Projected(State):
+    """The radius at the start, and the fused projection where a kernel has it."""
+
+    eps: float | Tensor = field(kw_only=True)
+    fused: EntropicProjection | None = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,9 @@ class PGD(GradientAttack):
             inputs.check_positive("step_size", self.step_size)
         if self.step not in ("linf", "l2", "wasserstein"):
             raise ValueError(f'step must be "linf", "l2" or "wasserstein", got {self.step!r}')
-        if self.step == "wasserstein" and not isinstance(self.ball, WassersteinBall):
+        if self.step == "wasserstein" and not lists_plans(self.ball):
             raise ValueError(f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}')
-        if self.mode == "paper" and not (isinstance(self.ball, WassersteinBall) and math.isfinite(self.reg)):
+        if self.mode == "paper" and not (lists_plans(self.ball) and math.isfinite(self.reg)):
             raise ValueError('mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings')
 
     @classmethod
@@ -110,71 +119,60 @@ class PGD(GradientAttack):
     def n_gradients(self) -> int:
         return self.steps
 
-    def run(self, climb: Climb, generator: torch.Generator) -> None:
-        z, distance = climb.x, torch.zeros(climb.x.shape[0], dtype=torch.float64, device=climb.x.device)
+    def init(self, batch: AttackBatch, generator: torch.Generator) -> _Projected:
+        x, ball = batch.x, batch.ball
+        z, distance = x, torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         if self.random_start:
-            z = climb.ball.sample(climb.x, generator)
-            distance = distance_bound(climb.ball, climb.x, z)
-        eps, projection = climb.ball.eps, self._fused(climb)
+            z = ball.sample(x, generator)
+            distance = distance_bound(ball, x, z)
+        fused = self._fused(ball, x)
         proof: Plan | None = None
-        if self.proofs and isinstance(climb.ball, WassersteinBall) and self._proves(projection):
-            proof = climb.keep_proofs(partial(plan_of_nothing, Plan, climb.ball))
-        for step in range(self.steps):
-            gradient = climb.gradient(z, distance, proof)
-            kept = climb.survivors()
-            if kept is not None:
-                if climb.empty:
-                    return
-                z, gradient = z[kept], gradient[kept]
-                projection = None if projection is None else projection.take(kept)
-                eps = eps[kept.to(eps.device)] if isinstance(eps, Tensor) else eps
-            if self.growth is not None and step % self.growth.every == 0:
-                climb.within(climb.ball.at(self.growth.at(eps, step)))
-            z, distance, plan = self._project(climb, self._ahead(climb, z, gradient), projection)
-            proof = None if proof is None or plan is None else plan.cancelled()
-        climb.offer(z, distance, proof)
+        # The fused projection has no plans, nor has a random point.
+        if self.proofs and fused is None and not self.random_start and self.mode == "exact" and lists_plans(ball):
+            proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
+        return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
-    def _proves(self, fused: EntropicProjection | None) -> bool:
-        """Whether every candidate comes with its plan: the fused projection has none, nor has a random point."""
-        return fused is None and not self.random_start and self.mode == "exact"
+    def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
+        if self.growth is not None and state.n_steps % self.growth.every == 0:
+            state.ball = state.ball.at(self.growth.at(state.eps, state.n_steps))
+        w = self._ahead(state, gradient)
+        if state.fused is not None:
+            if state.fused.ball is not state.ball:
+                state.fused.within(cast("WassersteinBall", state.ball))
+            point = state.fused(w)
+            state.z, state.distance, state.kernel = point.z, point.cost / state.fused.unit, point.kernel
+            return state
+        options = understood(state.ball.project, tol=self.tol, max_iter=self.max_iter, mode=self.mode)
+        result = state.ball.project(state.x, w, self.reg, **options)
+        state.z, state.kernel = result.point, result.kernel
+        if self.mode == "paper":
+            state.distance = torch.full_like(state.distance, math.nan)
+            return state
+        state.distance = distance_bound(state.ball, state.x, state.z, result.plan)
+        if state.proof is not None and result.plan is not None:
+            state.proof = result.plan.cancelled()
+        return state
 
-    def _ahead(self, climb: Climb, z: Tensor, gradient: Tensor) -> Tensor:
+    def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
+        """The projection without plans, where a kernel has it."""
+        if not lists_plans(ball) or not EntropicProjection.serves(cast("WassersteinBall", ball), x, self.reg):
+            return None
+        options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
+        return EntropicProjection(cast("WassersteinBall", ball), x, self.reg, **options)
+
+    def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
+        z = state.z
         if self.step == "wasserstein":
-            ball = climb.ball.at(0.1 if self.step_size is None else self.step_size)
-            options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter}
+            ball = state.ball.at(0.1 if self.step_size is None else self.step_size)
+            options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
             inside = z if ball.box is None else z.clamp(*ball.box)
             return ball.support(inside, normalised(gradient), self.reg, **options).point
+        alpha: float | Tensor = 0.1
         if self.step_size is not None:
-            alpha: float | Tensor = self.step_size
-        elif isinstance(climb.ball, LinfBall):
-            alpha = spread(torch.as_tensor(climb.ball.eps, dtype=z.dtype, device=z.device), z) * 2.5 / self.steps
-        else:
-            alpha = 0.1
+            alpha = self.step_size
+        elif state.ball.unit == "pixel value":
+            alpha = spread(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z) * 2.5 / self.steps
         if self.step == "linf":
             return z + alpha * gradient.sign()
         length = spread(gradient.flatten(1).norm(dim=1), z)
         return z + alpha * gradient / length.clamp(min=torch.finfo(z.dtype).tiny)
-
-    def _fused(self, climb: Climb) -> EntropicProjection | None:
-        """The projection without plans, where a kernel has it."""
-        if not isinstance(climb.ball, WassersteinBall) or not EntropicProjection.serves(climb.ball, climb.x, self.reg):
-            return None
-        options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
-        return EntropicProjection(climb.ball, climb.x, self.reg, **options)
-
-    def _project(self, climb: Climb, w: Tensor, fused: EntropicProjection | None) -> tuple[Tensor, Tensor, Plan | None]:
-        if fused is not None:
-            assert isinstance(climb.ball, WassersteinBall)
-            if fused.ball is not climb.ball:
-                fused.within(climb.ball)
-            point = fused(w)
-            climb.kernel = point.kernel
-            return point.z, point.cost / fused.unit, None
-        options: dict[str, Any] = {}
-        if isinstance(climb.ball, WassersteinBall):
-            options = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
-        result = climb.ball.project(climb.x, w, self.reg, **options)
-        z, climb.kernel = result.point, result.kernel
-        if self.mode == "paper":
-            return z, torch.full((z.shape[0],), math.nan, dtype=torch.float64, device=z.device), None
-        return z, distance_bound(climb.ball, climb.x, z, result.plan), result.plan

@@ -43,11 +43,12 @@ import torch
 from torch import Tensor
 
 from wball.attacks import checks, objectives
-from wball.attacks.base import Attack, AttackResult, AttackStatus, GradientAttack, joined_kernels
+from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
-from wball.ball import Ball, WassersteinBall
+from wball.attacks.result import AttackResult, AttackStatus, joined_kernels
+from wball.ball import Ball
 from wball.model import Model, ask
 
 Version = Literal["standard", "fast"]
@@ -68,7 +69,7 @@ class _Member:
         return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
-        if isinstance(ball, WassersteinBall):
+        if hasattr(ball, "oracle"):
             return DualAveraging(
                 ball,
                 objective=self.objective,

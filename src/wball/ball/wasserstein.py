@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.input_sets import Plans, TransportSet
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
+
+if TYPE_CHECKING:
+    from wball.solvers.oracle import TransportOracle
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,12 @@ class WassersteinBall:
 
         height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
+
+    def oracle(self, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> TransportOracle:
+        """Points of the ball from potentials, as attacks accumulate them; see :mod:`wball.solvers.oracle`."""
+        from wball.solvers.oracle import TransportOracle
+
+        return TransportOracle(self, x, sweeps=sweeps, newton=newton)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: random potentials, random share of the budget."""

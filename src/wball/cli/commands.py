@@ -261,7 +261,7 @@ def attack(
     from rich.markup import escape
     from rich.table import Table
 
-    from wball.attacks.base import AttackStatus
+    from wball.attacks import AttackStatus
     from wball.auditing.audit import audit
     from wball.evaluation.files import write_tensors
     from wball.evaluation.run import probe

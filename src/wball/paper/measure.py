@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wball.attacks import PGD, Attack, StandardAttack
-from wball.attacks.base import AttackResult
+from wball.attacks import PGD, Attack, AttackResult, StandardAttack
 from wball.attacks.standard import Version
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.ball import WassersteinBall

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wball.attacks import PGD, DualAveraging, minimal_radius
-from wball.attacks.base import Attack, AttackResult
+from wball.attacks import PGD, Attack, AttackResult, DualAveraging, minimal_radius
 from wball.ball import LinfBall, WassersteinBall
 from wball.cost import GridCost
 from wball.data import dataset_info

@@ -27,7 +27,7 @@ from wball.ball import WassersteinBall
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import entropic_plan
 from wball.plan import FactoredPlan
-from wball.solvers.problem import spendable
+from wball.solvers.problem import spendable, unit_of
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
@@ -75,7 +75,8 @@ def balanced(x: Tensor, z: Tensor, kernel: str) -> Tensor:
 class TransportOracle:
     """Points of ``ball`` around ``x`` from potentials, with the state that makes the next call fast.
 
-    ``oracle(b)`` answers for all images, ``oracle.take(index)`` is the oracle of some of them.
+    ``oracle(b)`` answers for all images, ``oracle.take(index)`` is the oracle of some of them. ``oracle.unit`` is
+    what a cost is divided by to be in the unit of ``eps``.
     """
 
     def __init__(self, ball: WassersteinBall, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> None:
@@ -83,6 +84,7 @@ class TransportOracle:
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
         self.budget = spendable(ball, self.x, ROUNDINGS)
+        self.unit = unit_of(ball, self.x)
         self._moves = ball.cost.arcs(int(self._grid.shape[-2]), int(self._grid.shape[-1]), self._grid)
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
@@ -118,6 +120,6 @@ class TransportOracle:
         part = object.__new__(TransportOracle)
         part.__dict__.update(self.__dict__)
         part.ball = self.ball.take(index)
-        for name in ("x", "_grid", "budget", "_psi", "_q", "_kappa"):
+        for name in ("x", "_grid", "budget", "unit", "_psi", "_q", "_kappa"):
             setattr(part, name, getattr(self, name)[index])
         return part

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from wball.attacks import PGD, Attack, DualAveraging, objectives
-from wball.attacks.base import Climb
-from wball.ball import WassersteinBall
+from wball.attacks.base import lists_plans
+from wball.attacks.batch import AttackBatch
 from wball.model import as_found
 from wball.solvers.entropic import EntropicProjection
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
 
 WARM_UP = 3
 """Runs before the recording: kernels are compiled, algorithms chosen and tables built on the way."""
@@ -30,7 +34,9 @@ AGREEMENT = 0.1
 def can_replay(attack: Attack, x: Tensor) -> bool:
     """Whether ``attack`` on images like ``x`` may be recorded."""
     if isinstance(attack, PGD):
-        fused = isinstance(attack.ball, WassersteinBall) and EntropicProjection.serves(attack.ball, x, attack.reg)
+        fused = lists_plans(attack.ball) and EntropicProjection.serves(
+            cast("WassersteinBall", attack.ball), x, attack.reg
+        )
         return x.is_cuda and fused and attack.step != "wasserstein" and not attack.random_start
     return x.is_cuda and isinstance(attack, DualAveraging)
 
@@ -79,9 +85,10 @@ class Replay:
     def _once(self) -> tuple[Tensor, Tensor]:
         attack = self._attack
         objective = objectives.find(attack.objective)
-        climb = Climb(self._model, attack.ball, self._x, self._y, None, objective, attack.until_success, whole=True)
-        attack.run(climb, self._draws)
-        best = climb.finish()
+        until = attack.until_success
+        batch = AttackBatch(self._model, attack.ball, self._x, self._y, None, objective, until, whole=True)
+        attack.run(batch, self._draws)
+        best = batch.finish()
         return best.z, best.success
 
     def _check(self, attack: DualAveraging | PGD) -> None:

@@ -22,7 +22,8 @@ from art.preprocessing.preprocessing import PreprocessorPyTorch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from wball.attacks.base import Attack, AttackResult
+from wball.attacks.base import Attack
+from wball.attacks.result import AttackResult
 
 Array = NDArray[Any]
 

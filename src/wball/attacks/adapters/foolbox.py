@@ -22,7 +22,8 @@ from foolbox.criteria import Misclassification, TargetedMisclassification
 from foolbox.models import Model
 from torch import Tensor
 
-from wball.attacks.base import Attack, AttackResult, joined_kernels
+from wball.attacks.base import Attack
+from wball.attacks.result import AttackResult, joined_kernels
 
 
 class FoolboxAttack(FoolboxBase):

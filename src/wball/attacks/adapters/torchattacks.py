@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.attacks.base import Attack, AttackResult
+from wball.attacks.base import Attack
+from wball.attacks.result import AttackResult
 from wball.model import Model, as_found, ask
 
 

@@ -1,0 +1,248 @@
+"""One batch under attack: the goal, the gradient, and the best candidate per image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from wball.attacks import objectives
+from wball.attacks.progress import Bar
+from wball.attacks.result import STATUSES, AttackStatus
+from wball.ball import Ball
+from wball.model import Model, ask, check_classes, reached
+from wball.plan import AnyPlan, StoredPlan
+
+DROP_EVERY = {"cpu": 1, "cuda": 10}
+"""After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
+
+AnyState = TypeVar("AnyState", bound="State")
+
+
+@dataclass
+class State:
+    """Where an attack stands: the candidate, and in subclasses what the next step needs.
+
+    Attributes:
+        x: the images that are still in.
+        ball: their threat model.
+        z: the candidates, in the ball.
+        distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
+        proof: the plans behind it, if they are kept.
+        kernel: which implementation served the ball.
+        n_steps: steps made so far.
+    """
+
+    x: Tensor
+    ball: Ball
+    z: Tensor
+    distance: Tensor
+    proof: StoredPlan | None = None
+    kernel: str = "none"
+    n_steps: int = 0
+
+    def take(self: AnyState, index: Tensor) -> AnyState:
+        """The state of a subset of the images: of whatever has an entry per image."""
+
+        def part(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value[index.to(value.device)]
+            return value.take(index) if hasattr(value, "take") else value
+
+        return replace(self, **{field.name: part(getattr(self, field.name)) for field in fields(self)})
+
+
+class _Best(NamedTuple):
+    """The best candidate so far for each image of a batch."""
+
+    z: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: Tensor
+    radius: Tensor
+    queries: Tensor
+
+    def at(self, index: Tensor) -> _Best:
+        return _Best(*(field[index] for field in self))
+
+    def put(self, index: Tensor, part: _Best) -> None:
+        for field, value in zip(self, part, strict=True):
+            field[index] = value
+
+
+class AttackBatch:
+    """One batch under attack.
+
+    Attributes:
+        ball: threat model of the images that are still in.
+        x, y, target: those images, their labels, and the target classes or ``None``.
+        steps_done: steps so far.
+        queries: forward passes so far, of each image that is still in.
+        kernel: which implementation served the ball so far.
+
+    With ``whole`` images that are done stay in, and keep what was found: a recording knows one batch.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ball: Ball,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        objective: objectives.Objective,
+        until_success: bool,
+        progress: Bar | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
+        self.objective, self.until_success, self._whole = objective, until_success, whole
+        self.steps_done, self.queries, self.kernel = 0, 1, "none"
+        self._proof: StoredPlan | None = None
+        self._all_proof: StoredPlan | None = None
+        self._progress = progress
+        self._every = DROP_EVERY.get(x.device.type, 10)
+        with torch.no_grad():
+            logits = ask(model, x)
+            check_classes("y", y, logits)
+            if target is not None:
+                check_classes("target", target, logits)
+            self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
+            success, loss = self.reached(logits), self.loss(logits)
+        self.logits = logits
+        zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
+        status = torch.where(success, wrong, survived)
+        steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius(ball), steps + self.queries)
+        self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
+        self._active = torch.arange(x.shape[0], device=x.device)
+
+    def _radius(self, ball: Ball) -> Tensor:
+        eps = torch.as_tensor(ball.eps, dtype=torch.float64).to(self.x.device)
+        return eps.expand(self.x.shape[0]).contiguous()
+
+    def reached(self, logits: Tensor) -> Tensor:
+        """Which images' logits meet the goal."""
+        return reached(logits, self.y, self.target)
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """The objective of logits of the images that are still in."""
+        target = self.target if self.target is not None else self._aim
+        loss = self.objective(logits, self.y, target)
+        if not isinstance(loss, Tensor) or loss.shape != self.y.shape:
+            seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"objective must return one value per image, shape ({len(self.y)},), got {seen}")
+        return loss
+
+    def keep_proofs(self, of_nothing: Callable[[Tensor], AnyPlan]) -> AnyPlan:
+        """From now on every candidate comes with its proof. Returns that of the images as they are."""
+        whole = of_nothing(self._all.z)
+        part = whole.take(self._active)
+        self._all_proof, self._proof = whole, part
+        return part
+
+    def gradient(self, state: State) -> Tensor:
+        """The objective's gradient at the candidate, which is offered on the way."""
+        z = state.z.detach().to(self.x.dtype).requires_grad_(True)
+        with torch.enable_grad():
+            logits = ask(self.model, z)
+            loss = self.loss(logits)
+            gradient = None  # where the model cuts the graph
+            if loss.requires_grad:
+                (gradient,) = torch.autograd.grad(loss.sum(), z, allow_unused=True)
+        gradient = torch.zeros_like(z) if gradient is None else gradient
+        self.queries += 1
+        self._consider(state, logits.detach(), loss.detach())
+        return self.made_step(gradient)
+
+    def made_step(self, gradient: Tensor) -> Tensor:
+        """Count a step along ``gradient``, which is returned with 0 where it is not finite."""
+        finite = gradient.isfinite()
+        gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
+        dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
+        status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
+        self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
+        self.steps_done += 1
+        if self._progress is not None:
+            self._progress.step(gradient.shape[0])
+        return gradient
+
+    def value(self, z: Tensor) -> Tensor:
+        """The objective at ``z``, which is not offered as a candidate."""
+        with torch.no_grad():
+            self.queries += 1
+            return self.loss(ask(self.model, z))
+
+    def offer(self, state: State) -> Tensor:
+        """The candidate without its gradient. Returns its logits."""
+        with torch.no_grad():
+            logits = ask(self.model, state.z.to(self.x.dtype))
+            self.queries += 1
+            self._consider(state, logits, self.loss(logits))
+            return logits
+
+    def _consider(self, state: State, logits: Tensor, loss: Tensor) -> None:
+        best, success, z = self._best, self.reached(logits), state.z.to(self.x.dtype)
+        better = (success & ~best.success) | ((success == best.success) & (loss > best.loss))
+        if self.until_success:
+            better = better & ~best.success
+        status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
+        going_on = torch.full_like(best.queries, self.queries)
+        self._best = best._replace(
+            z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
+            success=best.success | (better & success),
+            distance=torch.where(better, state.distance.to(best.distance), best.distance),
+            loss=torch.where(better, loss, best.loss),
+            status=torch.where(better, status, best.status),
+            radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
+            queries=torch.where(best.success, best.queries, going_on) if self.until_success else going_on,
+        )
+        if state.kernel != "none":
+            self.kernel = state.kernel
+        if self._proof is not None:
+            assert state.proof is not None
+            self._proof = state.proof.where(better, self._proof)
+
+    def survivors(self) -> Tensor | None:
+        """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
+        return self.drop() if self.steps_done % self._every == 0 else None
+
+    def drop(self) -> Tensor | None:
+        """Leave out what is done. The positions kept, or ``None`` if all are."""
+        if self._whole or not self.until_success:
+            return None
+        kept = (~self._best.success).nonzero().squeeze(1)
+        if kept.numel() == self._active.numel():
+            return None
+        self._put()
+        self._active, self._best = self._active[kept], self._best.at(kept)
+        self._proof = None if self._proof is None else self._proof.take(kept)
+        self.x, self.y, self.ball, self.logits = self.x[kept], self.y[kept], self.ball.take(kept), self.logits[kept]
+        self.target = None if self.target is None else self.target[kept]
+        self._aim = None if self._aim is None else self._aim[kept]
+        return kept
+
+    @property
+    def empty(self) -> bool:
+        return self._active.numel() == 0
+
+    def finish(self) -> _Best:
+        self._put()
+        return self._all
+
+    @property
+    def proof(self) -> StoredPlan | None:
+        """The plans of all images' best candidates, after the end."""
+        return self._all_proof
+
+    def _put(self) -> None:
+        self._all.put(self._active, self._best)
+        if self._proof is not None and self._all_proof is not None:
+            self._all_proof = self._all_proof.put(self._active, self._proof)

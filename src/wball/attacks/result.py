@@ -1,0 +1,114 @@
+"""What attacks return, and how results of batches become one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wball.attacks.findings import Finding, merged, reliable
+from wball.plan import StoredPlan
+
+
+class AttackStatus(Enum):
+    """How an attack ended for an image. The value is the explanation, with the remedy where there is one."""
+
+    FOUND = "an adversarial example was found"
+    ALREADY_WRONG = "the clean image already meets the goal: distance 0"
+    SURVIVED = "no adversarial example was found: more steps, restarts or StandardAttack may find one"
+    NO_GRADIENT = "the gradient was zero or not finite: the model may mask it; try another objective"
+
+    def __str__(self) -> str:
+        return f"{self.name.lower()}: {self.value}"
+
+
+STATUSES = tuple(AttackStatus)
+
+
+@dataclass(frozen=True)
+class AttackResult:
+    """What an attack found, in the order of the images.
+
+    Attributes:
+        images: per image the adversarial example, or the best attempt; always in the ball.
+        success: whether ``images`` meets the goal (``argmax != y``, or ``argmax == target``).
+        distance: upper bound of the distance from ``x`` that the attack's plan proves, in the unit of ``eps``, float64.
+        loss: value of the objective at ``images`` (the cross-entropy, for that objective).
+        n_steps: steps used, per image.
+        status: how it ended, per image.
+        radius: radius of the ball each image was found in (or the last one tried), float64.
+        member: for ensembles, which attack found it (-1: none).
+        kernel: which implementation served the ball; several are joined by ``+``, and it is ``"none"`` where no step
+            was made.
+        proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
+            ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
+        queries: forward passes used, per image, by attacks that count them.
+        findings: reasons to doubt the robust accuracy, from attacks that look for them.
+    """
+
+    images: Tensor
+    success: Tensor
+    distance: Tensor
+    loss: Tensor
+    n_steps: Tensor
+    status: tuple[AttackStatus, ...]
+    radius: Tensor
+    member: Tensor | None = None
+    kernel: str = "none"
+    proof: StoredPlan | None = None
+    queries: Tensor | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def reliable(self) -> bool:
+        """Whether no finding says that the robust accuracy may be too high."""
+        return reliable(self.findings)
+
+    @property
+    def robust_accuracy(self) -> float:
+        """The share of images that no adversarial example was found for."""
+        return self.accuracy_at(math.inf)
+
+    def accuracy_at(self, eps: float) -> float:
+        """The share of images that no adversarial example was found for at a radius up to ``eps``."""
+        if self.success.numel() == 0:
+            return 1.0
+        wrong = torch.tensor([s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device)
+        return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
+
+
+def empty(x: Tensor) -> AttackResult:
+    none = torch.zeros(0, device=x.device)
+    counts = none.long()
+    return AttackResult(x.clone(), none.bool(), none.double(), none, counts, (), none.double())
+
+
+def joined(parts: list[AttackResult]) -> AttackResult:
+    if len(parts) == 1:
+        return parts[0]
+    fields: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries")
+        if getattr(parts[0], name) is not None
+    }
+    kernel = joined_kernels(part.kernel for part in parts)
+    proofs = [part.proof for part in parts if part.proof is not None]
+    proof = StoredPlan.joined(proofs) if len(proofs) == len(parts) else None
+    findings = merged(finding for part in parts for finding in part.findings)
+    status = sum((part.status for part in parts), ())
+    return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)
+
+
+def joined_kernels(names: Iterable[str]) -> str:
+    """The kernels that served, each once.
+
+    >>> joined_kernels(["triton", "none", "triton", "torch"])
+    'torch+triton'
+    """
+    served = {name for joined in names for name in joined.split("+")} - {"none"}
+    return "+".join(sorted(served)) or "none"
