@@ -1,11 +1,13 @@
-# `make demo` and `make test` set themselves up: everything is installed into .venv, once.
+# `make demo` and `make test` set themselves up: packages are installed into .venv once, the demo needs only a few.
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= dev,report,art,foolbox,onnx
 JOBS   ?= 2
 
-BIN   := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+SMALL  := $(VENV)/.installed-demo
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo docs test test-fast lint format coverage torture bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
@@ -13,19 +15,23 @@ STAMP := $(VENV)/.installed
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 
-$(STAMP): pyproject.toml constraints.txt
+$(SMALL): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "wball needs Python 3.10 or later: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) -e '.[report]'
 	@touch $@
 
-demo: $(STAMP) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
+$(STAMP): $(SMALL)
+	$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(SMALL) ## evaluate the bundled models on bundled digits, write out/demo/report.html (a minute, no download)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m wball.demo
 
 docs: $(STAMP) ## refresh the tables from results/ and build the documentation into out/site
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	$(BIN)/python tools/docs/tables.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site
 
 test: lint ## every check: style, types, tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 import wball
-from wball.cli import main
+from wball.cli import choices, main
 from wball.cli.commands import app
 from wball.evaluation import load_evaluation
 from wball.evaluation.files import read_tensors
@@ -94,6 +94,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "raising.py").write_text("def net(:")
     (tmp_path / "leaving.py").write_text("raise SystemExit(4)")
+    (tmp_path / "nothing_in.py").write_text("size = 3")
+    for name in ("raising.onnx", "raising.pt2"):
+        (tmp_path / name).write_bytes(b"no model \x1b[2J")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WBALL_DATA", raising=False)
     return tmp_path
@@ -141,6 +144,91 @@ def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest
     assert (here / "f" / "examples-halves.png").exists()
 
 
+def test_models_are_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(here))
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    weight = torch.linspace(-1, 1, 6).repeat(6)
+    net[1].weight.data.copy_(torch.stack([-weight, weight]))
+    net[1].bias.data.zero_()
+    net.eval()
+    torch.jit.save(torch.jit.script(net), here / "script.pt")
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(net, (torch.rand(2, 1, 6, 6),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, here / "program.pt2")
+    torch.save({"state_dict": net.state_dict()}, here / "state.pth")
+    wball.save_weights(net, here / "state.safetensors")
+    (here / "one.py").write_text("from mine import halves as made\n\ndef model():\n    return made()\n")
+    models = ["script.pt", "program.pt2", "state.pth", "state.safetensors", "one.py"]
+    for model in models:
+        more = ["--architecture", "mine.py:other"] if model.startswith("state") else []
+        code, out, err = said(capsys, "attack", model, "-d", "mine.py:data", "--eps", "0.3", "--json", *more)
+        assert code == 0, err
+        content = json.loads(out)
+        assert content["model"] == Path(model).stem and sum(content["success"]) > 0, model
+    # two checkpoints of one architecture in one command, with names
+    line = ["evaluate", "state.pth", "state.safetensors", "--architecture", "mine.py:other", "-d", "mine.py:data"]
+    code, out, _ = said(capsys, *line, *QUICK, "--no-report", "-o", "two", "--name", "a", "--name", "b", "--json")
+    assert code == 0 and [r["model"] for r in json.loads(out)] == ["a", "b"]
+    first, second = (load_evaluation(here / "two" / name) for name in "ab")
+    assert first.summary() == second.summary() and first.clean_accuracy == 1.0
+    lines = (here / "two" / "results.csv").read_text().splitlines()
+    assert lines[0].startswith("model,data,images") and len(lines) == 1 + 2 * 3
+
+
+def test_normalisation_in_front_of_a_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.001", "--first", "4", "--json"]
+    plain = json.loads(said(capsys, *line)[1])
+    shifted = json.loads(said(capsys, *line, "--mean", "0.5", "--std", "0.5")[1])
+    assert plain["read_as"] == shifted["read_as"]  # a linear model without bias of zero-sum weights
+
+
+def test_a_limit_draws_from_every_class(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    y = torch.tensor([0] * 60 + [1] * 30 + [2] * 10)
+    chosen = choices.stratified_sample(y, 10, 0)
+    assert y[chosen].bincount().tolist() == [6, 3, 1]
+    assert torch.equal(chosen, choices.stratified_sample(y, 10, 0))
+    assert not torch.equal(chosen, choices.stratified_sample(y, 10, 1))
+    assert len(choices.stratified_sample(y, 7, 3).unique()) == 7
+    code, out, _ = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--limit", "4", "--seed", "5")
+    assert code == 0 and "a stratified sample of 4 of 9 (seed 5)" in " ".join(out.split())
+    code, out, _ = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--first", "4")
+    assert code == 0 and "the first 4" in " ".join(out.split())
+
+
+def test_radii_suit_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", "--attack", "dual-averaging", "--steps", "5", "-o", "o"]
+    code, out, _ = said(capsys, *line, "--no-report")
+    assert code == 0 and "chosen by a quick search; --eps sets them" in out
+    result = load_evaluation(here / "o")
+    assert result.accuracy_at(result.radii[0]) > result.accuracy_at(result.radii[-1])
+    assert all(f"{r:.2g}" == f"{r:g}" for r in result.radii)
+    # the same command reads the result back with the radii that are there
+    code, out, _ = said(capsys, *line, "--no-report")
+    assert code == 0 and "read from o: this evaluation was finished before" in out and "quick search" not in out
+
+
+def test_a_model_at_chance_gets_a_hint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "far.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
+    )
+    _, _, err = said(capsys, "evaluate", "far.py", *QUICK, "--limit", "20", "--no-report", "-o", "o")
+    assert "clean accuracy is only" in err and "--mean" in err
+
+
+def test_terminal_escapes_are_written_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b[2J\x07b"
+    code, out, err = said(capsys, "evaluate", evil, "--data", evil)
+    assert code == 2 and "\x1b" not in err + out and "a\\x1b[2J\\x07b" in err
+    code, out, err = said(capsys, "attack", "mine.py:halves", "--data", evil)
+    assert code == 2 and "\x1b" not in err + out
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "-o", f"o{evil}"]
+    code, out, err = said(capsys, *line, "--name", evil)
+    assert code == 0 and "\x1b" not in out + err
+    code, out, err = said(capsys, "attack", "raising.onnx")
+    assert code == 2 and "\x1b" not in err
+
+
 def test_attack_shows_each_image(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.3", "--limit", "4"]
     code, out, _ = said(capsys, *line, "--out", "z.safetensors", "--json")
@@ -157,6 +245,9 @@ def test_certify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, *line)
     small, large = json.loads(out)["radii"]
     assert code == 0 and small["certified"] > large["certified"] == 0.0
+    assert said(capsys, *line, "--out", "c.json")[1] == out and json.loads((here / "c.json").read_text()) == json.loads(
+        out
+    )
 
 
 def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,12 +293,17 @@ def test_bench_runs_the_checkouts_benchmarks(
         monkeypatch.setitem(sys.modules, name, fake)
     assert said(capsys, "bench", "--device", "cpu", "--quick", "--seed", "3")[0] == 0
     assert words == ["--device", "cpu", "--seconds", "2.0", "--seed", "3", "--quick"]
+    words.clear()
+    assert said(capsys, "bench", "--device", "cpu", "--root=elsewhere")[0] == 0  # the option's old name
+    assert words[-2:] == ["--data", "elsewhere"]
 
 
 @pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands])  # type: ignore[union-attr]
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, command, "--help")
     assert code == 0 and "Usage: wball " + command in out
+    for word in ("<bool>", "<list", "x>=", "<=x", "<str>", "<int"):
+        assert word not in out
 
 
 def test_train_says_each_epoch_and_writes_the_model(
@@ -283,8 +379,21 @@ BAD = {
     "bad recipe": (["reproduce", "everything"], "mnist-curves"),
     "recipe without data": (["reproduce", "cifar10-curves", "--out", "r"], "wball data cifar10"),
     "recipe on no device": (["reproduce", "six-pixels", "--device", "tpu"], "tpu"),
-    "data below a file": (["data", "mnist", "--root", "mine.py"], "mine.py/mnist: a file stands where a folder"),
-    "figures below a file": (["figures", "done", "--out", "mine.py"], "mine.py: a file stands where a folder"),
+    "data below a file": (["data", "mnist", "--root", "mine.py"], "mine.py/mnist: is a file, but a folder is needed"),
+    "figures below a file": (["figures", "done", "--out", "mine.py"], "mine.py: is a file, but a folder is needed"),
+    "weights without a network": (["evaluate", "mnist.safetensors"], "--architecture"),
+    "a network of another kind": (["evaluate", "mnist.safetensors", "--architecture", "resnet"], "mnist-cnn"),
+    "no model file": (["evaluate", "none.onnx"], "no model file none.onnx"),
+    "no ONNX": (["attack", "raising.onnx"], "raising.onnx cannot be read as a model"),
+    "no exported program": (["attack", "raising.pt2"], "raising.pt2 cannot be read as a model"),
+    "several models in a file": (["evaluate", "mine.py"], "mine.py:Stumbles"),
+    "no model in a file": (["evaluate", "nothing_in.py"], "defines no model"),
+    "half a normalisation": (["evaluate", "mine.py:halves", "--mean", "0.5"], "--std"),
+    "bad normalisation": (["evaluate", "mine.py:halves", "--mean", "a", "--std", "1"], "--mean a"),
+    "too few names": (["evaluate", "mine.py:halves", "mine.py:other", "--name", "a"], "--name is given 1 times"),
+    "one name for two": (["evaluate", "mine.py:halves", "mine.py:other", "--name", "a", "--name", "a"], "called a"),
+    "both kinds of limit": (["attack", "mnist-standard", "--limit", "3", "--first", "3"], "--first"),
+    "bad file for certificates": (["certify", "mine.py:halves", "--out", "c.txt"], ".json"),
     "bad file for images": (["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"], ".safetensors"),
 }
 

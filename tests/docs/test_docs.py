@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -68,10 +69,55 @@ def test_what_the_site_is_built_with_is_in_the_repository() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs mkdocs (pip install wball[docs])")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    # Without --quiet, which also silences the warnings that --strict counts.
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cli" / "index.html").read_text(encoding="utf-8").count("<h2") >= 9
     api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
-    assert ":class:" not in api and ".. math::" not in api
+    assert ":class:" not in api and ".. math::" not in api and api.count("<math") >= 3
+    assert 'from</span> <span class="nn">wball</span>' in api or "from wball import" in re.sub(r"<[^>]+>", "", api)
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert not [str(path) for path, text in pages.items() if re.search(r"https?://[^\"]*(mathjax|katex)", text)]
+
+
+def documented() -> list[str]:
+    """The names that the Python reference shows, and those that pages and the README mention with their module."""
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for page in PAGES:
+        names += re.findall(r"`(wball(?:\.\w+)+)", page.read_text(encoding="utf-8"))
+    return sorted(set(names))
+
+
+def test_every_documented_name_resolves() -> None:
+    """As written after ``import wball``: a public name, or a module that can be imported and what is in it."""
+    for name in documented():
+        parts = name.split(".")
+        for cut in range(len(parts), 0, -1):
+            try:
+                found: object = importlib.import_module(".".join(parts[:cut]))
+            except ModuleNotFoundError:
+                continue
+            except ImportError:  # an optional package
+                break
+            for attribute in parts[cut:]:
+                assert hasattr(found, attribute), f"the documentation names {name}"
+                found = getattr(found, attribute)
+            break
+        else:
+            pytest.fail(f"the documentation names {name}")
+
+
+def test_formulas_become_mathml() -> None:
+    pytest.importorskip("latex2mathml")
+    sys.path.insert(0, str(ROOT / "tools" / "docs"))
+    from mathml import DISPLAY, formula
+
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    found = re.findall(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*| *$))*)", source, re.MULTILINE)
+    pages = [tex for page in PAGES for tex in DISPLAY.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 10 and pages
+    for tex in [tex for _, tex in found] + pages:
+        shown = re.sub(r"<[^>]+>", "", formula(tex))
+        assert "\\" not in shown, f"{tex} is shown as {shown}"

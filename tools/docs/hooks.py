@@ -1,13 +1,20 @@
-"""Fill the command-line page from the commands themselves, so that it cannot go stale."""
+"""Draw formulas, and fill the command-line page from the commands themselves, so that it cannot go stale."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mathml import with_formulas
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return markdown.replace("<!-- commands -->", _commands()) if "<!-- commands -->" in markdown else markdown
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", _commands())
+    return with_formulas(markdown)
 
 
 def _commands() -> str:

@@ -159,11 +159,11 @@ def certified_radius(
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
     Doubling, then bisection, all images together. ``ball`` gives the geometry, and its ``eps`` the first guess. Every
-    returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
+    returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong. The other arguments are
+    those of :func:`certify`.
 
     Args:
         rounds: certificates tried per image; after the radius is bracketed each halves the bracket.
-        method, plans, refine, optimise, steps, reg, batch_size: as in :func:`certify`.
     """
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("rounds", rounds)

@@ -1,9 +1,9 @@
 """The ``wball`` command: :func:`main` and how it fails.
 
-Exit codes: 0 done; 2 wrong arguments or inputs; 3 done, but some claimed examples failed the audit, or a proof and an
-example contradict each other; 4 the output folder is in use; 5 the disk, a file or the memory cannot be used; 6 done,
-but an evaluation is not reliable; 7 done, but a requirement is not met; 70 an error in this library; 130 interrupted.
-Errors are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
+Exit codes: 0 done; 2 wrong arguments or inputs; 3 done, but some claimed examples failed the audit, or a certificate
+and an example contradict each other; 4 the output folder is in use; 5 a disk, file or memory error; 6 done, but an
+evaluation is not reliable; 7 done, but a requirement is not met; 70 an error in this library; 130 interrupted. Errors
+are one line on stderr; ``WBALL_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ import typer
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
-BAD_INPUT, FAILED_CLAIMS, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 70, 130
+BAD_INPUT, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 4, 5, 70, 130
+
+RENAMED = {"--root": "--data-dir"}
+"""Options by their old names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from wball.cli.commands import app
 
-    line = list(sys.argv[1:] if arguments is None else arguments)
+    line = _renamed(list(sys.argv[1:] if arguments is None else arguments))
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -50,8 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
         return _fail(*_sorted(error))
     if code == INTERRUPTED:
-        return _fail("interrupted; the same command goes on where it was", INTERRUPTED)
+        return _fail("interrupted; rerun the same command to resume", INTERRUPTED)
     return code
+
+
+def _renamed(line: list[str]) -> list[str]:
+    """The arguments with old names of options replaced by today's."""
+    renamed = {**RENAMED, "--data": "--data-dir"} if line[:1] == ["reproduce"] else RENAMED
+    parts = [word.partition("=") for word in line]
+    return [renamed.get(name, name) + equals + value for name, equals, value in parts]
+
+
+def _one_line(text: str) -> str:
+    from wball.storage.names import printable
+
+    return printable(" ".join(text.split()))
 
 
 def entry() -> None:
@@ -84,7 +100,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """A warning in one line, like errors."""
-    print(f"wball: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"wball: warning: {_one_line(str(message))}", file=sys.stderr)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -97,8 +113,7 @@ def _fail(message: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    line = " ".join(str(message).split())
-    print(f"wball: {line}", file=sys.stderr)
+    print(f"wball: {_one_line(message)}", file=sys.stderr)
     return code
 
 
@@ -114,18 +129,18 @@ def _sorted(error: Exception) -> tuple[str, int]:
     from wball.storage.atomic import FolderInUse
 
     if isinstance(error, MemoryError) or out_of_memory(error):
-        return "out of memory; a smaller --batch-size needs less (and --overwrite, where a run has begun)", NO_FILE
+        return "out of memory; use a smaller --batch-size (with --overwrite if the run has begun)", NO_FILE
     if isinstance(error, FolderInUse):
         return str(error), IN_USE
     if isinstance(error, (NotADirectoryError, FileExistsError)) and error.filename:
-        return f"{error.filename}: a file stands where a folder is needed; choose another place", BAD_INPUT
+        return f"{error.filename}: is a file, but a folder is needed; choose another path", BAD_INPUT
     if isinstance(
         error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, ImportError)
     ):
         return str(error), BAD_INPUT
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        hint = "; free some space and give the same command again: it goes on where it was" if error.errno == 28 else ""
+        hint = "; free some space, then rerun the same command to resume" if error.errno == 28 else ""
         return f"{error.strerror or error}{where}{hint}", NO_FILE
     first = (str(error).strip().splitlines() or [""])[0]
     return f"unexpected {type(error).__name__}: {first} (WBALL_DEBUG=1 shows where)", INTERNAL

@@ -1,4 +1,4 @@
-"""What names on the command line stand for: models, data, devices, threat models, attacks.
+"""What words on the command line stand for: data, devices, radii, threat models, attacks.
 
 Modules that take long to import are imported inside the functions, so that ``wball --help`` answers at once.
 """
@@ -6,18 +6,18 @@ Modules that take long to import are imported inside the functions, so that ``wb
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+
+from wball.cli.models import called, find, said
+from wball.storage.names import printable
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,15 @@ if TYPE_CHECKING:
 
 ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
+ROUND = (1, 1.5, 2, 3, 5, 7)
+"""Radii found by search are rounded to these numbers times a power of ten."""
+
+SEARCHED = 12
+"""Images per model that a search for sensible radii attacks."""
+
 
 def device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets a GPU of its own."""
+    """``auto``, ``cpu`` or ``cuda``; under ``torchrun`` each process gets its own GPU."""
     import torch
 
     from wball.inputs import find_device
@@ -50,57 +56,37 @@ def device(name: str) -> torch.device:
     return chosen
 
 
-def model(spec: str, weights: Path | None, where: torch.device) -> tuple[Model, str]:
-    """A model of the zoo, an architecture with weights, or what a function returns; and a name for it."""
-    from torch import nn
+@dataclass(frozen=True)
+class DataRequest:
+    """Images as a command line names them."""
 
-    from wball.models import architectures, build_model
-    from wball.storage.weights import load_weights
-    from wball.zoo import list_models, load_model, public_models
-
-    if ":" in spec:
-        made = _imported(spec)
-        if not isinstance(made, nn.Module):
-            made = _called(spec, made)
-        if not callable(made):
-            raise typer.BadParameter(f"{spec} returned {type(made).__name__}; expected a model, images to logits")
-        name = spec.rsplit(":", 1)[1]
-    elif spec in architectures():
-        if weights is None:
-            raise typer.BadParameter(f"{spec} is an architecture without weights: add --weights FILE")
-        made, name = build_model(spec), weights.stem
-    elif spec in list_models() or spec in public_models():
-        if weights is not None:
-            raise typer.BadParameter(f"{spec} comes with weights; for --weights give an architecture instead")
-        made, name = load_model(spec), spec
-    else:
-        near = difflib.get_close_matches(spec, [*list_models(), *public_models(), *architectures()], 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else f"the zoo has {', '.join(list_models())}."
-        raise typer.BadParameter(
-            f"unknown model {spec!r}: {hint} Or give an architecture with --weights FILE, or package.module:function"
-        )
-    if weights is not None:
-        if not isinstance(made, nn.Module):
-            raise typer.BadParameter(f"{spec} is no torch module, so --weights cannot be loaded into it")
-        load_weights(made, weights)
-        name = weights.stem
-    if isinstance(made, nn.Module):
-        made = made.to(where).eval()
-    return made, name
+    spec: str
+    root: Path
+    split: str = "test"
+    limit: int | None = None
+    first: int | None = None
+    size: int | None = None
+    grey: bool = False
+    seed: int = 0
 
 
-def data(
-    spec: str,
-    root: Path,
-    split: Literal["train", "test"],
-    limit: int | None,
-    size: int | None,
-    grey: bool,
-    where: torch.device,
-) -> tuple[Tensor, Tensor, str, Sequence[str] | None]:
-    """Images, labels, a name for them, and the names of the classes if they have any."""
+@dataclass(frozen=True)
+class Images:
+    """Images with labels, a name for them, and the names of the classes if they have any."""
+
+    x: Tensor
+    y: Tensor
+    name: str
+    classes: Sequence[str] | None
+
+
+def load_images(request: DataRequest, where: torch.device) -> Images:
+    """The images, or the sample of them that was asked for."""
     from wball.data import dataset_info, datasets, load_dataset, load_folder, load_sample, to_tensors
 
+    spec, split = request.spec, _split(request.split)
+    if request.limit is not None and request.first is not None:
+        raise typer.BadParameter("--limit and --first exclude each other")
     classes: Sequence[str] | None = None
     known = {name.replace("-", "") for name in datasets()}
     if spec == "sample":
@@ -108,29 +94,65 @@ def data(
         name, classes = "the bundled MNIST sample", dataset_info("mnist").classes
     elif spec.lower().replace("-", "").replace("_", "") in known:
         info = dataset_info(spec)
-        x, y = load_dataset(info.name, root, split)
+        x, y = load_dataset(info.name, request.root, split)
         name, classes = f"{info.title} ({split})", info.classes
     elif Path(spec).is_dir():
-        x, y, classes = load_folder(spec, size=size, grey=grey)
+        x, y, classes = load_folder(spec, size=request.size, grey=request.grey)
         name = Path(spec).name
     elif ":" in spec:
-        made = _imported(spec)
-        made = _called(spec, made) if callable(made) else made
+        made = find(spec)
+        made = called(spec, made) if callable(made) else made
         try:
-            x, y = to_tensors(made, limit=limit)
+            x, y = to_tensors(made, limit=request.first)
         except (ValueError, TypeError, OSError):
             raise
         except Exception as error:
-            raise typer.BadParameter(f"--data {spec}: reading it raised {_said(error)}") from error
+            raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
         name = spec.rsplit(":", 1)[1]
     else:
         raise typer.BadParameter(
-            f"--data {spec}: no such folder, and no data set either; use sample, {', '.join(datasets())}, "
-            "a folder of images, or package.module:function"
+            f"--data {spec}: neither a folder nor a data set; use sample, {', '.join(datasets())}, "
+            "a folder of images, or mine.py:function"
         )
-    if limit is not None and limit < len(x):
-        x, y, name = x[:limit], y[:limit], name if spec == "sample" else f"first {limit} of {name}"
-    return x.to(where), y.to(where), name, classes
+    name = printable(name)
+    if request.first is not None:
+        x, y = x[: request.first], y[: request.first]
+        name = f"{name}, the first {len(x)}"
+    elif request.limit is not None and request.limit < len(x):
+        chosen = stratified_sample(y, request.limit, request.seed)
+        name = f"{name}, a stratified sample of {request.limit} of {len(x)} (seed {request.seed})"
+        x, y = x[chosen], y[chosen]
+    return Images(x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes])
+
+
+def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
+    """Numbers of ``count`` images, ascending, with classes in proportion; the same for the same seed.
+
+    Each class gets its share rounded down; what is left goes to the largest remainders, ties in random order.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    y = y.cpu()
+    classes, sizes = y.unique(return_counts=True)
+    exact = sizes.double() * count / len(y)
+    taken = exact.long()
+    order = torch.randperm(len(classes), generator=generator)
+    largest = order[torch.sort((taken - exact)[order], stable=True).indices]
+    taken[largest[: count - int(taken.sum())]] += 1
+    parts = []
+    for label, number in zip(classes.tolist(), taken.tolist(), strict=True):
+        members = (y == label).nonzero().squeeze(1)
+        parts.append(members[torch.randperm(len(members), generator=generator)[:number]])
+    return torch.cat(parts).sort().values
+
+
+def _split(text: str) -> Literal["train", "test"]:
+    if text == "train":
+        return "train"
+    if text == "test":
+        return "test"
+    raise typer.BadParameter(f"--split {text}: expected test or train")
 
 
 def radii(text: str) -> list[float]:
@@ -142,6 +164,45 @@ def radii(text: str) -> list[float]:
     if not values or values[0] <= 0 or not values[-1] < float("inf"):
         raise typer.BadParameter(f"--eps {text}: radii must be above 0 and finite")
     return values
+
+
+def sensible_radii(models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int) -> list[float]:
+    """Five round radii in the range where the accuracy of the models falls, by a quick attack on a few images."""
+    import torch
+
+    from wball.attacks import DualAveraging, minimal_radius
+    from wball.model import as_found, ask, top_class
+
+    found = []
+    for model in models:
+        with torch.no_grad(), as_found(model, images.x.device):
+            some = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(images.x.device)
+            right = some[top_class(ask(model, images.x[some])) == images.y[some]][:SEARCHED]
+        if len(right):
+            attack = DualAveraging(ball.at(8.0), objective="margin", steps=10, progress=False)
+            radius = minimal_radius(model, images.x[right], images.y[right], attack, hi=8.0, rounds=3).radius
+            found.append(radius[radius.isfinite() & (radius > 0)].cpu())
+    known = torch.cat(found) if found else torch.zeros(0)
+    if len(known) == 0:
+        return [0.05, 0.1, 0.2, 0.3, 0.5]
+    low, high = (float(known.quantile(q)) for q in (0.1, 0.9))
+    return round_numbers(0.5 * low, 1.2 * high)
+
+
+def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
+    """At most ``count`` round numbers between ``low`` and ``high``, about evenly spaced by ratio.
+
+    >>> round_numbers(0.04, 0.6)
+    [0.05, 0.1, 0.2, 0.3, 0.5]
+    """
+    import math
+
+    low = max(low, high / 100)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    grid = [float(f"{digit * 10.0**power:.2g}") for power in powers for digit in ROUND]
+    inside = [r for r in grid if low <= r <= high] or [min(grid, key=lambda r: abs(math.log(r / high)))]
+    wanted = [low * (high / low) ** (k / max(1, count - 1)) for k in range(count)]
+    return sorted({min(inside, key=lambda r: abs(math.log(r / w))) for w in wanted})
 
 
 def ball(eps: float, window: int, p: float, mass: str) -> WassersteinBall:
@@ -182,58 +243,24 @@ def setting(assignment: str) -> tuple[str, Any]:
         return path, text
 
 
-def folder_name(name: str) -> str:
-    """A model's name as the name of a folder."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).strip(".-") or "model"
+def clean_accuracy_hint(model: Model, images: Images, expected: float | None) -> str | None:
+    """What to check if the model classifies far fewer images correctly than expected; ``None`` if all is well."""
+    import torch
 
+    from wball.model import as_found, ask, top_class
 
-def _imported(spec: str) -> Any:
-    """``package.module:function`` or ``path/to/file.py:function``."""
-    module, _, attribute = spec.rpartition(":")
-    if not module or not attribute:
-        raise typer.BadParameter(f"{spec}: expected package.module:function or file.py:function")
-    try:
-        if module.endswith(".py"):
-            path = Path(module)
-            if not path.is_file():
-                raise typer.BadParameter(f"{spec}: there is no file {path}")
-            found = importlib.util.spec_from_file_location(path.stem, path)
-            assert found is not None and found.loader is not None
-            loaded = importlib.util.module_from_spec(found)
-            sys.modules.setdefault(path.stem, loaded)
-            sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does: modules beside the file
-            found.loader.exec_module(loaded)
-        else:
-            if "" not in sys.path:
-                sys.path.insert(0, "")  # as `python -m` does: modules beside the user
-            loaded = importlib.import_module(module)
-    except typer.BadParameter:
-        raise
-    except (Exception, SystemExit) as error:
-        raise typer.BadParameter(f"{spec}: cannot import {module} ({_said(error)})") from error
-    if not hasattr(loaded, attribute):
-        own = [name for name, value in vars(loaded).items() if name[0] != "_" and not isinstance(value, ModuleType)]
-        near = difflib.get_close_matches(attribute, own, 1, 0.5)
-        raise typer.BadParameter(
-            f"{spec}: {module} has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
-        )
-    return getattr(loaded, attribute)
-
-
-def _called(spec: str, function: Any) -> Any:
-    """What the user's function returns; what it raises is not this library's error."""
-    if not callable(function):
-        raise typer.BadParameter(
-            f"{spec} is not callable, but {type(function).__name__}; expected a function or a model"
-        )
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise typer.BadParameter(f"{spec}: the call raised {_said(error)}") from error
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    with torch.no_grad(), as_found(model, images.x.device):
+        some = stratified_sample(images.y, min(len(images.y), 100), 0).to(images.x.device)
+        logits = ask(model, images.x[some])
+    accuracy, classes = float((top_class(logits) == images.y[some]).double().mean()), logits.shape[1]
+    chance = 1 / classes
+    if len(some) < 10 or accuracy >= (expected - 0.2 if expected is not None else max(2 * chance, 0.3)):
+        return None
+    usual = f"{100 * expected:.0f} % is expected" if expected is not None else f"chance is {100 * chance:.0f} %"
+    return (
+        f"clean accuracy is only {100 * accuracy:.0f} % ({usual}): does the model expect normalised images (--mean, "
+        "--std), other image sizes, or other class numbers?"
+    )
 
 
 @contextlib.contextmanager

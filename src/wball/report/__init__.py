@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wball.evaluation.result import Evaluation
+    from wball.evaluation.trust import Requirement
 
 
 def write_report(
-    evaluations: Sequence[Evaluation], path: str | os.PathLike[str], *, title: str | None = None, images: int = 200
+    evaluations: Sequence[Evaluation],
+    path: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    images: int = 200,
+    requirements: Sequence[str | Requirement] = (),
 ) -> Path:
     """Write a report on one evaluation, or a comparison of several, and return its path.
 
@@ -22,6 +28,8 @@ def write_report(
         evaluations: what to show; several are ranked, and must have radii in the same unit.
         path: the file to write, ``.html``.
         title: its heading.
+        requirements: what to decide on: a banner says whether every evaluation meets them
+            (:meth:`wball.Evaluation.check`).
         images: the largest number of images in the gallery, over all evaluations.
     """
     if (missing := why_not()) is not None:
@@ -34,7 +42,7 @@ def write_report(
     path = Path(path)
     if path.suffix not in (".html", ".htm"):
         raise ValueError(f"path must end in .html, got {path}")
-    content = {"decision": None, **make_content(evaluations, title, images)}
+    content = make_content(evaluations, title, images, requirements)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -48,6 +56,16 @@ def write_report(
     )
     # Names of files that the locale has no letters for come as stand-ins of their bytes.
     write_whole(path, page.encode("utf-8", "surrogateescape"))
+    return path
+
+
+def write_csv(evaluations: Sequence[Evaluation], path: str | os.PathLike[str]) -> Path:
+    """Write accuracies as a table for spreadsheets, one line per model and radius, and return its path."""
+    from wball.report.ranking import ranking_csv
+    from wball.storage.atomic import write_whole
+
+    path = Path(path)
+    write_whole(path, ranking_csv(evaluations).encode("utf-8", "surrogateescape"))
     return path
 
 

@@ -108,12 +108,13 @@
   // One small chart a model: what is proved, what is broken, and what lies between.
   function drawBands() {
     const proved = data.runs.map((run, k) => ({ ...run, k })).filter((run) => run.curve.certified);
-    $("bands").replaceChildren(...proved.map(({ name, curve, k }) => {
-      const figure = document.createElement("figure"), box = document.createElement("div"), caption = document.createElement("figcaption");
+    const figures = proved.map(() => document.createElement("figure"));
+    $("bands").replaceChildren(...figures); // all of them first, to have their widths
+    proved.forEach(({ name, curve }, n) => {
+      const figure = figures[n], box = document.createElement("div"), caption = document.createElement("figcaption");
       figure.append(box, caption);
       box.className = "plot";
       caption.textContent = name;
-      $("bands").append(figure); // to have a width
       const at = axes(box, 190, curve.eps.at(-1), false), flat = (v) => points(curve, curve.eps.map(() => v), at);
       const lines = { proved: points(curve, curve.certified, at), robust: points(curve, curve.accuracy, at) };
       const put = (kind, d) => { const band = make("path", { class: `band ${kind}`, d }); band.append(make("title", {}, kind)); at.svg.append(band); };
@@ -125,8 +126,7 @@
       const said = document.createElement("small");
       said.textContent = `at ${short(curve.eps[middle])}: proved ${p.toFixed(1)} %, undecided ${(100 - p - b).toFixed(1)} %, broken ${b.toFixed(1)} %`;
       caption.append(document.createElement("br"), said);
-      return figure;
-    }));
+    });
   }
   $("legend").replaceChildren(...data.runs.map((run, k) => {
     const button = document.createElement("button"), dot = document.createElement("span");

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wball.evaluation.result import PLAN, Evaluation
+from wball.evaluation.trust import Requirement
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, common_scale, image_uri
 from wball.report.ranking import median_distance, rank, ranking_csv, shared_radii
@@ -18,7 +19,9 @@ from wball.report.transport import plan_moves
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
 
 
-def make_content(evaluations: Sequence[Evaluation], title: str | None, images: int) -> dict[str, Any]:
+def make_content(
+    evaluations: Sequence[Evaluation], title: str | None, images: int, requirements: Sequence[str | Requirement] = ()
+) -> dict[str, Any]:
     """The variables of ``template.html``; ``data`` is what the page's script gets.
 
     Runs are in the order of the ranking, so that colours, tables and menus agree.
@@ -34,6 +37,7 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
     scale = common_scale([_changes(e) for e in evaluations] + [_explored(e) for e in evaluations])
     each = max(1, images // len(evaluations))
     return {
+        "decision": _decision(evaluations, names, requirements),
         "title": title or f"{_subject(evaluations)}: {_together(names)}",
         "unit": evaluations[0].unit,
         "relative": evaluations[0].settings["ball"].get("mass") == "relative",
@@ -58,6 +62,17 @@ def make_content(evaluations: Sequence[Evaluation], title: str | None, images: i
             ],
         },
     }
+
+
+def _decision(
+    evaluations: Sequence[Evaluation], names: Sequence[str], requirements: Sequence[str | Requirement]
+) -> dict[str, Any] | None:
+    """The banner: whether every evaluation meets every requirement, and each of them in a line."""
+    if not requirements:
+        return None
+    checks = [(name, c) for e, name in zip(evaluations, names, strict=True) for c in e.check(requirements).checks]
+    lines = [{"passed": c.met, "text": f"{name}: {c.reason}" if len(names) > 1 else c.reason} for name, c in checks]
+    return {"passed": all(c.met for _, c in checks), "lines": lines}
 
 
 def distinct_names(evaluations: Sequence[Evaluation]) -> list[str]:

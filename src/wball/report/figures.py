@@ -17,6 +17,7 @@ import torch
 
 from wball.evaluation.result import Evaluation
 from wball.storage.atomic import write_whole
+from wball.storage.names import file_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,8 +115,7 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
         figures = {"accuracy": accuracy_figure(evaluations), "radii": radius_figure(evaluations)}
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
-                safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in e.name)
-                numbered = (f"examples-{safe}" + (f"-{k}" if k > 1 else "") for k in count(1))
+                numbered = (f"examples-{file_name(e.name)}" + (f"-{k}" if k > 1 else "") for k in count(1))
                 figures[next(name for name in numbered if name not in figures)] = examples_figure(e)
         paths = []
         for name, figure in figures.items():

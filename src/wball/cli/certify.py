@@ -1,0 +1,104 @@
+"""``wball certify``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wball.cli import app as shared
+from wball.cli import choices
+from wball.cli.app import OUTPUT, Command, app, open_console, print_json
+from wball.cli.models import Request, load_models
+from wball.storage.names import printable
+
+
+@app.command(cls=Command)
+def certify(
+    model: shared.OneModel,
+    weights: shared.Weights = None,
+    architecture: shared.Architecture = None,
+    mean: shared.Mean = None,
+    std: shared.Std = None,
+    data: shared.Data = "sample",
+    data_dir: shared.DataDir = Path("data"),
+    split: shared.Split = "test",
+    limit: shared.Limit = None,
+    first: shared.First = None,
+    size: shared.Size = None,
+    grey: shared.Grey = False,
+    eps: Annotated[
+        str,
+        typer.Option("--eps", "-e", metavar="X,...", help="radii, separated by commas", rich_help_panel=shared.THREAT),
+    ] = "0.005,0.01,0.02",
+    window: shared.Window = 5,
+    p: shared.Power = 1.0,
+    mass: shared.Mass = "relative",
+    method: Annotated[
+        str, typer.Option(metavar="NAME", help="interval, dual, crown, anchored, alpha-crown")
+    ] = "anchored",
+    plans: Annotated[
+        str, typer.Option(metavar="NAME", help="full (any transport plan) or window (moves within the window only)")
+    ] = "full",
+    device: shared.Device = "auto",
+    seed: shared.Seed = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="file for certified accuracies and margins, .json", rich_help_panel=OUTPUT),
+    ] = None,
+    quiet: shared.Quiet = False,
+    as_json: shared.AsJson = False,
+) -> int:
+    """Prove that no image in the ball changes the model's prediction.
+
+    Certified accuracy of a few images (default: 10) at each radius, for any transport plan
+    unless --plans window is given:
+
+        wball certify mnist-standard --limit 4 --eps 0.005,0.01
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from wball.certificates import certify as prove
+    from wball.storage.atomic import write_whole
+
+    if out is not None and out.suffix != ".json":
+        raise typer.BadParameter(f"--out {out}: the file must end in .json")
+    console = open_console(quiet, as_json)
+    points, where = choices.radii(eps), choices.device(device)
+    threat = choices.ball(points[-1], window, p, mass)
+    limit = 10 if limit is None and first is None else limit
+    with choices.prints_aside(as_json):
+        ((net, name),) = load_models(Request([model], weights or (), architecture, (), mean, std), where)
+        images = choices.load_images(choices.DataRequest(data, data_dir, split, limit, first, size, grey, seed), where)
+    heading = f"{method} on {name}, {len(images.x)} images of {images.name}, {plans} plans"
+    table = Table(title=escape(heading), title_justify="left")
+    table.add_column(f"eps ({threat.unit})", justify="right")
+    table.add_column("certified accuracy", justify="right")
+    rows = []
+    for r in points:
+        with choices.prints_aside(as_json):
+            proof = prove(net, images.x, images.y, threat.at(r), method, plans)  # type: ignore[arg-type]
+        accuracy = float(proof.certified.double().mean())
+        rows.append(
+            {"eps": r, "certified": accuracy, "images": proof.certified.tolist(), "margin": proof.margin.tolist()}
+        )
+        table.add_row(f"{r:g}", f"{100 * accuracy:.1f} %")
+    console.print(table)
+    content: dict[str, Any] = {
+        "model": name,
+        "data": images.name,
+        "label": images.y.tolist(),
+        "unit": threat.unit,
+        "method": method,
+        "plans": plans,
+        "radii": rows,
+    }
+    if out is not None:
+        write_whole(out, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+        console.print(printable(f"written: {out}"), markup=False)
+    if as_json:
+        print_json(content)
+    return 0

@@ -1,0 +1,306 @@
+"""What a model is called on the command line: a bundled name, a file, or Python code.
+
+=========================  =========================================================================================
+name                       a bundled model, or a public one that is downloaded (``wball models``)
+architecture               with ``--weights FILE``
+``.pt``, ``.pth``          TorchScript, or a state dict with ``--architecture``
+``.safetensors``           weights, with ``--architecture``
+``.pt2``                   ``torch.export``
+``.onnx``                  ONNX, as a differentiable module
+``mine.py``                the one obvious model in it
+``mine.py:name``           a model, or a function or class that returns one
+``package.module:name``    the same
+=========================  =========================================================================================
+
+State dicts cannot execute code. TorchScript, exported programs and Python files are programs: load only those that you
+trust.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from wball.storage.names import printable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from wball.model import Model
+
+FILES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
+OBVIOUS = ("model", "net", "network", "classifier", "get_model", "load_model", "build_model", "make_model")
+"""Names that mark the model of a Python file which has several."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Models as a command line names them."""
+
+    specs: Sequence[str]
+    weights: Sequence[Path] = ()
+    architecture: str | None = None
+    names: Sequence[str] = ()
+    mean: str | None = None
+    std: str | None = None
+
+
+def load_models(request: Request, where: torch.device) -> list[tuple[Model, str]]:
+    """The models on ``where``, in evaluation mode, each with a name; no two names are equal."""
+    specs, weights = list(request.specs), list(request.weights)
+    if len(weights) > 1 and len(specs) == 1:
+        specs = specs * len(weights)
+    files: list[Path | None] = (
+        [*weights] if len(weights) == len(specs) else [weights[0] if weights else None] * len(specs)
+    )
+    if len(weights) > 1 and len(weights) != len(specs):
+        raise typer.BadParameter(f"--weights is given {len(weights)} times for {len(specs)} models")
+    if request.names and len(request.names) != len(specs):
+        raise typer.BadParameter(f"--name is given {len(request.names)} times for {len(specs)} models")
+    made = []
+    for k, (spec, file) in enumerate(zip(specs, files, strict=True)):
+        model, name = _load(spec, file, request.architecture)
+        model = _normalized(model, request.mean, request.std)
+        if hasattr(model, "eval") and hasattr(model, "to"):
+            model = model.to(where).eval()
+        made.append((model, printable(request.names[k] if request.names else name)))
+    return _distinct(made, specs, bool(request.names))
+
+
+def _distinct(made: list[tuple[Model, str]], specs: list[str], chosen: bool) -> list[tuple[Model, str]]:
+    """Two files of one name in different folders are called by folder and name."""
+    names = [name for _, name in made]
+    if len(set(names)) == len(names):
+        return made
+    longer = [printable("-".join(Path(s).with_suffix("").parts[-2:])) for s in specs]
+    if chosen or len(set(longer)) < len(names):
+        raise typer.BadParameter(f"two models are called {max(names, key=names.count)}: give each one a --name")
+    return [(model, name) for (model, _), name in zip(made, longer, strict=True)]
+
+
+def _load(spec: str, weights: Path | None, architecture: str | None) -> tuple[Any, str]:
+    from torch import nn
+
+    from wball.models import architectures
+    from wball.storage.weights import load_weights
+    from wball.zoo import list_models, load_model, public_models
+
+    made: Any
+    suffix = Path(spec).suffix.lower()
+    if suffix in FILES and ":" not in spec.removeprefix(Path(spec).anchor):
+        return _from_file(Path(spec), suffix, architecture), Path(spec).stem
+    if architecture is not None:
+        raise typer.BadParameter(f"--architecture is for files of weights, but {spec} is not one ({', '.join(FILES)})")
+    if suffix == ".py" and ":" not in spec:
+        made, name = _obvious_model(Path(spec)), Path(spec).stem
+    elif ":" in spec:
+        made, name = _model_from(spec, find(spec)), spec.rsplit(":", 1)[1]
+    elif spec in architectures():
+        if weights is None:
+            raise typer.BadParameter(f"{spec} is an architecture without weights: add --weights FILE")
+        made, name = _built(spec), weights.stem
+    elif spec in list_models() or spec in public_models():
+        if weights is not None:
+            raise typer.BadParameter(f"{spec} comes with weights; to use --weights, name an architecture instead")
+        made, name = load_model(spec), spec
+    else:
+        near = difflib.get_close_matches(spec, [*list_models(), *public_models(), *architectures()], 1, 0.5)
+        hint = f"did you mean {near[0]}?" if near else f"bundled are {', '.join(list_models())}."
+        raise typer.BadParameter(
+            f"unknown model {spec!r}: {hint} Or give a file ({', '.join(FILES)}), mine.py or package.module:function"
+        )
+    if weights is not None:
+        if not isinstance(made, nn.Module):
+            raise typer.BadParameter(f"{spec} is not a torch.nn.Module, so --weights cannot be loaded into it")
+        load_weights(made, weights)
+        name = weights.stem
+    return made, name
+
+
+def _built(architecture: str) -> nn.Module:
+    """A network without weights: of the paper by name, or the user's own."""
+    from torch import nn
+
+    from wball.models import architectures, build_model
+
+    if architecture in architectures():
+        return build_model(architecture)
+    if ":" not in architecture:
+        raise typer.BadParameter(
+            f"--architecture {architecture}: expected one of {', '.join(architectures())}, or mine.py:function"
+        )
+    made = _model_from(architecture, find(architecture))
+    if not isinstance(made, nn.Module):
+        raise typer.BadParameter(f"--architecture {architecture} is not a torch.nn.Module")
+    return made
+
+
+def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
+    if not path.is_file():
+        raise typer.BadParameter(f"no model file {path}")
+    try:
+        if suffix == ".onnx":
+            return _onnx(path)
+        if suffix == ".pt2":
+            return _exported(path)
+        if suffix != ".safetensors" and _is_torchscript(path):
+            import torch
+
+            return torch.jit.load(str(path), map_location="cpu")
+    except (typer.BadParameter, ImportError, MemoryError):
+        raise
+    except Exception as error:  # parsers of three formats, each with exceptions of its own
+        raise typer.BadParameter(f"{path} cannot be read as a model: {said(error)}") from error
+    if architecture is None:
+        raise typer.BadParameter(f"{path} holds weights without a network: add --architecture NAME or mine.py:function")
+    from wball.storage.weights import load_weights
+
+    return load_weights(_built(architecture), path)
+
+
+def _onnx(path: Path) -> Any:
+    try:
+        from wball.attacks.adapters import onnx
+    except ImportError:
+        raise typer.BadParameter(f"{path}: ONNX models need the onnx package: pip install wball[onnx]") from None
+    return onnx.load(path)
+
+
+def _exported(path: Path) -> Any:
+    import torch
+
+    module: Any = torch.export.load(str(path)).module()
+    for method in ("train", "eval"):  # export replaces them by methods that raise; such a module has one mode only
+        vars(module).pop(method, None)
+    return module
+
+
+def _is_torchscript(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(entry.endswith("/constants.pkl") for entry in archive.namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+def _normalized(model: Any, mean: str | None, std: str | None) -> Any:
+    from torch import nn
+
+    from wball.models import Normalized
+
+    if mean is None and std is None:
+        return model
+    if mean is None or std is None:
+        raise typer.BadParameter("--mean and --std belong together: give both")
+    if not isinstance(model, nn.Module):
+        raise typer.BadParameter("--mean and --std need a model that is a torch.nn.Module")
+    return Normalized(model, _numbers("--mean", mean), _numbers("--std", std))
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.replace(" ", ",").split(",") if part]
+    except ValueError:
+        raise typer.BadParameter(f"{option} {text}: expected numbers separated by commas, one per channel") from None
+
+
+def _obvious_model(path: Path) -> Any:
+    """The one model of a Python file: a module object, or what makes one."""
+    from torch import nn
+
+    loaded = _imported_file(path, str(path))
+    own = {
+        name: value
+        for name, value in vars(loaded).items()
+        if not name.startswith("_")
+        and (isinstance(value, nn.Module) or getattr(value, "__module__", "") == loaded.__name__)
+    }
+    kinds = (
+        {name: value for name, value in own.items() if isinstance(value, nn.Module)},
+        {name: value for name, value in own.items() if name in OBVIOUS and callable(value)},
+        {name: value for name, value in own.items() if isinstance(value, type) and issubclass(value, nn.Module)},
+        {name: value for name, value in own.items() if callable(value)},
+    )
+    for found in kinds:
+        if len(found) == 1:
+            name, value = next(iter(found.items()))
+            return _model_from(f"{path}:{name}", value)
+    if not any(kinds):
+        raise typer.BadParameter(f"{path} defines no model: expected a torch.nn.Module, or a function that returns one")
+    several = ", ".join(f"{path}:{name}" for name in list(next(found for found in kinds if found))[:4])
+    raise typer.BadParameter(f"{path} defines several models: say which one ({several})")
+
+
+def _model_from(spec: str, value: Any) -> Any:
+    from torch import nn
+
+    made = value if isinstance(value, nn.Module) else called(spec, value)
+    if not callable(made):
+        raise typer.BadParameter(f"{spec} returned {type(made).__name__}; expected a model, images to logits")
+    return made
+
+
+def find(spec: str) -> Any:
+    """What ``package.module:name`` or ``path/to/file.py:name`` stands for."""
+    module, _, attribute = spec.rpartition(":")
+    if not module or not attribute:
+        raise typer.BadParameter(f"{spec}: expected package.module:function or mine.py:function")
+    if module.endswith(".py"):
+        loaded = _imported_file(Path(module), spec)
+    else:
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # as `python -m` does: modules beside the user
+        try:
+            loaded = importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise typer.BadParameter(f"{spec}: cannot import {module} ({said(error)})") from error
+    if not hasattr(loaded, attribute):
+        own = [name for name, value in vars(loaded).items() if name[0] != "_" and not isinstance(value, ModuleType)]
+        near = difflib.get_close_matches(attribute, own, 1, 0.5)
+        raise typer.BadParameter(
+            f"{spec}: {module} has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    return getattr(loaded, attribute)
+
+
+def _imported_file(path: Path, spec: str) -> ModuleType:
+    if not path.is_file():
+        raise typer.BadParameter(f"{spec}: there is no file {path}")
+    try:
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None and found.loader is not None
+        loaded = importlib.util.module_from_spec(found)
+        sys.modules.setdefault(path.stem, loaded)
+        sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does: modules beside the file
+        found.loader.exec_module(loaded)
+    except (Exception, SystemExit) as error:
+        raise typer.BadParameter(f"{spec}: cannot import {path} ({said(error)})") from error
+    return loaded
+
+
+def called(spec: str, function: Any) -> Any:
+    """What the user's function returns; what it raises is not this library's error."""
+    if not callable(function):
+        raise typer.BadParameter(
+            f"{spec} is not callable, but {type(function).__name__}; expected a function or a model"
+        )
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise typer.BadParameter(f"{spec}: the call raised {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

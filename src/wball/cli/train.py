@@ -1,0 +1,88 @@
+"""``wball train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wball.cli import app as shared
+from wball.cli import choices
+from wball.cli.app import Command, app
+from wball.storage.names import printable
+
+
+@app.command(cls=Command)
+def train(
+    preset: Annotated[str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")],
+    data_dir: shared.DataDir = Path("data"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")] = Path(
+        "out/train"
+    ),
+    device: shared.Device = "auto",
+    seed: shared.Seed = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="number of epochs, instead of the preset's")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0.0, help="stop after this many seconds; schedules follow the clock")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="name of the model, instead of the preset's")] = None,
+    limit: shared.Limit = None,
+    init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="PATH=VALUE", help="change a setting, such as adversary.attack.steps=10; may be repeated"
+        ),
+    ] = None,
+    quiet: shared.Quiet = False,
+) -> int:
+    """Train a model: standard, adversarial in a Wasserstein ball, or certified.
+
+    If interrupted, rerun the same command to resume.
+
+        wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
+    """
+    from wball.data import load_dataset
+    from wball.training import distributed, presets
+    from wball.training import preset as find
+    from wball.training import train as run
+    from wball.training.presets import override
+
+    if preset not in presets():
+        raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
+    config = find(preset, seed=seed)
+    given = [choices.setting(c) for c in change or []]
+    given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
+    for path, value in given:
+        config = override(config, path, value)
+    with distributed.launched(str(choices.device(device).type)) as here:
+        x, y = load_dataset(config.dataset, data_dir, "train", device=here)
+        tests = load_dataset(config.dataset, data_dir, "test", device=here)
+
+        def say(record: dict[str, Any]) -> None:
+            if not quiet:
+                print(_epoch(record), flush=True)
+
+        chosen = slice(None) if limit is None else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+        data = x[chosen], y[chosen]
+        run(config, data, tests, init=init, out=out, device=here, time_limit=time_limit, on_epoch=say)
+        if distributed.current().main and not quiet:
+            print(printable(f"written: {out / config.name}.safetensors"), flush=True)
+    return 0
+
+
+def _epoch(record: dict[str, Any]) -> str:
+    """One line about an epoch."""
+    shown = [f"epoch {record['epoch']:3d}", f"{record['seconds']:7.1f} s"]
+    shown += [f"loss {record['loss']:.4f}", f"train {100 * record['train_accuracy']:.2f} %"]
+    if "clean_accuracy" in record:
+        shown.append(f"clean {100 * record['clean_accuracy']:.2f} %")
+    if "verified_accuracy" in record:
+        shown.append(f"verified {100 * record['verified_accuracy']:.2f} %")
+    shown += [
+        f"eps {k.rsplit('_', 1)[1]}: {100 * v:.1f} %" for k, v in record.items() if k.startswith("robust_accuracy")
+    ]
+    if "mean_radius" in record:
+        shown.append(f"mean radius {record['mean_radius']:.3f}")
+    return "  ".join(shown)
