@@ -159,8 +159,8 @@ def certified_radius(
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
     Doubling, then bisection, all images together. ``ball`` gives the geometry, and its ``eps`` the first guess. Every
-    returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong. The other arguments are
-    those of :func:`certify`.
+    returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
+    The other arguments are those of :func:`certify`.
 
     Args:
         rounds: certificates tried per image; after the radius is bracketed each halves the bracket.
