@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MODEL_AND_DATA, THREAT, ATTACK, OUTPUT = "Model and data", "Threat model", "Attack", "Output"
-SHOWN_AS = {"int": "N", "integer": "N", "float": "X", "path": "PATH", "text": "TEXT", "str": "TEXT"}
+SHOWN_AS = {"int": "N", "float": "X", "path": "PATH", "str": "TEXT"}
 
 
-def _plain_types(parameters: list[Any]) -> None:
+def _plain_types(ctx: Any, parameters: list[Any]) -> None:
     """Show ``N`` or ``PATH`` where typer shows names of Python types and ranges of numbers."""
     for parameter in parameters:
-        flag = getattr(parameter, "is_flag", False) or parameter.param_type_name == "argument"
-        kind = str(getattr(parameter.type, "name", "")).split()
-        shown = "" if flag else parameter.metavar or SHOWN_AS.get(kind[0] if kind else "", "TEXT")
+        if not hasattr(parameter, "display_type_rich"):  # versions of typer that show none of it
+            continue
+        kind = str(parameter.display_type_rich(ctx)).lower()
+        named = parameter.metavar if parameter.param_type_name == "option" else ""
+        shown = next((word for name, word in SHOWN_AS.items() if name in kind), "") if named is None else named
         parameter.display_type_rich = lambda ctx, shown=shown: shown
         parameter._get_number_range_help_str = lambda: None
 
@@ -33,7 +35,7 @@ class Command(TyperCommand):
     """A command whose help is for people who do not read Python types."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _plain_types(self.get_params(ctx))
+        _plain_types(ctx, self.get_params(ctx))
         super().format_help(ctx, formatter)
 
 
@@ -41,7 +43,7 @@ class Group(TyperGroup):
     """All commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _plain_types(self.get_params(ctx))
+        _plain_types(ctx, self.get_params(ctx))
         super().format_help(ctx, formatter)
 
 
