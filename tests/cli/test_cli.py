@@ -229,6 +229,20 @@ def test_terminal_escapes_are_written_out(here: Path, capsys: pytest.CaptureFixt
     assert code == 2 and "\x1b" not in err
 
 
+def test_a_requirement_decides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o"]
+    code, out, _ = said(capsys, *line, "--require", "0:0.5", "--json")
+    (content,) = json.loads(out)
+    reliable = not content["warnings"]
+    assert content["passed"] is reliable and code == (0 if reliable else 6)
+    code, out, _ = said(capsys, *line, "--require", "0.3:1.0", "--require", "0:0.1")
+    assert code == (7 if reliable else 6) and "FAILED halves" in out and "robust accuracy of at least 100 %" in out
+    page = (here / "o" / "report.html").read_text(encoding="utf-8")
+    assert 'class="decision bad"' in page and "robust accuracy of at least 100 % at radius 0.3" in page
+    code, _, err = said(capsys, *line, "--require", "much")
+    assert code == 2 and "requirement 'much' must be RADIUS" in err
+
+
 def test_attack_shows_each_image(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.3", "--limit", "4"]
     code, out, _ = said(capsys, *line, "--out", "z.safetensors", "--json")
