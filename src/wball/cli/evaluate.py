@@ -111,6 +111,7 @@ def evaluate(
 
     from wball.evaluation import Requirement, exit_code
     from wball.evaluation.run import evaluate as run
+    from wball.evaluation.run import probe
     from wball.report import why_not, write_csv, write_report
 
     start, console = time.perf_counter(), open_console(quiet, as_json)
@@ -130,6 +131,8 @@ def evaluate(
         report = False
         print(f"wball: there will be no report.html: {missing}", file=sys.stderr)
     with choices.prints_aside(as_json):
+        for net, _ in made:
+            probe(net, images.x, images.y)
         points = given or _radii(made, images, threat, seed, [] if overwrite else folders, console)
         points = sorted({*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)})
         threat, searched = threat.at(points[-1]), searched.at(points[-1])
@@ -224,10 +227,7 @@ def _check_clean_accuracy(made: list[tuple[Any, str]], specs: list[str], images:
         spec = specs[min(k, len(specs) - 1)]
         bundled = spec in list_models() and images.name.startswith(("the bundled", "MNIST", "CIFAR"))
         expected = float(model_card(spec)["clean_accuracy"]) if bundled else None
-        try:
-            hint = choices.clean_accuracy_hint(model, images, expected)
-        except Exception:  # noqa: BLE001 (the evaluation asks the model again, and reports what it raises)
-            return
+        hint = choices.clean_accuracy_hint(model, images, expected)
         if hint is not None:
             print(f"wball: warning: {name}: {hint}", file=sys.stderr)
 
