@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.paper import RECIPES, MissingModel, Settings, Workshop, certificates, curves, pictures, published
-from wball.paper.measure import Fall
-from wball.paper.recipe import Data
+from wball.evaluation import Evaluation
+from wball.models import Binarized
+from wball.paper import authors, certificates, curves, measure, pictures, published
+from wball.paper.run import RECIPES
 from wball.paper.tables import unpack
+from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 
 SIDE = 6
 
@@ -41,7 +43,7 @@ class Small(Workshop):
     def _find(self, name: str) -> tuple[nn.Module, str, str]:
         if name in self.absent:
             raise MissingModel(f"no {name}")
-        channels = 1 if name.startswith("mnist") else 3
+        channels = 3 if name.startswith("cifar10") else 1
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         model = nn.Sequential(nn.Flatten(), nn.Linear(channels * SIDE * SIDE, 10))
         centred = (shapes(channels) - shapes(channels).mean(0)).flatten(1)
@@ -120,7 +122,8 @@ def test_curves(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defences_and_headlines_share_what_curves_measured(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.absent = tuple(m.name for m in (*published.CIFAR10, published.OURS["cifar10"]))
     lines = measured("mnist-curves", shop)
-    monkeypatch.setattr("wball.paper.measure.attacked", lambda *_: pytest.fail("measured again"))
+    for attack in ("PGD", "StandardAttack"):
+        monkeypatch.setattr(f"wball.attacks.{attack}.__call__", lambda *_, **__: pytest.fail("measured again"))
     heads = measured("headlines", shop)
     claims = [c for c in published.CLAIMS if c.dataset == "mnist"]
     assert [r["claim"] for r in heads["rows"]] == [c.text for c in claims] and len(heads["left_out"]) == 4
@@ -132,10 +135,13 @@ def test_defences_and_headlines_share_what_curves_measured(shop: Small, monkeypa
 def test_defences_keep_their_order(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def quick(shop: Workshop, dataset: str, subject: object) -> curves.Falls:
+    def quick(shop: Workshop, dataset: str, subject: object) -> Data:
         seen.append(subject.name)  # type: ignore[attr-defined]
-        fall = Fall(torch.tensor([0.0, 0.2, math.inf]), (0.1, 0.3), "quick", {}, 0.0)
-        return curves.Falls(fall, fall, fall)
+        points = [{"eps": eps, "accuracy": share} for eps, share in ((0.0, 1.0), (0.1, 2 / 3), (0.3, 1 / 3))]
+        one = {"attack": "quick", "images": 3, "curve": points, "examples": {}, "seconds": 0.0}
+        made = dict.fromkeys(("paper_attack", "same_ball", "standard_attack"), one)
+        at = [{"eps": r, **dict.fromkeys(made, measure.accuracy_at(one, r))} for r in curves.SHOWN[dataset]]
+        return {**made, "at": at}
 
     monkeypatch.setattr(curves, "all_attacks", quick)
     shop.absent = tuple(m.name for m in (*published.CIFAR10, published.OURS["cifar10"]))
@@ -167,15 +173,15 @@ def test_other_images_get_proofs_of_their_own(shop: Small) -> None:
     """A quick run on the bundled digits and one on a data folder may share a folder of results."""
     subject = shop.subject("mnist-standard")
     x, y = shop.test_images("mnist", 30, 30)
-    first, _ = certificates._proved(shop, subject, x, y, "crown", (1e-4, 0.3))
-    seen, _ = certificates._proved(shop, subject, x.flip(0), y.flip(0), "crown", (1e-4, 0.3))
+    first, _ = measure.certified(shop, subject, x, y, "crown", (1e-4, 0.3))
+    seen, _ = measure.certified(shop, subject, x.flip(0), y.flip(0), "crown", (1e-4, 0.3))
     assert torch.equal(seen, first.flip(0)) and not torch.equal(seen, first)
 
 
 def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.absent = ("cifar10-certified",)
     monkeypatch.setattr(certificates, "COMPARED", 3)
-    monkeypatch.setattr(certificates, "AT_ONCE", 2)
+    monkeypatch.setattr(measure, "PROOFS_AT_ONCE", 2)
     monkeypatch.setattr(certificates, "QUICK_SAMPLES", 100)
     (part,) = measured("certificates", shop)["sets"]
     subject = shop.subject("mnist-certified")
@@ -203,9 +209,10 @@ def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_proofs_and_attacks_that_contradict_are_counted() -> None:
-    fall = Fall(torch.tensor([0.0, 0.1, 0.3, math.inf]), (0.1, 0.3), "a", {}, 0.0)
+    broken = torch.tensor([0.0, 0.1, 0.3, math.inf], dtype=torch.float64)
+    result = Evaluation({}, {}, {"radius": broken})
     proved = torch.tensor([0.0, 0.1, 0.1, 0.3])  # the second ball has both a proof and an example
-    assert certificates._compared(proved, fall, (0.1, 0.3)) == {"proved_and_attacked": 4, "proved_and_broken": 1}
+    assert certificates._compared(proved, result, (0.1, 0.3)) == {"proved_and_attacked": 4, "proved_and_broken": 1}
 
 
 def test_digits(shop: Small) -> None:
@@ -258,3 +265,26 @@ def test_lambda_and_p(shop: Small) -> None:
         assert others >= logits[5] - 0.01 if cell["radius"][data["shown"]] is not None else others < logits[5] + 0.01
     spent = shop.spent
     assert pictures.GRID.measure(shop)["cells"] == data["cells"] and shop.spent == 2 * spent  # read from its parts
+
+
+def test_authors_weights(shop: Small) -> None:
+    data = measured("authors-weights", shop)
+    labels = [r["label"] for r in data["rows"]]
+    assert labels == [c.text for c in published.AUTHORS]  # the models here have no threshold to take out
+    assert [r["published"] for r in data["rows"]] == [0.04, 0.14, 0.48, 0.86]
+    for row in data["rows"]:
+        text, scripts = row["text"]["curve"], row["scripts"]["curve"]
+        assert (text[1]["eps"], scripts[1]["eps"]) == (0.3, 0.7)
+        assert row["text"]["attack"].endswith("p = 1") and row["scripts"]["attack"].endswith("p = 2")
+        assert text[0]["accuracy"] == scripts[0]["accuracy"]
+
+
+def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Small._find(shop, "mnist-binarized")[0]
+    monkeypatch.setattr(Small, "_find", lambda self, name: (Binarized(plain), "linear", "here"))
+    monkeypatch.setattr(published, "AUTHORS", published.AUTHORS[1:2])
+    before, inside = measured("authors-weights", shop)["rows"]
+    assert before["label"] == authors.BEFORE and inside["label"] == "binarized, threshold inside"
+    x, y = shop.test_images("mnist", 10, authors.QUICK)
+    clean = float((plain((x >= 0.5).float()).argmax(1) == y).double().mean())
+    assert before["text"]["curve"][0]["accuracy"] == inside["text"]["curve"][0]["accuracy"] == clean

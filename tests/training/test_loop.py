@@ -22,10 +22,10 @@ from wball.evaluation import FolderInUse
 from wball.storage.weights import save_weights
 from wball.training import (
     Adversary,
-    Evaluation,
     Loss,
     Optimisation,
     Provable,
+    Validation,
     accuracy,
     robust_accuracy,
     train,
@@ -399,7 +399,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown architecture"):
         small_config(architecture="resnet-1000")
     with pytest.raises(ValueError, match="every must be"):
-        Evaluation(every=0)
+        Validation(every=0)
     attack = DualAveraging(WassersteinBall(0.1))
     for name in ("", "a/b", "..", "checkpoint", 5):
         with pytest.raises(ValueError, match="name must be a file name"):
@@ -412,11 +412,11 @@ def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="goes without an adversary"):
         small_config(noise=0.1)
     with pytest.raises(ValueError, match="give one, or no radii"):
-        Evaluation(eps=(0.1,))
+        Validation(eps=(0.1,))
     with pytest.raises(TypeError, match=r"tuple of radii such as \(0.1, 0.3\), got 0.3"):
-        Evaluation(attack=attack, eps=0.3)  # type: ignore[arg-type]
+        Validation(attack=attack, eps=0.3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="attack must be"):
-        Evaluation(attack="pgd", eps=(0.3,))  # type: ignore[arg-type]
+        Validation(attack="pgd", eps=(0.3,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_steps_that_would_climb_are_refused(settings: dict[str, float], message:
 def test_an_evaluation_attack_without_radii_has_its_own() -> None:
     data = small_data(16)
     attack = DualAveraging(WassersteinBall(0.25), steps=2)
-    config = small_config(epochs=1, adversary=None, evaluation=Evaluation(attack=attack))
+    config = small_config(epochs=1, adversary=None, evaluation=Validation(attack=attack))
     assert "robust_accuracy_0.25" in train(config, data, data, model=small_model()).history[0]
 
 

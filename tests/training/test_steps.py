@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from training.worker import small_config, small_data, small_model
 from wball import DualAveraging, WassersteinBall
-from wball.training import Adversary, Evaluation, Loss, Optimisation, Provable, Smooth, train
+from wball.training import Adversary, Loss, Optimisation, Provable, Smooth, Validation, train
 from wball.training.distributed import World
 from wball.training.losses import Objective
 from wball.training.opponent import Opponent
@@ -44,7 +44,7 @@ def seen(**settings: Any) -> list[Tensor]:
     """The batches of three epochs, measured after each."""
     data, model = settings.pop("data", small_data(24)), Watched()
     settings = {"adversary": None, "augment": 0, "batch_size": 8, "optimisation": STILL, **settings}
-    train(small_config(epochs=3, evaluation=Evaluation(), **settings), data, data, model=model)
+    train(small_config(epochs=3, evaluation=Validation(), **settings), data, data, model=model)
     return model.seen
 
 
@@ -195,7 +195,7 @@ def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wball.training.measure.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y))
-    measured = Evaluation(attack=DualAveraging(WassersteinBall(0.3)), eps=(0.1, 0.2), images=5)
+    measured = Validation(attack=DualAveraging(WassersteinBall(0.3)), eps=(0.1, 0.2), images=5)
     config = small_config(epochs=1, adversary=None, evaluation=measured)
     record = train(config, small_data(16), small_data(20), model=small_model()).history[-1]
     assert record["robust_accuracy_0.1"] == record["robust_accuracy_0.2"] == 10
@@ -230,7 +230,7 @@ class Slow(nn.Module):
 def test_neither_the_first_step_nor_measuring_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     monkeypatch.setattr("wball.training.loop.measure", lambda *_: clock.pass_by(500.0) or {})  # type: ignore[func-returns-value]
-    config = small_config(epochs=3, adversary=None, evaluation=Evaluation())
+    config = small_config(epochs=3, adversary=None, evaluation=Validation())
     history = train(config, small_data(64), small_data(4), model=Slow(clock)).history
     assert [record["seconds"] for record in history] == [3.0, 7.0, 11.0]
     history = train(config, small_data(64), small_data(4), model=Slow(clock), time_limit=6.0).history

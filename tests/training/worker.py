@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wball import DualAveraging, WassersteinBall, load_sample
 from wball.kernels import dispatch
-from wball.training import Adversary, Evaluation, Optimisation, Provable, Smooth, TrainConfig, distributed, train
+from wball.training import Adversary, Optimisation, Provable, Smooth, TrainConfig, Validation, distributed, train
 
 # What torch and the kernels import late, so that forked processes find it done: seconds each.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -48,7 +48,7 @@ def small_config(**changes: object) -> TrainConfig:
         augment=1,
         optimisation=Optimisation(lr=0.05, schedule="one-cycle", ema=0.9),
         adversary=Adversary(attack, radius="per-image", ramp=0.5),
-        evaluation=Evaluation(every=2),
+        evaluation=Validation(every=2),
     )
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 

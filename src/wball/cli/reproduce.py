@@ -14,16 +14,18 @@ from wball.cli.app import Command, app
 
 
 def _complete_recipes(incomplete: str) -> list[str]:
-    from wball.paper import RECIPES
+    from wball.paper.run import RECIPES
 
-    return [name for name in (*RECIPES, "all", "list", "page") if name.startswith(incomplete)]
+    return [name for name in (*RECIPES, "all", "list", "page", "leaderboard") if name.startswith(incomplete)]
 
 
 @app.command(cls=Command)
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="recipes, all, list or page", autocompletion=_complete_recipes),
+        typer.Argument(
+            metavar="[NAME...]", help="recipes, all, list, page or leaderboard", autocompletion=_complete_recipes
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a trial of a few minutes; not for publication")] = False,
     data_dir: Annotated[
@@ -58,11 +60,10 @@ def reproduce(
         wball reproduce all --data-dir data --models out/models --out results/paper
         wball reproduce page --out results/paper
 
-    Each recipe writes NAME.json, NAME.pdf and NAME.png; `page` compares them with the paper's numbers. If
-    interrupted, rerun the same command to resume. Several commands may share one folder.
-    `python -m wball.paper` takes the same arguments where only torch is installed.
+    Each recipe writes NAME.json, NAME.pdf and NAME.png; `page` compares them with the paper's numbers; `leaderboard`
+    writes leaderboard.json. If interrupted, rerun the same command to resume. Several commands may share one folder.
     """
-    from wball.paper.__main__ import perform
+    from wball.paper.run import perform
     from wball.paper.workshop import Settings
 
     settings = Settings(quick, data_dir, models, device, seed, out, images, training)

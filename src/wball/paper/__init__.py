@@ -1,10 +1,5 @@
-"""Every table and figure of the paper by one command each: ``wball reproduce``, or ``python -m wball.paper``.
+"""Every table and figure of the paper, and the leaderboard, by one command each: ``wball reproduce``.
 
-A recipe measures (:mod:`~wball.paper.measure` has both attacks), writes ``NAME.json`` with everything that its
-figure needs, and is drawn from that file alone, there or on another machine.
+A recipe measures (:mod:`~wball.paper.measure`), writes ``NAME.json`` with everything that its figure needs, and is
+drawn from that file alone, there or on another machine (:mod:`~wball.paper.run`).
 """
-
-from wball.paper.run import RECIPES, chosen, draw, overview, reproduce, run
-from wball.paper.workshop import MissingModel, Settings, Workshop
-
-__all__ = ["RECIPES", "MissingModel", "Settings", "Workshop", "chosen", "draw", "overview", "reproduce", "run"]

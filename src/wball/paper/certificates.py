@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from wball.ball import WassersteinBall
-from wball.certificates import FlowSmoothing, certify
+from wball.certificates import FlowSmoothing
 from wball.certificates.certificate import Method
-from wball.paper.measure import Fall, predicted, under_standard_attack
-from wball.paper.recipe import Data, Recipe
+from wball.evaluation import Evaluation
+from wball.paper.measure import certified, curve, evaluated, predicted
+from wball.paper.recipe import Recipe
 from wball.paper.tables import Table, percent
-from wball.paper.workshop import Clock, Subject, Workshop
+from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.presets import preset, presets
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ SAMPLES, QUICK_SAMPLES = 10_000, 500
 SMOOTHED = "mnist-flow-noise"
 COMPARED = 500
 """Images for the methods that only serve for comparison."""
-AT_ONCE = 1_000
-"""Images between two looks at the clock: what a killed run loses."""
 
 
 @dataclass(frozen=True)
@@ -71,59 +70,31 @@ def _measured(shop: Workshop, case: Case) -> Data:
     few, labels = x[:COMPARED], y[:COMPARED]
     for method in METHODS:
         best = method == METHODS[-1]
-        radius, seconds = _proved(shop, subject, *((x, y) if best else (few, labels)), method, radii)
-        shop.say(f"{subject.name}, {method}: {_shares(radius, radii)} ({seconds:.1f} s)")
-        shop.spent += seconds
-        curve = [{"eps": r, "accuracy": float((radius >= r).double().mean())} for r in radii]
+        radius, seconds = certified(shop, subject, *((x, y) if best else (few, labels)), method, radii)
+        points = [{"eps": r, "accuracy": float((radius >= r).double().mean())} for r in radii]
         clean = {"eps": 0.0, "accuracy": float((predicted(subject.model, x) == y)[: len(radius)].double().mean())}
-        row = {"method": method, "kind": "proof", "images": len(radius), "curve": [clean, *curve], "seconds": seconds}
+        row = {"method": method, "kind": "proof", "images": len(radius), "curve": [clean, *points], "seconds": seconds}
         rows.append(row)
     best_proof = radius
     rows.append(_smoothed(shop, subject, few, labels, radii))
     if case.dataset == "mnist" and subject.name != SMOOTHED and shop.has(SMOOTHED):
         rows.append(_smoothed(shop, shop.subject(SMOOTHED), few, labels, radii, f" of {SMOOTHED}"))
-    fall = under_standard_attack(shop, subject, x, y, radii)
-    about = fall.about()
-    row = {"method": fall.attack, "kind": "attack", "images": about["images"], "curve": about["curve"]}
-    rows.append({**row, **_compared(best_proof, fall, radii), "seconds": fall.seconds})
+    result, seconds = evaluated(shop, subject, x, y, radii)
+    about = curve(result, seconds)
+    row = {"method": about["attack"], "kind": "attack", "images": about["images"], "curve": about["curve"]}
+    rows.append({**row, **_compared(best_proof, result, radii), "seconds": seconds})
     return {"dataset": case.dataset, "images": shop.title(case.dataset, len(x)), "rows": rows, **subject.about()}
 
 
-def _compared(proved: Tensor, fall: Fall, radii: tuple[float, ...]) -> dict[str, int]:
+def _compared(proved: Tensor, result: Evaluation, radii: tuple[float, ...]) -> dict[str, int]:
     """How many balls with a proof were attacked, and in how many an example was found: none, or a proof is wrong."""
-    balls = sum(int(((proved >= r) & (fall.radius >= r)).sum()) for r in radii)
-    return {"proved_and_attacked": balls, "proved_and_broken": int((fall.radius <= proved)[proved > 0].sum())}
+    broken = result.images["radius"]
+    balls = sum(int(((proved >= r) & (broken >= r)).sum()) for r in radii)
+    return {"proved_and_attacked": balls, "proved_and_broken": int((broken <= proved)[proved > 0].sum())}
 
 
 def _shares(radius: Tensor, radii: tuple[float, ...]) -> str:
     return ", ".join(f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in radii)
-
-
-def _proved(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, method: Method, radii: tuple[float, ...]
-) -> tuple[Tensor, float]:
-    """The largest radius proved per image (0: none), by bisection: balls are nested, so a proof covers smaller ones."""
-    depends = [subject.sha256, shop.fingerprint(x, y), method, radii, x.device.type, "bisection"]
-    with shop.part(f"{subject.name}.{method}", depends) as folder:
-        path = folder / "part.safetensors"
-        part = shop.kept(path, "proved", "possible")
-        if part is not None:
-            state, notes = part
-        else:
-            none = torch.zeros(len(x), dtype=torch.long)
-            state, notes = {"proved": none, "possible": torch.full_like(none, len(radii))}, {"seconds": 0.0}
-        proved, possible = state["proved"], state["possible"]  # how many of the radii
-        while bool((proved < possible).any()):
-            clock, trial = Clock(x.device), (proved + possible + 1) // 2
-            level = int(trial[proved < possible].min())
-            index = ((proved < possible) & (trial == level)).nonzero().squeeze(1)[:AT_ONCE]
-            here = index.to(x.device)
-            proof = certify(subject.model, x[here], y[here], WassersteinBall(radii[level - 1]), method, refine=False)
-            holds = proof.certified.cpu()
-            proved[index[holds]], possible[index[~holds]] = level, level - 1
-            notes["seconds"] += clock.seconds()
-            shop.keep(path, state, notes)
-    return torch.tensor([0.0, *radii], dtype=torch.float64)[proved], float(notes["seconds"])
 
 
 def _smoothed(
@@ -145,13 +116,13 @@ def _smoothed(
     radius = part["radius"]
     shop.spent += seconds
     shop.say(f"flow smoothing{whose}: {_shares(radius, radii)} ({seconds:.1f} s)")
-    curve = [{"eps": r, "accuracy": float((radius > r).double().mean())} for r in radii]
+    points = [{"eps": r, "accuracy": float((radius > r).double().mean())} for r in radii]
     at_zero = {"eps": 0.0, "accuracy": float((radius >= 0).double().mean())}
     return {
         "method": f"flow smoothing{whose}, scale {scale:g}",
         "kind": "probable",
         "images": len(x),
-        "curve": [at_zero, *curve],
+        "curve": [at_zero, *points],
         "seconds": seconds,
     }
 
@@ -189,7 +160,7 @@ def _label(row: dict[str, Any]) -> str:
     named = {"interval": "proved by pixel intervals", "crown": "proved by CROWN over the ball"}
     named["anchored"] = "proved by anchored bounds"
     said = named.get(row["method"], row["method"].partition(", scale")[0])  # the scale differs from panel to panel
-    return f"withstood {said}" if row["kind"] == "attack" else said
+    return f"survived {said}" if row["kind"] == "attack" else said
 
 
 def remarks(data: Data) -> list[str]:

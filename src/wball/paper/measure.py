@@ -1,113 +1,41 @@
-"""At which radius does each image fall? Under the paper's attack, and under ours.
+"""What becomes of a model: under :func:`wball.evaluate`, under the paper's attack, and under certificates.
 
-The paper's attack lets the radius grow until an image falls, so one run gives the whole curve; its points are clamped
-and lie in no ball, which is measured, too. Ours tries radii from small to large on the images that are left, and an
-example counts only if the model is wrong on the very image, its mass and box hold, the attack's plan proves its
-distance, and, for a sample, exact optimal transport agrees (:func:`wball.audit`).
+Ours is :func:`wball.evaluate` and nothing else: the model is asked about the very image, and every example that counts
+passes the audit. The paper's attack lets the radius grow until an image is broken, so one run gives the whole curve;
+its points are clamped and lie in no ball, which is measured, too, and is why no evaluation would count them.
+
+Everything is kept in parts (:meth:`Workshop.part`): an interrupted recipe resumes, and recipes share what they measure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wball.attacks import PGD, Attack, AttackResult, StandardAttack
+from wball import provenance
+from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.standard import Version
-from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
+from wball.auditing.violations import MASS_TOL
 from wball.ball import WassersteinBall
-from wball.evaluation.check import audit_in_threads
+from wball.certificates import certify
+from wball.certificates.certificate import Method
+from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
-from wball.paper.workshop import Clock, Subject, Workshop
-from wball.training.config import Optimisation, describe
-from wball.training.network import AsTrained
+from wball.paper.workshop import Clock, Data, Subject, Workshop
+from wball.training.config import describe
 
 BATCH = {"cpu": 100, "cuda": 5000}
-COLOUR_BATCH = {"cpu": 50, "cuda": 2000}
+COLOUR_BATCH = {"cpu": 50, "cuda": 1000}
 """Images at a time. Colour images go through ResNet-18, whose activations fill the memory."""
-LARGE = 500_000
-"""Weights of a network that is limited by its arithmetic."""
-LEAN = Optimisation(bf16=True, channels_last=True)
-"""Such a network is four times as fast so on a GPU."""
-SAMPLE = {1: 64, 3: 16}
-"""Examples per batch and radius that exact optimal transport checks, by channels."""
+PROOFS_AT_ONCE = 1_000
+"""Images between two states of a certificate that are kept: what an interrupted run loses."""
 
 
-@dataclass(frozen=True)
-class Fall:
-    """The radius at which each image fell: 0 if it is wrong as it is, inf if it withstood.
-
-    Attributes:
-        radius: per image, float64.
-        radii: those that were tried.
-        attack: what tried them, in words.
-        checks: what is known about the examples.
-        seconds: what it took.
-    """
-
-    radius: Tensor
-    radii: tuple[float, ...]
-    attack: str
-    checks: dict[str, Any]
-    seconds: float
-
-    def accuracy_at(self, eps: float) -> float:
-        """The share of images that withstood every radius up to ``eps``."""
-        return float((self.radius > eps * (1 + 1e-9)).double().mean())
-
-    def about(self) -> dict[str, Any]:
-        """The curve and where it comes from, as plain data."""
-        points = [{"eps": r, "accuracy": self.accuracy_at(r)} for r in (0.0, *self.radii)]
-        return {
-            "attack": self.attack,
-            "images": len(self.radius),
-            "curve": points,
-            "examples": self.checks,
-            "seconds": round(self.seconds, 2),
-        }
-
-
-def under_paper_attack(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: PGD, label: str = "paper"
-) -> Fall:
-    """The paper's attack with its growing radius."""
-    assert attack.growth is not None
-    depends = _depends(shop, subject, x, y, attack)
-    parts = []
-    with shop.part(f"{subject.name}.{label}", depends) as folder:
-        for path, here, labels in _batches(folder, x, y):
-            make = partial(_radii_and_masses, subject.model, attack, here, labels, shop.settings.seed)
-            parts.append(shop.once(path, ("radius", "mass_error"), make))
-    radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
-    examples = (radius > 0) & radius.isfinite()
-    checks = {
-        "found": int(examples.sum()),
-        "mass_off": int((examples & (off > MASS_TOL)).sum()),
-        "mean_mass_error": float(off[examples].mean()) if bool(examples.any()) else 0.0,
-        "largest_mass_error": float(off.max()),
-    }
-    radii = tuple(float(attack.growth.at(attack.ball.eps, s)) for s in range(0, attack.steps, attack.growth.every))
-    p = getattr(getattr(attack.ball, "cost", None), "p", 1.0)
-    fall = Fall(radius, radii, f"PGD.paper, p = {p:g}", checks, sum(seconds for _, seconds in parts))
-    return _told(shop, subject, fall)
-
-
-def _radii_and_masses(model: nn.Module, attack: PGD, x: Tensor, y: Tensor, seed: int) -> dict[str, Tensor]:
-    found = attacked(model, attack, x, y, seed)
-    right = predicted(model, x) == y
-    return {
-        "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
-        "mass_error": torch.where(found.success & right, _mass_error(x, found.images), 0.0),
-    }
-
-
-def under_standard_attack(
+def evaluated(
     shop: Workshop,
     subject: Subject,
     x: Tensor,
@@ -115,128 +43,145 @@ def under_standard_attack(
     radii: Sequence[float],
     ball: WassersteinBall | None = None,
     version: Version | None = None,
-) -> Fall:
-    """:class:`wball.StandardAttack` at radii from small to large (its fast version in quick runs)."""
+) -> tuple[Evaluation, float]:
+    """:func:`wball.evaluate` at these radii (:class:`wball.StandardAttack`, fast in quick runs), and its seconds."""
     version = version or ("fast" if shop.quick else "standard")
     ball = ball or WassersteinBall(max(radii))
     attack = StandardAttack(ball, version=version, check=False, progress=False)
-    depends = [_depends(shop, subject, x, y, attack), sorted(radii)]
-    parts = []
-    p = getattr(ball.cost, "p", 1.0)
-    with shop.part(f"{subject.name}.{version}-p{p:g}", depends) as folder:
-        for path, here, labels in _batches(folder, x, y):
-            parts.append(_climb(shop, subject, here, labels, ball, attack, sorted(radii), path))
-    radius = torch.cat([state["radius"] for state, _ in parts])
-    checks = {
-        "found": int(((radius > 0) & radius.isfinite()).sum()),
-        "rejected": sum(len(notes["rejected"]) for _, notes in parts),
-        "rejections": [rejection for _, notes in parts for rejection in notes["rejected"]],
-        "checked_exactly": sum(notes["exact"] for _, notes in parts),
-        "largest_mass_error": max(notes["mass"] for _, notes in parts),
-        "largest_box_violation": max(notes["box"] for _, notes in parts),
-        "largest_distance_over_radius": max(notes["ratio"] for _, notes in parts),
+    depends = [*_depends(shop, subject, x, y, attack), sorted(radii), provenance.versions()]
+    with (
+        shop.part(f"{subject.name}.{version}-p{_power(ball):g}", depends) as folder,
+        shop.noted(folder) as notes,
+    ):
+        options: dict[str, Any] = {"out": folder / "evaluation", "seed": shop.settings.seed, "name": subject.name}
+        try:
+            result = evaluate(subject.model, x, y, ball, radii, attack, **options)
+        except ValueError as error:  # perhaps a damaged file
+            shop.say(f"measured again: {error}")
+            result = evaluate(subject.model, x, y, ball, radii, attack, overwrite=True, **options)
+    shop.say(_told(subject, curve(result), notes["seconds"]))
+    return result, float(notes["seconds"])
+
+
+def curve(result: Evaluation, seconds: float = 0.0) -> Data:
+    """The accuracies of an evaluation, and how its examples were checked, as plain data."""
+    attack, audit = result.settings["attack"], result.audit_summary()
+    return {
+        "attack": f"{attack['name']}, {attack['version']}, p = {result.settings['ball'].get('p', 1.0):g}",
+        "images": len(result),
+        "curve": [{"eps": point.eps, "accuracy": point.accuracy} for point in result.curve()],
+        "examples": {
+            "found": audit["valid"],
+            "rejected": audit["rejected"],
+            "rejections": [dict(r) for r in result.rejected],
+            "proved_by_plan": audit["proved_by_plan"] + audit["both"],
+            "checked_exactly": audit["exact_transport"],
+            "disagreements": len(audit["disagreements"]),
+            **{key: value for key, value in audit.items() if key.startswith("largest_")},
+        },
+        "seconds": round(seconds, 2),
     }
-    name = f"StandardAttack, {version}, p = {p:g}"
-    fall = Fall(radius, tuple(sorted(radii)), name, checks, sum(notes["seconds"] for _, notes in parts))
-    return _told(shop, subject, fall)
 
 
-def _climb(
-    shop: Workshop,
-    subject: Subject,
-    x: Tensor,
-    y: Tensor,
-    ball: WassersteinBall,
-    attack: Attack,
-    radii: Sequence[float],
-    path: Path,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One batch, radius after radius; the file at ``path`` is as far as it got."""
-    part = shop.kept(path, "radius")
-    if part is not None:
-        state, notes = part
-    else:
-        right = predicted(subject.model, x) == y
-        state = {"radius": torch.where(right.cpu(), math.inf, 0.0).double()}
-        notes = {"done": 0, "seconds": 0.0, "rejected": [], "exact": 0, "mass": 0.0, "box": 0.0, "ratio": 0.0}
-    while notes["done"] < len(radii):
-        clock, eps = Clock(x.device), float(radii[notes["done"]])
-        left = state["radius"].isinf().nonzero().squeeze(1)
-        if left.numel():
-            here = left.to(x.device)
-            found = attacked(subject.model, attack.at(eps), x[here], y[here], shop.settings.seed)
-            good = _counted(ball.at(eps), x[here], found, notes, 4 if shop.quick else SAMPLE.get(x.shape[1], 16))
-            state["radius"][left[good.cpu()]] = eps
-        notes["done"] += 1
-        notes["seconds"] += clock.seconds()
-        shop.keep(path, state, notes)
-    return state, notes
+def accuracy_at(made: Data, eps: float) -> float:
+    """What a curve says about a radius: the accuracy at the largest one tried that is no larger."""
+    share: float = [p["accuracy"] for p in made["curve"] if p["eps"] <= eps * (1 + 1e-9)][-1]
+    return share
 
 
-def _counted(ball: WassersteinBall, x: Tensor, found: AttackResult, notes: dict[str, Any], sample: int) -> Tensor:
-    """Which examples hold; the notes learn about them."""
-    eps = float(torch.as_tensor(ball.eps))
-    mass = _mass_error(x, found.images)
-    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
-    box = torch.maximum(lo - found.images, found.images - hi).flatten(1).amax(1).clamp(min=0.0)
-    sound = (mass <= MASS_TOL) & (box <= BOX_TOL) & (found.distance <= eps * (1 + DISTANCE_TOL))
-    good = found.success & sound
-    exact = torch.full_like(found.distance, math.nan)
-    claimed = found.success.nonzero().squeeze(1)[:sample]
-    if claimed.numel():
-        report = audit_in_threads(ball, x[claimed], found.images[claimed])
-        good[claimed] &= report.valid.to(good.device)
-        exact[claimed] = report.distance.to(exact)
-        notes["exact"] += len(claimed)
-        notes["ratio"] = max([notes["ratio"], *(report.distance[report.valid] / eps).tolist()])
-    for i in (found.success & ~good).nonzero().squeeze(1).tolist():
-        seen = {"mass_error": mass[i], "box_violation": box[i], "claimed": found.distance[i], "exact": exact[i]}
-        notes["rejected"].append({"eps": eps, **{name: f"{float(value):.6g}" for name, value in seen.items()}})
-    if bool(good.any()):
-        notes["mass"] = max(notes["mass"], float(mass[good].max()))
-        notes["box"] = max(notes["box"], float(box[good].max()))
-    return good
+def under_paper_attack(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: PGD, label: str = "paper"
+) -> Data:
+    """The curve of the paper's attack with its growing radius."""
+    assert attack.growth is not None
+    size, parts = _batch(x), []
+    with shop.part(f"{subject.name}.{label}", _depends(shop, subject, x, y, attack)) as folder:
+        for k, (here, labels) in enumerate(zip(x.split(size), y.split(size), strict=True)):
+
+            def measured(here: Tensor = here, labels: Tensor = labels) -> dict[str, Tensor]:
+                return _broken_at(subject.model, attack, here, labels, shop.settings.seed)
+
+            path = folder / f"batch-{k:05d}.safetensors"
+            parts.append(shop.once(path, ("radius", "mass_error"), measured))
+    radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
+    found, seconds = (radius > 0) & radius.isfinite(), sum(seconds for _, seconds in parts)
+    radii = [float(attack.growth.at(attack.ball.eps, s)) for s in range(0, attack.steps, attack.growth.every)]
+    made = {
+        "attack": f"PGD.paper, p = {_power(attack.ball):g}",
+        "images": len(radius),
+        "curve": [{"eps": r, "accuracy": float((radius > r * (1 + 1e-9)).double().mean())} for r in (0.0, *radii)],
+        "examples": {
+            "found": int(found.sum()),
+            "mass_off": int((found & (off > MASS_TOL)).sum()),
+            "mean_mass_error": float(off[found].mean()) if bool(found.any()) else 0.0,
+            "largest_mass_error": float(off.max()),
+        },
+        "seconds": round(seconds, 2),
+    }
+    shop.say(_told(subject, made, seconds))
+    shop.spent += seconds
+    return made
 
 
-def _mass_error(x: Tensor, z: Tensor) -> Tensor:
-    """The largest change of a channel's mass, as a share of the image's mass."""
-    before, after = x.double().sum((2, 3)), z.double().sum((2, 3))
-    return (after - before).abs().amax(1) / before.sum(1).clamp(min=1e-300)
+def _broken_at(model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int) -> dict[str, Tensor]:
+    """The radius at which each image was broken (0: wrong as it is, inf: never), and how far its mass is off then."""
+    found = attack(model, x, y, generator=torch.Generator(x.device).manual_seed(seed))
+    right = predicted(model, x) == y
+    before, after = x.double().sum((2, 3)), found.images.double().sum((2, 3))
+    off = (after - before).abs().amax(1) / before.sum(1).clamp(min=1e-300)
+    return {
+        "radius": torch.where(right, torch.where(found.success, found.radius, math.inf), 0.0),
+        "mass_error": torch.where(found.success & right, off, 0.0),
+    }
 
 
-def attacked(
-    model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int = 0, lean: bool | None = None
-) -> AttackResult:
-    """The attack's result; success is what the model itself says.
+def certified(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, method: Method, radii: Sequence[float]
+) -> tuple[Tensor, float]:
+    """The largest of the radii certified per image (0: none), and the seconds.
 
-    ``lean`` (by default: large networks on a GPU) attacks the network in half the precision, and in full what turns out
-    not to be broken then.
+    By bisection: balls are nested, so a proof covers smaller ones.
     """
-    generator = torch.Generator(x.device).manual_seed(seed)
-    if lean is None:
-        lean = x.is_cuda and sum(p.numel() for p in model.parameters()) >= LARGE
-    if not lean:
-        return attack(model, x, y, generator=generator)
-    found = attack(AsTrained(model, LEAN), x, y, generator=generator)
-    again = (found.success & (predicted(model, found.images) == y)).nonzero().squeeze(1)
-    if again.numel():
-        exact = attack.take(again)(model, x[again], y[again], generator=generator)
-        for name in ("images", "success", "distance", "radius", "n_steps"):
-            getattr(found, name)[again] = getattr(exact, name)
-    return found
+    levels = sorted(radii)
+    depends = [subject.sha256, shop.fingerprint(x, y), method, levels, x.device.type]
+    with shop.part(f"{subject.name}.{method}", depends) as folder:
+        path = folder / "part.safetensors"
+        part = shop.kept(path, "proved", "possible")
+        if part is not None:
+            state, notes = part
+        else:
+            none = torch.zeros(len(x), dtype=torch.long)
+            state, notes = {"proved": none, "possible": torch.full_like(none, len(levels))}, {"seconds": 0.0}
+        proved, possible = state["proved"], state["possible"]  # how many of the radii
+        while bool((proved < possible).any()):
+            clock, trial = Clock(x.device), (proved + possible + 1) // 2
+            level = int(trial[proved < possible].min())
+            index = ((proved < possible) & (trial == level)).nonzero().squeeze(1)[:PROOFS_AT_ONCE]
+            here = index.to(x.device)
+            proof = certify(subject.model, x[here], y[here], WassersteinBall(levels[level - 1]), method, refine=False)
+            holds = proof.certified.cpu()
+            proved[index[holds]], possible[index[~holds]] = level, level - 1
+            notes["seconds"] += clock.seconds()
+            shop.keep(path, state, notes)
+    radius, seconds = torch.tensor([0.0, *levels], dtype=torch.float64)[proved], float(notes["seconds"])
+    shares = ", ".join(f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in levels)
+    shop.say(f"{subject.name}, {method}: certified {shares} (% of {len(x)}; {seconds:.1f} s)")
+    shop.spent += seconds
+    return radius, seconds
 
 
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The model's classes, a few images at a time; NaN is no class (-1)."""
-    size = (COLOUR_BATCH if x.shape[1] == 3 else BATCH).get(x.device.type, 100)
-    return torch.cat([top_class(model(part)) for part in x.split(size)]) if len(x) else x.new_zeros(0).long()
+    return torch.cat([top_class(model(part)) for part in x.split(_batch(x))]) if len(x) else x.new_zeros(0).long()
 
 
-def _batches(folder: Path, x: Tensor, y: Tensor) -> list[tuple[Path, Tensor, Tensor]]:
-    size = (COLOUR_BATCH if x.shape[1] == 3 else BATCH).get(x.device.type, 100)
-    parts = zip(x.split(size), y.split(size), strict=True)
-    return [(folder / f"batch-{k:05d}.safetensors", a, b) for k, (a, b) in enumerate(parts)]
+def _batch(x: Tensor) -> int:
+    return (COLOUR_BATCH if x.shape[1] == 3 else BATCH).get(x.device.type, 100)
+
+
+def _power(ball: Any) -> float:
+    return float(getattr(ball.cost, "p", 1.0))
 
 
 def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Attack) -> list[Any]:
@@ -244,9 +189,8 @@ def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Att
     return [subject.sha256, shop.fingerprint(x, y), describe(attack), shop.settings.seed, x.device.type]
 
 
-def _told(shop: Workshop, subject: Subject, fall: Fall) -> Fall:
-    shown = fall.radii if len(fall.radii) <= 9 else fall.radii[:: math.ceil(len(fall.radii) / 8)]
-    points = ", ".join(f"{100 * fall.accuracy_at(r):.1f} at {r:.3g}" for r in shown)
-    shop.say(f"{subject.name}, {fall.attack}: {points} (% of {len(fall.radius)}; {fall.seconds:.1f} s)")
-    shop.spent += fall.seconds
-    return fall
+def _told(subject: Subject, made: Data, seconds: float) -> str:
+    points = made["curve"][1:]
+    shown = points if len(points) <= 9 else points[:: math.ceil(len(points) / 8)]
+    accuracies = ", ".join(f"{100 * p['accuracy']:.1f} at {p['eps']:.3g}" for p in shown)
+    return f"{subject.name}, {made['attack']}: {accuracies} (% of {made['images']}; {seconds:.1f} s)"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from wball.paper import published
 from wball.paper.measure import predicted
-from wball.paper.recipe import Data, Recipe
+from wball.paper.recipe import Recipe
 from wball.paper.tables import Table, percent
-from wball.paper.workshop import MissingModel, Workshop
+from wball.paper.workshop import Data, MissingModel, Workshop
 from wball.training.measure import verified_accuracy
 from wball.training.presets import preset, presets
 

@@ -17,9 +17,9 @@ from wball.data import dataset_info
 from wball.paper import published
 from wball.paper.curves import papers_attack
 from wball.paper.measure import predicted
-from wball.paper.recipe import Data, Recipe
+from wball.paper.recipe import Recipe
 from wball.paper.tables import Table, pack
-from wball.paper.workshop import Subject, Workshop
+from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.config import describe
 
 if TYPE_CHECKING:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from wball.paper.tables import Table
-from wball.paper.workshop import Workshop
+from wball.paper.workshop import Data, Workshop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Data = dict[str, Any]
 
 
 @dataclass(frozen=True)

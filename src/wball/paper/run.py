@@ -23,12 +23,12 @@ from wball import provenance
 from wball.ball import WassersteinBall
 from wball.evaluation.files import read_json, write_json
 from wball.inputs import check_count
-from wball.paper import certificates, curves, nominal, pictures, timings
+from wball.paper import authors, certificates, curves, leaderboard, leaderboard_page, nominal, page, pictures, timings
 from wball.paper.recipe import Recipe
 from wball.paper.tables import Table
 from wball.paper.workshop import Clock, Settings, Workshop
 from wball.report.figures import save_figure, style
-from wball.storage.atomic import FolderInUse, locked
+from wball.storage.atomic import FolderInUse, locked, write_whole
 
 FORMAT = "wball-reproduction/1"
 
@@ -43,6 +43,7 @@ RECIPES: dict[str, Recipe] = {
         curves.CIFAR10_CURVES,
         pictures.GALLERY,
         curves.HEADLINES,
+        authors.RECIPE,
         curves.WINDOW_SIZES,
         pictures.GRID,
         timings.RECIPE,
@@ -83,7 +84,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> dict[str, Any]:
     """Measure one recipe, write ``NAME.json`` into the settings' folder, and return what was written.
 
-    A recipe that was killed goes on where it was. Several processes may run recipes into the same folder.
+    An interrupted recipe resumes. Several processes may run recipes into the same folder.
     """
     shop = shop or Workshop(settings)
     made = recipe(name)
@@ -121,7 +122,7 @@ def command(name: str, settings: Settings) -> str:
     """The command that makes this result, with placeholders for folders, which mean nothing on another machine."""
     words = ["wball", "reproduce", name]
     words += ["--quick"] if settings.quick else []
-    words += ["--data", "DATA"] if settings.data is not None else []
+    words += ["--data-dir", "DATA"] if settings.data is not None else []
     words += ["--models", "MODELS"] if settings.models is not None else []
     words += ["--images", str(settings.images)] if settings.images is not None else []
     words += [] if settings.may_train else ["--no-train"]
@@ -142,7 +143,7 @@ def stored(out: Path) -> dict[str, dict[str, Any]]:
 def _read(path: Path, name: str) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is no result of this version: expected the format {FORMAT!r}; run it again")
+        raise ValueError(f"{path} is not a result of this version: expected the format {FORMAT!r}; run it again")
     if content.get("recipe") != name:
         raise ValueError(f"{path} is a result of the recipe {content.get('recipe')!r}; run {name!r} again")
     return content
@@ -189,6 +190,52 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
     return 2 if failed else 0
 
 
+def perform(
+    names: Sequence[str], settings: Settings, figures: bool, figures_only: bool, where: Path, jobs: int = 1
+) -> int:
+    """What the words on the command line ask for: recipes, ``all``, ``list``, ``page`` or ``leaderboard``."""
+    words = [name.lower() for name in names]
+    for alone in ("page", "leaderboard"):
+        if alone in words and len(words) > 1:
+            raise ValueError(f"{alone} stands alone; give the recipes in another command")
+    if "list" in words:
+        print(overview().text())
+        return 0
+    if words == ["page"]:
+        print("written: " + ", ".join(map(str, write_page(settings.out, where))))
+        return 0
+    if words == ["leaderboard"]:
+        return _make_board(settings)
+    if figures_only:
+        drawn = draw(stored(settings.out) if "all" in words else chosen(names), settings.out)
+        if not drawn:
+            raise FileNotFoundError(f"nothing to draw for {', '.join(names)} in {str(settings.out)!r}")
+        print("written: " + ", ".join(map(str, drawn)))
+        return 0
+    return run(names, settings, figures=figures, jobs=jobs)
+
+
+def write_page(out: Path, where: Path) -> list[Path]:
+    """Write the page of the results in a folder, and its pictures."""
+    results = stored(out)
+    if not results:
+        raise FileNotFoundError(f"no results in {str(out)!r}; run `wball reproduce NAME --out {out}` first")
+    paths = draw(results, out, ["png"], where.parent / page.ASSETS)
+    write_whole(where, page.text(results, RECIPES).encode())
+    return [where, *paths]
+
+
+def _make_board(settings: Settings) -> int:
+    """Every model of the leaderboard into ``leaderboard.json`` in the settings' folder."""
+    shop, board = Workshop(settings), settings.out / leaderboard.BOARD.name
+    failed = leaderboard.run(leaderboard.available(shop), settings, board, shop=shop)
+    content = leaderboard.read(board)
+    for table in leaderboard_page.tables(content):
+        print("\n" + table.text())
+    print(f"\nwritten: {board}" if content["rows"] else "no model was at hand")
+    return 2 if failed or not content["rows"] else 0
+
+
 def _make(name: str, settings: Settings, figures: bool, shop: Workshop) -> None:
     start = time.perf_counter()
     print(f"{name}: {RECIPES[name].title} ({RECIPES[name].place})", flush=True)
@@ -221,7 +268,7 @@ def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs:
         try:
             made = list(pool.map(partial(_made, settings=settings, figures=figures), shared))
         except BrokenProcessPool:
-            print("a process was killed, perhaps for its memory: fewer --jobs need less, and the same command goes on")
+            print("a process was killed, perhaps for its memory: fewer --jobs need less, and the same command resumes")
             return 2
         except BaseException:  # an interruption, which may have reached this process alone
             _end([child for child in multiprocessing.active_children() if child not in others])

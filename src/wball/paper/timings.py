@@ -12,9 +12,9 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.paper import published
 from wball.paper.nominal import TITLES
-from wball.paper.recipe import Data, Recipe
+from wball.paper.recipe import Recipe
 from wball.paper.tables import Table
-from wball.paper.workshop import Clock, Workshop
+from wball.paper.workshop import Clock, Data, Workshop
 from wball.result import ProjectionResult
 from wball.solvers.sinkhorn import paper_projection
 

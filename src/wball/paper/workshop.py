@@ -1,7 +1,7 @@
 """What every recipe works with: data, models, a device, and a folder in which finished parts are kept.
 
 A part is a file that appears whole or not at all, named after everything that its content depends on. A recipe that was
-killed finds its finished parts and goes on; recipes that need the same part share it, also across processes: the
+interrupted finds its finished parts and resumes; recipes that need the same part share it, also across processes: the
 second waits for the first.
 """
 
@@ -23,16 +23,19 @@ from torch import Tensor, nn
 
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
-from wball.evaluation.files import read_json, read_tensors, write_tensors
+from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.inputs import check_count, check_seed, find_device
 from wball.models import build_model
 from wball.storage.atomic import locked
 from wball.storage.weights import load_weights
-from wball.training.config import Evaluation, TrainConfig
+from wball.training.config import TrainConfig, Validation
 from wball.training.loop import train
 from wball.training.presets import override, preset, presets
-from wball.zoo import list_models, load_model, model_card
+from wball.zoo import list_models, load_model, model_card, public_models
+from wball.zoo.public import PublicModel, models_folder
 
+Data = dict[str, Any]
+"""What a recipe measures: plain data, as its JSON file has them."""
 ENDINGS = (".safetensors", ".pth", ".pt")
 
 
@@ -101,6 +104,7 @@ class Workshop:
         self._images: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._subjects: dict[str, Subject] = {}
         self._digests: dict[tuple[int, tuple[int, ...]], str] = {}
+        self.public: dict[str, PublicModel] = dict(public_models())
 
     def begin(self) -> None:
         """A new recipe: which models it misses, what its parts took, and the commits that measured them."""
@@ -192,12 +196,17 @@ class Workshop:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether a model is there without training."""
+        """Whether a model is there without training and without a download."""
+        if name in self.public:
+            return (models_folder(self.settings.models) / self.public[name].file).is_file()
         return name in list_models() or self._stored(name) is not None
 
     def _find(self, name: str) -> tuple[nn.Module, str, str]:
         if name in list_models():
             return load_model(name), str(model_card(name)["architecture"]), "zoo"
+        if (public := self.public.get(name)) is not None:
+            weights = public.weights(self.settings.models)
+            return load_weights(build_model(public.architecture), weights), public.architecture, public.url
         stored = self._stored(name)
         if stored is not None:
             model, architecture = _load(name, stored)
@@ -254,6 +263,28 @@ class Workshop:
         with locked(folder, wait=True):
             yield folder
 
+    @contextmanager
+    def noted(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """Seconds and commits of a part that keeps files of its own; a finished one is only read."""
+        path, clock = folder / "notes.json", Clock(self.device)
+        try:
+            notes = read_json(path) if path.is_file() else {}
+        except ValueError as error:
+            self.say(f"measured again: {error}")
+            notes = {}
+        if notes.get("done"):
+            yield notes
+        else:
+            try:
+                yield notes
+                notes["done"] = True
+            finally:
+                notes["seconds"] = notes.get("seconds", 0.0) + clock.seconds()
+                notes["commits"] = sorted({*notes.get("commits", ()), self.commit})
+                write_json(path, notes)
+        self.commits.update(notes["commits"])
+        self.spent += notes["seconds"]
+
     def kept(self, path: Path, *names: str) -> tuple[dict[str, Tensor], Any] | None:
         """Tensors and notes in a file of a part. A damaged file counts as none: it is measured again."""
         if not path.is_file():
@@ -307,7 +338,7 @@ def quick_config(config: TrainConfig) -> TrainConfig:
         epochs=4 if config.adversary is None else 1,
         batch_size=50,
         optimisation=options,
-        evaluation=Evaluation(),
+        evaluation=Validation(),
     )
     if config.adversary is not None:
         grows = getattr(config.adversary.attack, "growth", None) is not None

@@ -1,13 +1,13 @@
 """Training: standard, adversarial with any attack of the library, and provable in the l-inf ball."""
 
-from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, Smooth, TrainConfig, describe
+from wball.training.config import Adversary, Loss, Optimisation, Provable, Smooth, TrainConfig, Validation, describe
 from wball.training.loop import TrainResult, train
 from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets
 
 __all__ = [
     "Adversary",
-    "Evaluation",
+    "Validation",
     "Loss",
     "Optimisation",
     "Provable",

@@ -230,7 +230,7 @@ class Provable:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Validation:
     """What is measured while training, on the test images and the weights that would be saved.
 
     Attributes:
@@ -296,7 +296,7 @@ class TrainConfig:
     adversary: Adversary | None = None
     provable: Provable | None = None
     smooth: Smooth | None = None
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: Validation = field(default_factory=Validation)
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -339,7 +339,7 @@ _PARTS: dict[str, type] = {
     "adversary": Adversary,
     "provable": Provable,
     "smooth": Smooth,
-    "evaluation": Evaluation,
+    "evaluation": Validation,
 }
 
 

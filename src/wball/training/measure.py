@@ -56,7 +56,7 @@ def _counted(
 
 
 def measure(config: TrainConfig, model: nn.Module, x: Tensor, y: Tensor, world: World) -> dict[str, float]:
-    """What :class:`~wball.training.Evaluation` asks for."""
+    """What :class:`~wball.training.Validation` asks for."""
     out = {"clean_accuracy": accuracy(model, x, y, world=world)}
     settings = config.evaluation
     if settings.attack is not None:

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from wball.attacks import PGD, DualAveraging, GrowingRadius
 from wball.ball import WassersteinBall
-from wball.training.config import Adversary, Evaluation, Loss, Optimisation, Provable, Smooth, TrainConfig
+from wball.training.config import Adversary, Loss, Optimisation, Provable, Smooth, TrainConfig, Validation
 
 Settings = TypeVar("Settings")
 
 
-def _measured(*eps: float, every: int = 5, images: int = 1000) -> Evaluation:
+def _measured(*eps: float, every: int = 5, images: int = 1000) -> Validation:
     attack = DualAveraging(WassersteinBall(eps[0]), steps=30, objective="margin")
-    return Evaluation(every=every, attack=attack, eps=eps, images=images)
+    return Validation(every=every, attack=attack, eps=eps, images=images)
 
 
 def _mnist_standard() -> TrainConfig:
@@ -54,7 +54,7 @@ def _mnist_linf_provable() -> TrainConfig:
         epochs=40,
         optimisation=Optimisation("adamw", lr=2e-3, weight_decay=0.0, schedule="one-cycle", clip=1.0),
         provable=Provable(0.1, kappa=0.5, ramp=(0.05, 0.6)),
-        evaluation=Evaluation(every=5),
+        evaluation=Validation(every=5),
         summary="The paper's MNIST network, provably robust to l-inf perturbations of 0.1 (CROWN-IBP).",
     )
 
@@ -128,7 +128,7 @@ def _mnist_certified() -> TrainConfig:
             "adamw", lr=3e-3, weight_decay=1e-4, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
         ),
         smooth=Smooth(0.1),
-        evaluation=Evaluation(every=5),
+        evaluation=Validation(every=5),
         summary="The paper's MNIST network, made to be certified: flow noise and robustness to first order.",
     )
 
@@ -147,7 +147,7 @@ def _cifar10_standard() -> TrainConfig:
         optimisation=Optimisation(
             lr=0.4, nesterov=True, schedule="one-cycle", ema=0.995, bf16=True, channels_last=True
         ),
-        evaluation=Evaluation(every=5),
+        evaluation=Validation(every=5),
         summary="ResNet-18 with standard training.",
     )
 
@@ -163,7 +163,7 @@ def _cifar10_linf_provable() -> TrainConfig:
         flip=True,
         optimisation=Optimisation("adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998),
         provable=Provable(2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0),
-        evaluation=Evaluation(every=10),
+        evaluation=Validation(every=10),
         summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
     )
 
@@ -237,7 +237,7 @@ def _cifar10_certified() -> TrainConfig:
             "adamw", lr=3e-3, weight_decay=1e-3, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
         ),
         smooth=Smooth(0.003),
-        evaluation=Evaluation(every=10),
+        evaluation=Validation(every=10),
         summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
     )
 

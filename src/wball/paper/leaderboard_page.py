@@ -1,0 +1,145 @@
+"""The leaderboard as people see it: tables for a terminal, and ``docs/leaderboard.md``, from stored rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wball.data import dataset_info
+from wball.paper.leaderboard import BOARD, PROTOCOLS, Protocol, read
+from wball.paper.tables import Table, percent
+from wball.paper.workshop import Data
+from wball.storage.atomic import write_whole
+
+PAGE = Path("docs/leaderboard.md")
+
+
+def tables(content: Data) -> list[Table]:
+    """One ranked table per data set, and the smoothed models by both certificates."""
+    made = []
+    for dataset, protocol in PROTOCOLS.items():
+        rows = [row for row in content["rows"] if row["dataset"] == dataset]
+        if rows:
+            made.append(_ranking(dataset, protocol, rows))
+    smoothed = [row for row in content["rows"] if row.get("smoothing")]
+    return [*made, *([_side_by_side(smoothed)] if smoothed else [])]
+
+
+def _ranking(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
+    radii, proofs = [f"{r:g}" for r in protocol.radii], [f"{r:g}" for r in protocol.certified]
+    both = [r for r in proofs if r in radii]
+    columns: list[list[float | None]] = [[row["clean"] for row in rows]]
+    columns += [[row["attack"]["accuracy"][r] for row in rows] for r in radii]
+    columns += [[row["certificate"].get("accuracy", {}).get(r) for row in rows] for r in proofs]
+    undecided = [[row["certificate"].get("undecided", {}).get(r) for row in rows] for r in both]
+    cells = [*map(_marked, columns), *([percent(v) for v in column] for column in undecided)]
+    head = ["#", "model", "network (weights)", "images: attack; certificate", "clean"]
+    head += [f"robust {r}" for r in radii] + [f"certified {r}" for r in proofs] + [f"undecided {r}" for r in both]
+    body = [
+        [
+            str(place + 1),
+            f"{row['name']} ({row['authors']})",
+            f"{row['architecture']} ({row['weights']:,})",
+            f"{row['images']:,}; {row['certificate'].get('images') or 'none'}",
+            *(column[place] for column in cells),
+            "no" if row["flags"] else "yes",
+        ]
+        for place, row in enumerate(rows)
+    ]
+    return Table([*head, "reliable"], body, f"{dataset_info(dataset).title}, accuracies in percent")
+
+
+def _marked(values: Sequence[float | None]) -> list[str | None]:
+    """A column in percent, the best in bold."""
+    shown = [None if v is None else f"{100 * v:.1f}" for v in values]
+    best = max((v for v in values if v is not None), default=None)
+    top = None if not best else f"{100 * best:.1f}"
+    return [f"**{s}**" if s is not None and s == top else s for s in shown]
+
+
+def _side_by_side(rows: Sequence[Data]) -> Table:
+    radii = list(rows[0]["smoothing"]["authors"])
+    body: list[list[str | None]] = []
+    for row in rows:
+        smooth, proofs = row["smoothing"], row["certificate"].get("accuracy", {})
+        for how, values in (
+            ("smoothed, the authors' rule", smooth["authors"]),
+            ("smoothed, the tight rule on the same votes", smooth["tight"]),
+            ("not smoothed, `certify` for any plan", proofs),
+        ):
+            body.append([row["name"], how, f"{smooth['images']:,}", *(percent(values.get(r)) for r in radii)])
+    title = "Models made for randomized smoothing (Levine & Feizi), by their certificate and by ours"
+    return Table(["model", "certificate", "images", *(f"certified {r}" for r in radii)], body, title)
+
+
+HEAD = """\
+# Leaderboard
+
+<!-- Made by `wball leaderboard page` from results/leaderboard.json: change that, not this page. -->
+
+Every public model for this threat model that we know, and ours, under one protocol: the first images of the test set
+(10,000 on the full MNIST board; each row says how many), moves that cost their length (p = 1) within a 5 × 5 window,
+relative mass, the box [0, 1].
+
+- **robust**: accuracy under [`StandardAttack`](attacks.md), an upper bound. Every counted example passed the audit:
+  mass, box, and a distance proved by a plan or by exact transport.
+- **certified**: accuracy proved by [`certify`](certificates.md) for any transport plan, windows or not: a lower bound,
+  without probability.
+- **undecided**: neither broken nor certified, on the images of the certificate.
+- **reliable**: no warning about the model (randomness, vanishing gradients, ...), no example that failed the audit, no
+  example in a certified ball.
+
+Ranked by the mean of the robust accuracies; the best of every column in bold. An accuracy on *n* images has a standard
+error of at most 50 / √n points: 0.5 points on 10,000 images, 5 on 100. The public weights belong to their authors, and
+are downloaded from their repositories.
+"""
+SUBMIT = """\
+## Add a model
+
+Describe it in a card, a JSON file with the fields of `wball.zoo.PublicModel`: name, authors, year, paper and its
+address, repository, commit and path of the weights, their SHA-256, data set, summary, licence, and a network that
+`wball.architectures()` knows (add yours to `models.py`). Then
+
+```bash
+wball leaderboard add card.json --data-dir data      # downloads, checks, evaluates, certifies, writes the row
+wball leaderboard page
+```
+
+and open a pull request with the card as an entry of `src/wball/zoo/public.json` and the changed
+`results/leaderboard.json`. Weights stay where they are. A reviewer runs the same command: two runs of a row differ by
+no more than the errors above.
+"""
+
+
+def page(content: Data) -> str:
+    """The page of a board."""
+    shown = [table.markdown() for table in tables(content)]
+    lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
+    rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
+    return "\n\n".join(part.strip() for part in (HEAD, *shown, rows, SUBMIT) if part) + "\n"
+
+
+def _source(row: Data) -> str:
+    if row["paper"] is None:
+        return f"this library ({row['source']}), {row['architecture']}"
+    return f"[{row['authors']}]({row['paper']}), [weights]({row['source']})"
+
+
+def _made(row: Data) -> str:
+    origin, proofs = row["provenance"], row["certificate"]
+    said = f"`{origin['command']}` on {origin['device']}, commit {origin['commit'][:12]}, {origin['seconds']:g} s."
+    if "skipped" in proofs:
+        said += f" Certificate {proofs['skipped']}."
+    audit = row["attack"]["audit"]
+    said += f" {audit['valid']:,} examples audited, {audit['rejected']} rejected"
+    said += "" if "skipped" in proofs else f", {proofs['contradictions'] or 'none'} in a certified ball"
+    return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
+
+
+def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
+    """Write the page beside the documentation."""
+    content = read(board)
+    if not content["rows"]:
+        raise FileNotFoundError(f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first")
+    write_whole(to, page(content).encode())
+    return to

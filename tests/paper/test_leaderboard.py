@@ -1,0 +1,206 @@
+"""The leaderboard: rows that add up, a file that is never half a board, a page that says what the file says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from wball.cli import main
+from wball.evaluation.files import write_json
+from wball.paper import leaderboard
+from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
+from wball.paper.leaderboard_page import page, tables, write_page
+from wball.paper.workshop import Data, MissingModel, Settings, Workshop
+
+ROOT = Path(__file__).parent.parent.parent
+SIDE = 6
+
+
+class Small(Workshop):
+    """Six by six images and linear models for every name."""
+
+    def _load(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
+        x = torch.rand(12, 1, SIDE, SIDE, generator=torch.Generator().manual_seed(5)).square() * 0.8
+        return x, halves()(x).argmax(1)
+
+    def _find(self, name: str) -> tuple[nn.Module, str, str]:
+        if name == "absent":
+            raise MissingModel("no such weights")
+        return halves(), "linear", "here"
+
+
+def halves() -> nn.Module:
+    """Is there more mass on the left or on the right?"""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(SIDE * SIDE, 2))
+    weight = torch.linspace(-1, 1, SIDE).repeat(SIDE)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.stack([-weight, weight]))
+        model[1].bias.zero_()
+    return model
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(quick=True, device="cpu", out=tmp_path / "parts")
+
+
+@pytest.fixture
+def protocol(monkeypatch: pytest.MonkeyPatch) -> Protocol:
+    models = ("levine2020-mnist-flow-0.01", "mnist-certified", "absent")
+    few = Protocol(12, (0.05, 0.2), (0.01, 0.05), 8, models)
+    monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
+    monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
+    return few
+
+
+def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
+    settings: Settings, protocol: Protocol, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop, board = Small(settings), tmp_path / "board.json"
+    assert run(available(shop, protocol.models), settings, board, shop=shop) == ["absent"]
+    assert "absent is left out: no such weights" in capsys.readouterr().out
+    rows = {row["name"]: row for row in read(board)["rows"]}
+    assert set(rows) == {"levine2020-mnist-flow-0.01", "mnist-certified"}
+    x, y = shop.test_images("mnist", 12, 12)
+    model = shop.subject("mnist-certified").model
+    row = rows["mnist-certified"]
+    ball = wball.WassersteinBall(0.2)
+    result = wball.evaluate(model, x, y, ball, list(protocol.radii), "fast")
+    assert row["images"] == 12 and row["clean"] == 1.0 and row["weights"] == 2 * 36 + 2
+    assert row["attack"]["accuracy"] == {f"{r:g}": result.accuracy_at(r) for r in protocol.radii}
+    assert row["attack"]["audit"]["valid"] == int(result.broken_at(0.2).sum()) > 0
+    proofs, few = row["certificate"], leaderboard.QUICK_PROOFS
+    for eps in protocol.certified:
+        proof = wball.certify(model, x[:few], y[:few], wball.WassersteinBall(eps), leaderboard.METHOD)
+        assert proofs["accuracy"][f"{eps:g}"] == pytest.approx(float(proof.certified.double().mean()))
+    left = float((~result.broken_at(0.05)[:few]).double().mean())
+    assert proofs["undecided"] == {"0.05": pytest.approx(left - proofs["accuracy"]["0.05"])}
+    assert proofs["contradictions"] == 0 and row["smoothing"] is None and row["authors"] == "this library"
+    smooth = rows["levine2020-mnist-flow-0.01"]["smoothing"]
+    assert smooth["scale"] == pytest.approx(0.01 / 2**0.5) and smooth["alpha"] == 0.05
+    assert all(smooth["authors"][r] <= smooth["tight"][r] <= 1.0 for r in ("0.01", "0.05"))
+    assert row["provenance"]["command"] == "wball leaderboard add mnist-certified --data-dir DATA --quick --seed 0"
+    run(["mnist-certified"], settings, board, shop=shop)  # it is there, and nothing is measured
+    assert "mnist-certified is on the board" in capsys.readouterr().out
+
+
+def test_a_proof_that_an_example_contradicts_is_told(
+    settings: Settings, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Small(settings)
+    x, y = shop.test_images("mnist", 12, 12)
+    monkeypatch.setattr(
+        leaderboard, "certified", lambda shop, subject, x, y, method, radii: (torch.full((len(x),), 0.3), 1.0)
+    )
+    row = leaderboard.measured(shop, shop.subject("mnist-certified"), "mnist", x, y)
+    count = row["certificate"]["contradictions"]
+    assert count > 0 and row["flags"][-1] == f"{count} examples in certified balls"
+    (table,) = tables({"rows": [row]})
+    assert table.rows[0][-1] == "no" and f"**{count} examples in certified balls**" in page({"rows": [row]})
+
+
+def row(name: str, *accuracies: float, **changes: object) -> Data:
+    radii, proofs = PROTOCOLS["mnist"].radii, PROTOCOLS["mnist"].certified
+    audit = {"valid": 7, "rejected": 0, "disagreements": []}
+    made = {"name": name, "dataset": "mnist", "authors": "A 2020", "paper": "https://p", "source": "https://w/net.pth"}
+    made |= {"architecture": "mnist-cnn", "weights": 166_406, "sha256": name, "images": 10_000, "clean": 0.98}
+    made["attack"] = {"accuracy": dict(zip(map("{:g}".format, radii), accuracies, strict=True)), "audit": audit}
+    shares = {f"{r:g}": 0.5 for r in proofs}
+    made["certificate"] = {
+        "accuracy": shares,
+        "undecided": {"0.05": 0.1, "0.1": 0.2},
+        "images": 1000,
+        "contradictions": 0,
+    }
+    origin = {"command": f"wball leaderboard add {name}", "device": "cpu", "commit": 40 * "a", "seconds": 3.0}
+    return {**made, "smoothing": None, "flags": [], "quick": False, "provenance": origin, **changes}
+
+
+def test_ranks_marks_and_links(tmp_path: Path) -> None:
+    board = tmp_path / "leaderboard.json"
+    enter(board, row("weak", 0.9, 0.1, 0.0, 0.0, 0.0))
+    enter(board, row("strong", 0.8, 0.7, 0.6, 0.5, 0.4))
+    enter(board, row("large", 0.1, 0.1, 0.1, 0.1, 0.1, certificate={"skipped": "not tried: 11,173,962 weights"}))
+    content = read(board)
+    assert [r["name"] for r in content["rows"]] == ["strong", "weak", "large"]
+    (table,) = tables(content)
+    assert [r[0] for r in table.rows] == ["1", "2", "3"] and table.rows[0][1] == "strong (A 2020)"
+    first = dict(zip(table.head, table.rows[0], strict=True))
+    assert first["robust 0.05"] == "80.0" and first["robust 0.1"] == "**70.0**" and first["undecided 0.1"] == "20.0 %"
+    second, third = (dict(zip(table.head, r, strict=True)) for r in table.rows[1:])
+    assert second["robust 0.05"] == "**90.0**" and second["robust 0.3"] == "0.0" and second["reliable"] == "yes"
+    assert third["certified 0.1"] is None and third["images: attack; certificate"] == "10,000; none"
+    said = write_page(board, tmp_path / "page.md").read_text()
+    assert "[weights](https://w/net.pth)" in said and "`wball leaderboard add weak` on cpu, commit aaaaaaaaaaaa" in said
+    assert "Certificate not tried: 11,173,962 weights." in said and "## Add a model" in said
+    enter(board, row("weak", 0.9, 0.9, 0.9, 0.9, 0.9))  # measured again
+    assert [r["name"] for r in read(board)["rows"]] == ["weak", "strong", "large"]
+    assert ranked([row("b", *[0.0] * 5), row("a", *[0.0] * 5)])[0]["name"] == "a"
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    board = tmp_path / "b.json"
+    assert main(["leaderboard", "--board", str(board)]) == 2
+    assert "wball leaderboard add NAME" in capsys.readouterr().err
+    enter(board, row("some", 0.9, 0.1, 0.0, 0.0, 0.0))
+    assert main(["leaderboard", "--board", str(board)]) == 0
+    assert "some (A 2020)" in capsys.readouterr().out
+    assert main(["leaderboard", "page", "--board", str(board), "--page", str(tmp_path / "p.md")]) == 0
+    assert (tmp_path / "p.md").read_text() == page(read(board))
+    write_json(board, {"format": "other"})
+    assert main(["leaderboard", "--board", str(board)]) == 2
+    assert "not a leaderboard of this version" in capsys.readouterr().err
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({"name": "mine", "sha256": "0"}))
+    assert main(["leaderboard", "add", str(card), "--quick", "--board", str(board)]) == 2
+    err = capsys.readouterr().err
+    assert "card.json is not a card of a model" in err and "authors" in err and err.count("\n") == 1
+
+
+def test_a_card_makes_a_model_known(settings: Settings, tmp_path: Path) -> None:
+    entry = wball.public_models()["wong2019-mnist-standard"].card()
+    del entry["url"]
+    card = tmp_path / "card.json"
+    write_json(card, {**entry, "name": "mine"})
+    shop = Workshop(settings)
+    assert submitted(shop, card) == "mine" and shop.public["mine"].sha256 == entry["sha256"]
+
+
+def test_quick_runs_take_what_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WBALL_MODELS", str(tmp_path))
+    names = available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)))
+    assert "mnist-standard" in names and not set(names) & set(wball.public_models())
+    (tmp_path / "wong2019-mnist-linf.pth").touch()
+    assert "wong2019-mnist-linf" in available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)))
+    every = available(Workshop(Settings(device="cpu", out=tmp_path)))
+    assert set(wball.public_models()) | set(wball.list_models()) <= set(every)
+
+
+def test_the_committed_page_is_what_the_committed_board_says() -> None:
+    board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
+    content = read(board)
+    assert written.read_text(encoding="utf-8") == page(content), "docs/leaderboard.md is stale: wball leaderboard page"
+    for entry in content["rows"]:
+        assert entry["certificate"].get("contradictions", 0) == 0 and entry["attack"]["audit"]["disagreements"] == []
+        assert not entry["quick"] and entry["images"] >= 20
+
+
+@pytest.mark.slow
+def test_reproduce_leaderboard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The board in continuous integration: the smallest model of the zoo, by the one command."""
+    few = Protocol(2, (0.05,), (0.01,), 1, ("mnist-certified",))
+    monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
+    monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
+    words = ["reproduce", "leaderboard", "--quick", "--images", "2", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert "mnist-certified" in capsys.readouterr().out
+    (made,) = read(tmp_path / "leaderboard.json")["rows"]
+    assert made["images"] == 2 and made["quick"] and made["certificate"]["images"] <= 2
