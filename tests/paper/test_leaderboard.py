@@ -15,7 +15,7 @@ from wball.cli import main
 from wball.evaluation.files import write_json
 from wball.paper import leaderboard
 from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
-from wball.paper.leaderboard_page import page, tables, write_page
+from wball.paper.leaderboard_page import claims, page, stored_claims, tables, write_page
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -144,6 +144,22 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     assert ranked([row("b", *[0.0] * 5), row("a", *[0.0] * 5)])[0]["name"] == "a"
 
 
+def test_published_and_measured() -> None:
+    content = {"rows": [row("wong2019-mnist-adversarial", 0.02, 0.005, 0.0, 0.0, 0.0)]}
+    table = claims(content)
+    assert table is not None and len(table.rows) == 4
+    first = dict(zip(table.head, table.rows[0], strict=True))
+    assert first["published"] == "86.0 % at eps 1" and first["`StandardAttack`, same eps"] == "0.0 % (already at 0.5)"
+    assert first["at eps 0.1"] == "0.5 %" and first["that attack, run here"] is None
+    assert [r[1] for r in table.rows[1:]] == ["49.7 % at eps 0.1", "8.5 % at eps 0.25", "2.1 % at eps 0.5"]
+    assert [r[4] for r in table.rows[1:]] == ["0.5 %", "0.0 % (already at 0.2)", "0.0 %"]
+    points = {"curve": [{"eps": 0.0, "accuracy": 1.0}, {"eps": 0.9, "accuracy": 0.7}]}
+    own = {"rows": [{"name": "wong2019-mnist-adversarial", "text": points, "scripts": points}]}
+    told = claims(content, own)
+    assert told is not None and [r[3] for r in told.rows] == ["70.0 % (text); 70.0 % (scripts)", None, None, None]
+    assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
+
+
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     board = tmp_path / "b.json"
     assert main(["leaderboard", "--board", str(board)]) == 2
@@ -185,7 +201,8 @@ def test_quick_runs_take_what_needs_no_download(tmp_path: Path, monkeypatch: pyt
 def test_the_committed_page_is_what_the_committed_board_says() -> None:
     board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
     content = read(board)
-    assert written.read_text(encoding="utf-8") == page(content), "docs/leaderboard.md is stale: wball leaderboard page"
+    wanted = page(content, stored_claims(ROOT / "results"))
+    assert written.read_text(encoding="utf-8") == wanted, "docs/leaderboard.md is stale: run `wball leaderboard page`"
     for entry in content["rows"]:
         assert entry["certificate"].get("contradictions", 0) == 0 and entry["attack"]["audit"]["disagreements"] == []
         assert not entry["quick"] and entry["images"] >= 20

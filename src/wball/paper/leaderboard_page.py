@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wball.data import dataset_info
+from wball.evaluation.files import read_json
+from wball.paper import published
 from wball.paper.leaderboard import BOARD, PROTOCOLS, Protocol, read
+from wball.paper.measure import accuracy_at
 from wball.paper.tables import Table, percent
 from wball.paper.workshop import Data
 from wball.storage.atomic import write_whole
@@ -72,6 +75,36 @@ def _side_by_side(rows: Sequence[Data]) -> Table:
     return Table(["model", "certificate", "images", *(f"certified {r}" for r in radii)], body, title)
 
 
+def claims(content: Data, own: Data | None = None) -> Table | None:
+    """What was published about a model, what the attack behind it leaves here (``own``), and what ours leaves."""
+    board, body = {row["name"]: row for row in content["rows"]}, []
+    here = {row["name"]: row for row in own["rows"]} if own else {}
+    for claim in (*published.AUTHORS, *published.OTHERS):
+        row = board.get(claim.model)
+        if row is None:
+            continue
+        left = row["attack"]["accuracy"]
+        eps = max(float(r) for r in left if float(r) <= claim.eps)
+        again, sources = here.get(claim.model), ("text", "scripts")
+        recomputed = None
+        if again is not None and claim in published.AUTHORS:
+            recomputed = "; ".join(f"{percent(accuracy_at(again[s], claim.eps))} ({s})" for s in sources)
+        said = f"{percent(claim.accuracy)} at eps {claim.eps:g}"
+        ours = f"{percent(left[f'{eps:g}'])}" + ("" if eps == claim.eps else f" (already at {eps:g})")
+        images = f"{row['images']:,}"
+        body.append([claim.model, said, claim.place, recomputed, ours, percent(left["0.1"]), images])
+    head = [
+        "model",
+        "published",
+        "where",
+        "that attack, run here",
+        "`StandardAttack`, same eps",
+        "at eps 0.1",
+        "our images",
+    ]
+    return Table(head, body, "Published and measured: accuracy under attack") if body else None
+
+
 HEAD = """\
 # Leaderboard
 
@@ -111,9 +144,10 @@ no more than the errors above.
 """
 
 
-def page(content: Data) -> str:
-    """The page of a board."""
-    shown = [table.markdown() for table in tables(content)]
+def page(content: Data, own: Data | None = None) -> str:
+    """The page of a board; ``own``: the stored recipe ``authors-weights``, where it is there."""
+    said = claims(content, own)
+    shown = [table.markdown() for table in (*tables(content), *([said] if said else []))]
     lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
     rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
     return "\n\n".join(part.strip() for part in (HEAD, *shown, rows, SUBMIT) if part) + "\n"
@@ -136,10 +170,16 @@ def _made(row: Data) -> str:
     return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
 
 
+def stored_claims(results: Path) -> Data | None:
+    """The data of the recipe ``authors-weights`` in a folder of results."""
+    path = results / "paper" / "authors-weights.json"
+    return read_json(path)["data"] if path.is_file() else None
+
+
 def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     """Write the page beside the documentation."""
     content = read(board)
     if not content["rows"]:
         raise FileNotFoundError(f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first")
-    write_whole(to, page(content).encode())
+    write_whole(to, page(content, stored_claims(board.parent)).encode())
     return to
