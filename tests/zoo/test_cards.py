@@ -1,0 +1,33 @@
+"""Cards say how a model was made: by a command of this package, or that it was not."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+
+import pytest
+
+import wball
+from wball.cli.choices import setting
+from wball.training.presets import override, preset, presets
+
+
+@pytest.mark.parametrize("name", wball.list_models())
+def test_a_card_agrees_with_the_preset_of_its_command(name: str) -> None:
+    card = wball.model_card(name)
+    training = card["training"]
+    if "command" not in training:
+        assert name not in presets() or "not these weights" in training["note"]
+        return
+    words = shlex.split(training["command"])
+    assert words[:3] == ["wball", "train", name]
+    config = preset(name, seed=training["seed"])
+    for option, value in itertools.pairwise(words[3:]):
+        if option == "--set":
+            config = override(config, *setting(value))
+    assert (config.architecture, config.dataset) == (card["architecture"], card["dataset"])
+    assert training["epochs"] == config.epochs or "--time-limit" in words
+    assert training.get("batch", config.batch_size) == config.batch_size
+    if "optimizer" in training:
+        assert training["optimizer"].startswith("SGD" if config.optimisation.method == "sgd" else "Adam")
+    assert card["summary"].split(",")[0].rstrip(".") in config.summary
