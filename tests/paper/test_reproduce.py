@@ -369,7 +369,8 @@ def test_results_are_data_with_their_origin(results: Path) -> None:
     asked = Settings(images=7, may_train=False, device="cpu")
     assert command("timings", asked) == "wball reproduce timings --images 7 --no-train --device cpu --seed 0"
     assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
-    moved, greyer = content["data"]["rows"]
+    moved, greyer, grey = content["data"]["rows"]
+    assert grey["wasserstein"] == pytest.approx(1.5) and grey["linf"] == pytest.approx(0.5)
     assert moved["wasserstein"] == pytest.approx(1.0) and moved["linf"] == pytest.approx(1.0)
     assert greyer["wasserstein"] == pytest.approx(0.6) and greyer["linf"] == pytest.approx(0.2)
     rows = {r["name"]: r for r in read_json(results / "wasserstein-vs-linf.json")["data"]["rows"]}

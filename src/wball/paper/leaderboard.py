@@ -148,7 +148,7 @@ def measured(shop: Workshop, subject: Subject, dataset: str, x: Tensor, y: Tenso
         "certificate": _proofs(shop, subject, x[:few], y[:few], protocol, result),
         "smoothing": _smoothing(shop, subject, x[:few], y[:few], protocol),
     }
-    row["flags"] = [*result.warnings, *_failures(row)]
+    row["flags"] = [*(f"{w.code}: {w.message}" for w in result.warnings), *_failures(row)]
     return {**row, "quick": shop.quick, "provenance": _origin(shop, subject.name, x)}
 
 

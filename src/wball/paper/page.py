@@ -30,7 +30,7 @@ were not, so those accuracies are upper bounds in this respect, too. Since then 
 How the models were trained is in their cards and in [Training](training.md#how-far-it-goes): those called *adv.
 training* follow the paper's recipe, but for fewer epochs.
 
-One command makes each of them: `wball reproduce NAME --data DATA`; `--quick` runs in minutes on two cores,
+One command makes each of them: `wball reproduce NAME --data-dir DATA`; `--quick` runs in minutes on two cores,
 `wball reproduce list` lists them.
 """
 

@@ -149,7 +149,7 @@ class Workshop:
         if self._bundled(dataset):
             if not self.quick:
                 raise FileNotFoundError(
-                    "the full recipe needs MNIST: get it with `wball data mnist --root data` and give --data data "
+                    "the full recipe needs MNIST: `wball data mnist --data-dir data` gets it; give --data-dir data "
                     "(or --quick, for which the bundled digits serve)"
                 )
             x, y = load_sample("mnist", device=self.device)
@@ -157,8 +157,8 @@ class Workshop:
             return (x[:half], y[:half]) if split == "test" else (x[half:], y[half:])
         if self.settings.data is None:
             raise FileNotFoundError(
-                f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --root data` "
-                "and give --data data"
+                f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --data-dir data` "
+                "and give --data-dir data"
             )
         return load_dataset(dataset, self.settings.data, split, device=self.device)
 
