@@ -26,6 +26,7 @@ units' own backward bounds.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -134,26 +135,38 @@ class UnitAnchor(Anchor):
         self.gains = flat.new_zeros((images, most, flat.shape[1]))
         self.gains[image[order], place] = flat[order]
         self.units = units
+        self.table = torch.arange(images, device=image.device)  # where each image's units stand
+
+    def take(self, index: Tensor) -> UnitAnchor:
+        """The anchor for some of the images, or several times the same; gains are not copied."""
+        out = copy(self)
+        out.table = self.table[index]
+        return out
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         return False
 
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
         # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
-        flat = weights.coeff.flatten(1)
-        weight = flat.gather(1, self.units[rows.image])
-        first = int(rows.image.min())
-        order, place, most = _ranked(rows.image - first, int(rows.image.max()) - first + 1)
-        there = rows.image[order] - first
-        count = self.gains.shape[0] - first
-        count = min(count, int(there[-1]) + 1)
-        table = weight.new_zeros((count, most, weight.shape[1])).index_put((there, place), weight[order])
-        product = table @ self.gains[first : first + count].to(flat.dtype)
-        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        total = product[there[back], place[back]]
+        flat, table = weights.coeff.flatten(1), self.table[rows.image]
+        weight = flat.gather(1, self.units[table])
+        if self.gains.shape[0] == 1:
+            total = weight @ self.gains[0].to(flat.dtype)
+        else:
+            total = self._by_table(weight, table)
         parts = total.split([shape.numel() for shape in self.shapes], 1)
         moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return Charges(moves, out, into)
+
+    def _by_table(self, weight: Tensor, table: Tensor) -> Tensor:
+        first = int(table.min())
+        order, place, most = _ranked(table - first, int(table.max()) - first + 1)
+        there = table[order] - first
+        count = min(self.gains.shape[0] - first, int(there[-1]) + 1)
+        spread = weight.new_zeros((count, most, weight.shape[1])).index_put((there, place), weight[order])
+        product = spread @ self.gains[first : first + count].to(weight.dtype)
+        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        return product[there[back], place[back]]
 
 
 def _ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
+from wball.certificates.complete import Search
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
@@ -20,16 +21,20 @@ from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.box import intervals
 from wball.model import ask, check_classes, evaluating
 
-Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown"]
-METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown")
+Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
+METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
 
 
 class CertificateStatus(Enum):
     """What a certificate says about an image. The value is the explanation, with the remedy where there is one."""
 
     CERTIFIED = "every image of the ball gets the label"
+    FALSIFIED = "an image of the ball gets another label: see counterexample"
     MISCLASSIFIED = "the model gives the image itself another label: there is nothing to certify"
-    UNKNOWN = "the bound is not above 0: the ball may be safe or not; try optimise=True, more steps, a smaller eps"
+    UNKNOWN = (
+        "the bound is not above 0: the ball may be safe or not; try optimise=True, more steps, method='complete' with "
+        "a larger time_limit, a smaller eps"
+    )
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
@@ -41,11 +46,14 @@ class CertificateResult:
 
     Attributes:
         certified: bool, per image: proved that the model answers ``y`` all over the ball.
-        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)``, per image, float64.
+        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)``, per image, float64. Proofs by
+            contradiction (``method="complete"``) say only that it is positive: then it is the least positive number.
         status: per image, with the reason where there is no certificate.
         plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the ball's window.
         method: the relaxation used.
         kernel: the kernel that maximised over the ball.
+        counterexample: for ``method="complete"``, images like ``x``: where the status is ``FALSIFIED`` a point of the
+            ball, checked as an audit does, that the model gives another label; elsewhere the image itself.
     """
 
     certified: Tensor
@@ -54,6 +62,7 @@ class CertificateResult:
     plans: Plans
     method: Method
     kernel: str = "torch"
+    counterexample: Tensor | None = None
 
 
 def certify(
@@ -69,6 +78,7 @@ def certify(
     steps: int | None = None,
     reg: float = 1000.0,
     batch_size: int | None = None,
+    time_limit: float = 60.0,
 ) -> CertificateResult:
     r"""Lower-bound the margin of ``y`` over the ball around each image, and certify where it is above 0.
 
@@ -82,7 +92,11 @@ def certify(
       with bounds that are exact at the image and grow only with the mass that moves (:mod:`wball.certificates.anchor`),
       layer after layer; ``refine=False`` stops before that, at plain CROWN. With ``optimise=True``, or a number of
       ``steps``, images that are still open get optimised slopes and box prices on top;
-    - ``anchored`` and ``alpha-crown``: other names of ``crown`` and of ``crown`` with ``optimise=True``.
+    - ``anchored`` and ``alpha-crown``: other names of ``crown`` and of ``crown`` with ``optimise=True``;
+    - ``complete``: what ``crown`` leaves open is decided by branch and bound, with attacks along the way
+      (:mod:`wball.certificates.complete`): certified, falsified with a ``counterexample``, or unknown when
+      ``time_limit`` is up. With ``full`` plans an image is falsified only by a point of the ball itself, inside its
+      window.
 
     The result is sound in float32 too: everything that counts is evaluated in float64 with a margin for rounding (see
     :mod:`wball.certificates.relaxation`). The model is bounded in evaluation mode; its mode is left as it was.
@@ -99,11 +113,13 @@ def certify(
         steps: of the optimisation, 30 unless given.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
+        time_limit: for ``complete``, seconds for each image that is left open, on average of those searched together.
     """
     x, y = _check(x, y, ball, method, plans)
-    _check_effort(steps, reg, batch_size)
+    _check_effort(steps, reg, batch_size, time_limit)
     effort = _effort(method, refine, optimise, steps)
-    return _certify(model, trace(model, x, ball), x, y, ball, method, effort, plans, steps, reg, batch_size)
+    graph = trace(model, x, ball)
+    return _certify(model, graph, x, y, ball, method, effort, plans, steps, reg, batch_size, time_limit)
 
 
 def _certify(
@@ -118,6 +134,7 @@ def _certify(
     steps: int | None,
     reg: float,
     batch_size: int | None,
+    time_limit: float,
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a model that was traced before."""
     if x.shape[0] == 0:
@@ -138,7 +155,26 @@ def _certify(
         CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    return CertificateResult(certified, margin, status, plans, method, one.kernel)
+    found = CertificateResult(certified, margin, status, plans, method, one.kernel)
+    return found if method != "complete" else _decide(model, graph, x, y, ball, found, time_limit)
+
+
+def _decide(
+    model: nn.Module, graph: Graph, x: Tensor, y: Tensor, ball: Ball, found: CertificateResult, time_limit: float
+) -> CertificateResult:
+    """Branch and bound for the images that are not certified yet."""
+    margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
+    counterexample = x.clone()
+    left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
+    for index in torch.tensor(left, dtype=torch.long, device=x.device).split(16 if x.is_cuda else 1):
+        search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x))
+        answer = search.decide(x[index], y[index])
+        margin[index] = torch.maximum(margin[index], answer.margin)
+        certified[index], counterexample[index] = answer.proved, answer.counterexample
+        for k, proved, broken in zip(index.tolist(), answer.proved.tolist(), answer.broken.tolist(), strict=True):
+            if proved or broken:
+                status[k] = CertificateStatus.CERTIFIED if proved else CertificateStatus.FALSIFIED
+    return replace(found, margin=margin, certified=certified, status=tuple(status), counterexample=counterexample)
 
 
 def certified_radius(
@@ -155,6 +191,7 @@ def certified_radius(
     steps: int | None = None,
     reg: float = 1000.0,
     batch_size: int | None = None,
+    time_limit: float = 60.0,
 ) -> Tensor:
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
@@ -167,7 +204,7 @@ def certified_radius(
     """
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("rounds", rounds)
-    _check_effort(steps, reg, batch_size)
+    _check_effort(steps, reg, batch_size, time_limit)
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
@@ -178,16 +215,19 @@ def certified_radius(
         if index.numel() == 0:
             break
         at = ball.at(trial[index])
-        result = _certify(model, graph, x[index], y[index], at, method, effort, plans, steps, reg, batch_size)
+        result = _certify(
+            model, graph, x[index], y[index], at, method, effort, plans, steps, reg, batch_size, time_limit
+        )
         found = result.certified
         low[index[found]], high[index[~found]] = trial[index[found]], trial[index[~found]]
         trial = torch.where(high.isinf(), 2 * low, 0.5 * (low + high))
     return low
 
 
-def _check_effort(steps: int | None, reg: float, batch_size: int | None) -> None:
+def _check_effort(steps: int | None, reg: float, batch_size: int | None, time_limit: float) -> None:
     inputs.check_count("steps", 30 if steps is None else steps)
     inputs.check_positive("reg", reg)
+    inputs.check_positive("time_limit", time_limit)
     if batch_size is not None:
         inputs.check_count("batch_size", batch_size)
 
@@ -281,7 +321,7 @@ class _Problem:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown"):
             self._tighten(margins, bounds, near=20.0)
-        wide = 5.0 if self.x[0].numel() <= 1024 else 4.0
+        wide = 4.0
         if method in ("anchored", "alpha-crown") and isinstance(source, TransportSet) and source.far is not None:
             # Listing more moves takes some 15 percent off what the ball costs, at three times the price.
             self._tighten(margins, bounds, reach=wide, near=0.3)

@@ -45,7 +45,7 @@ class Collector:
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
         gains = self.source.gains(at_input.like(-at_input.coeff), charged)
-        self._parts.append((image, unit, *(_rounded_up(part) for part in gains)))
+        self._parts.append((image, unit, *(rounded_up(part) for part in gains)))
 
     def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
         """The anchor and the units' values at the images; ``None`` if no unit was added."""
@@ -56,7 +56,7 @@ class Collector:
         return anchor, self._centre.view(self.images, *self.shape)
 
 
-def _rounded_up(gains: Tensor) -> Tensor:
+def rounded_up(gains: Tensor) -> Tensor:
     """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
     single = gains.float()
     return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)

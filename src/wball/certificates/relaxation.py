@@ -29,6 +29,7 @@ from torch import Tensor
 from wball.certificates.activations import anchored_line, relax_max_pool, upper_line
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.collector import Collector
+from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Affine, Graph, Input, Interval, MaxPool, back
 from wball.input_sets import InputSet, TransportSet
@@ -141,6 +142,7 @@ class Relaxation:
         budget: how many numbers a chunk of rows may hold.
         first: bounds of first convolutions, which need no rows.
         centre: what each relaxed operation reads at the images themselves, in float64.
+        condition: bounds need hold only for images that satisfy it.
     """
 
     def __init__(
@@ -152,9 +154,10 @@ class Relaxation:
         budget: int = 2**22,
         first: FirstLayer | None = None,
         centre: dict[int, Tensor] | None = None,
+        condition: Condition | None = None,
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
-        self.first, self.centre = first, centre
+        self.first, self.centre, self.condition = first, centre, condition
         self._intervals: dict[int, Interval | None] = {}
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
@@ -240,8 +243,13 @@ class Relaxation:
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
         box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
-        largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
-        size = constant.abs() + largest.abs() + at_input.coeff.abs().flatten(1).sum(1)
+        size = constant.abs() + at_input.coeff.abs().flatten(1).sum(1)
+        if self.condition is None:
+            largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
+        else:
+            largest, more = self.condition.maximum(self.source, at_input.like(-at_input.coeff), charged, rounds)
+            size = size + more
+        size = size + largest.abs()
         for part in scale:
             size = size + part
         return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
@@ -340,7 +348,7 @@ class Relaxation:
             known = self._first_layer(position, bounds)
             ready = ready or known
         pooled = isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
-        if (ready and known) or pooled:
+        if ((ready and known) or pooled) and self.condition is None:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
         done: Tensor | None = None
@@ -362,7 +370,9 @@ class Relaxation:
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
             sign = torch.full(some.shape, side, device=like.device)
-            self._bound_units(position, bounds, some, sign, like, anchored, ascent, gains if side < 0 else None)
+            self._bound_units(
+                position, bounds, some, sign, like, anchored, ascent, None if ready or side > 0 else gains
+            )
         found = None if gains is None or ready else gains.anchor()
         if found is not None:
             self.anchors[position] = found

@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.input_sets.charges import Charged
 from wball.input_sets.rows import Rows
 
+Array = NDArray[np.float64]
 Plans = Literal["window", "full"]
 """The transport plans a proof holds for: those of the ball's window, or all."""
 
 ROUNDS = 10
 """Steps of the search for ``psi``."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """``z = to_image t`` with ``low <= t <= high``, ``equal t = equal_to`` and ``below t <= below_to``."""
+
+    to_image: Array
+    low: Array
+    high: Array
+    equal: Array
+    equal_to: Array
+    below: Array
+    below_to: Array
 
 
 class InputSet(ABC):
@@ -63,6 +80,10 @@ class InputSet(ABC):
     def floats(self, rows: Rows, charged: bool = False) -> int:
         """About how many numbers :meth:`maximum` keeps per row, to choose chunks that fit."""
 
+    @abstractmethod
+    def take(self, index: Tensor) -> InputSet:
+        """The set of some of the images, or several times the same."""
+
     def finer(self, reach: float) -> InputSet:
         """The same set, its maxima tighter and dearer: moves shorter than ``reach`` pixels are told apart."""
         return self
@@ -70,3 +91,7 @@ class InputSet(ABC):
     def exact_box_prices(self, rows: Rows, charged: Charged = ()) -> Tensor | None:
         """The best box prices of each row, by one linear program a row; ``None`` if the set has no use for them."""
         return None
+
+    def constraints(self, image: int) -> Constraints:
+        """The set around one image, for linear programs; only ``small`` sets need to know."""
+        raise NotImplementedError

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wball.input_sets.base import ROUNDS, InputSet
+from wball.input_sets.base import ROUNDS, Constraints, InputSet
 from wball.input_sets.charges import Charged
 from wball.input_sets.rows import Rows, units
 
@@ -38,6 +39,19 @@ class IntervalSet(InputSet):
 
     def box_prices(self, rows: Rows) -> Tensor | None:
         return None
+
+    def take(self, index: Tensor) -> IntervalSet:
+        return IntervalSet(self.low[index], self.high[index])
+
+    @property
+    def small(self) -> bool:  # type: ignore[override]
+        return math.prod(self.shape) <= 128
+
+    def constraints(self, image: int) -> Constraints:
+        size = math.prod(self.shape)
+        low, high = (ends[image].flatten().cpu().numpy() for ends in (self.low, self.high))
+        nothing, none = np.zeros((0, size)), np.zeros(0)
+        return Constraints(np.eye(size), low, high, nothing, none, nothing, none)
 
     def floats(self, rows: Rows, charged: bool = False) -> int:
         return 3 * rows.coeff[0].numel()

@@ -48,11 +48,12 @@ class BoxProgram:
     ) -> None:
         from scipy.sparse import coo_array  # here and below: slow to import, and rarely needed
 
-        self.pixels, self.box = pixels, box
+        self.pixels, self.box, self.mass = pixels, box, mass
         source, move = np.nonzero(target >= 0)
         self.listed = (source, move)
         count, sources = source.shape[0], mass.shape[0]
         ends = target[source, move]
+        self.ends = ends
         arcs = np.arange(count)
         rows, columns, values = [source], [arcs], [np.ones(count)]
         arrive = [(ends, arcs)]

@@ -22,12 +22,13 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from wball.cost import DenseCost, GridCost, GroundCost
-from wball.input_sets.base import ROUNDS, InputSet, Plans
+from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
 from wball.input_sets.charges import Charged, Charges, spread
 from wball.input_sets.psi import NOWHERE, Field, best_psi, entropic_psi, worth_of
@@ -53,7 +54,8 @@ class TransportSet(InputSet):
         plans: Plans,
         reach: float = 3.0,
     ) -> None:
-        self._given = (x, cost, budget, box, plans)
+        self._given = (cost, box, plans)
+        self._x, self._reach = x, reach
         self.shape = tuple(x.shape[1:])
         self.box, self.budget = box, budget
         grid = x if x.ndim == 4 else x[:, None, None, :]
@@ -401,7 +403,7 @@ class TransportSet(InputSet):
         holds = (mass > 0).flatten()
         target = torch.where(holds[:, None], target.flatten(0, 1), -1)
         target[~holds, 0] = (place + channel * height * width).flatten()[~holds]
-        assert self.box is not None
+        everything = float(mass.sum()) * (1 + 1e-9)
         return BoxProgram(
             mass.flatten().cpu().numpy(),
             target.cpu().numpy(),
@@ -411,11 +413,28 @@ class TransportSet(InputSet):
             channels,
             self.far,
             float(self.budget[image]),
-            self.box,
+            self.box or (0.0, everything),
         )
 
+    def take(self, index: Tensor) -> TransportSet:
+        cost, box, plans = self._given
+        return TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
+
     def finer(self, reach: float) -> TransportSet:
-        return self if self.far is None else TransportSet(*self._given, reach)
+        cost, box, plans = self._given
+        return self if self.far is None else TransportSet(self._x, cost, self.budget, box, plans, reach)
+
+    def constraints(self, image: int) -> Constraints:
+        if self.far is not None:
+            raise ValueError("linear programs need every move listed")
+        _, price = self._listed(Rows(torch.zeros_like(self.x[image : image + 1]), torch.tensor([image])), None)
+        program = self._program(image, price)
+        size = self.x[image].numel()
+        to_image = np.zeros((size, program.ends.shape[0]))
+        to_image[program.ends, np.arange(program.ends.shape[0])] = 1.0
+        high = program.mass[program.listed[0]]
+        equal, below = program.equal.toarray(), program.below.toarray()
+        return Constraints(to_image, np.zeros_like(high), high, equal, program.equal_to, below, program.below_to)
 
     @property
     def small(self) -> bool:  # type: ignore[override]

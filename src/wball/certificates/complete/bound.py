@@ -1,0 +1,254 @@
+r"""Bounds of many nodes at once: slopes, anchors, multipliers of splits and box prices, improved by Adam.
+
+A split fixes the sign ``sigma`` of a unit ``v``. In that node ``m >= m - beta sigma v`` for any ``beta >= 0``: this
+adds ``-beta sigma`` to the coefficient of ``v``, which is carried back like any other, so the input set need not know
+of splits (beta-CROWN; Wang et al., 2021). All searching is done in float32; the bound that counts is evaluated once in
+float64 from what was found, and rounded down as in :mod:`wball.certificates.relaxation`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball.certificates.activations import anchored_line, relax_max_pool, upper_line
+from wball.certificates.anchor import UnitAnchor
+from wball.certificates.complete.nodes import Nodes, State
+from wball.certificates.graph import Activation, Graph, MaxPool, back
+from wball.certificates.relaxation import ROUNDING, Bounds
+from wball.input_sets import InputSet
+from wball.input_sets.charges import Anchor
+from wball.input_sets.rows import Rows
+
+RATES = {"alpha": 1.0, "share": 1.0, "beta": 1.0, "box": 0.07}
+"""Step lengths of Adam by kind, relative; those of the box are in units of a row's largest coefficient."""
+
+
+@dataclass
+class Problems:
+    """Pairs of an image and a class that might beat its label, with bounds of every unit.
+
+    Attributes:
+        x, y, other: images, labels, and classes, one per problem.
+        source: the input set of the problems.
+        bounds: of every relaxed operation, where ``m <= 0`` or everywhere.
+        anchors: by operation, with the units' values at the images.
+        index: the number each problem has in the search.
+    """
+
+    graph: Graph
+    x: Tensor
+    y: Tensor
+    other: Tensor
+    source: InputSet
+    bounds: Bounds
+    anchors: dict[int, tuple[UnitAnchor, Tensor]]
+    index: Tensor
+
+    def take(self, index: Tensor) -> Problems:
+        return Problems(
+            self.graph,
+            self.x[index],
+            self.y[index],
+            self.other[index],
+            self.source.take(index),
+            self.bounds.take(index),
+            {k: (anchor.take(index), centre[index]) for k, (anchor, centre) in self.anchors.items()},
+            self.index[index],
+        )
+
+    def __len__(self) -> int:
+        return self.y.shape[0]
+
+    def split_layers(self) -> list[int]:
+        """Positions of the operations whose units can be split."""
+        return [k for k in self.graph.relaxed() if isinstance(self.graph.ops[k], Activation)]
+
+    def start(self) -> Nodes:
+        """One node without splits for every problem, with slopes that are exact at the image."""
+        state: State = {}
+        for position in self.split_layers():
+            low, up = (b[position].float() for b in (self.bounds.lower, self.bounds.upper))
+            op = self.graph.ops[position]
+            assert isinstance(op, Activation)
+            centre = torch.full_like(low, math.inf)
+            if position in self.anchors:
+                centre = self.anchors[position][1].float()
+            steep = torch.where((low < centre) & (centre < up), centre > 0, up > -low)
+            state["alpha", position] = torch.where(steep, 1.0, op.leak)
+            state["share", position] = torch.ones_like(low)
+            state["beta", position] = torch.zeros_like(low)
+            state["sign", position] = torch.zeros_like(low)
+        everyone = torch.arange(len(self), device=self.y.device)
+        prices = self.source.box_prices(Rows(torch.zeros_like(self.x, dtype=torch.float32), everyone))
+        if prices is not None:
+            state["box", 0] = prices
+        bound = torch.full((len(self),), -math.inf, dtype=torch.float64, device=self.y.device)
+        return Nodes(everyone, bound, state)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one operation's relaxation used, for choosing splits."""
+
+    coeff: Tensor
+    charged: bool
+    slope: Tensor
+    shift: Tensor
+    bend: Tensor
+    under: Tensor
+    crossing: Tensor
+    depth: Tensor
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Lower bounds ``(N,)`` of the margins, and how they came about."""
+
+    value: Tensor
+    rows: Rows
+    constant: Tensor
+    charged: list[tuple[Anchor, Rows]]
+    lines: dict[int, Line]
+
+
+def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32, leaves: bool = False) -> Traced:
+    """Bound the margin in every node, in that precision; in float64 the bound is sound.
+
+    With ``leaves`` the value is differentiable in the image rows and in the weights of charges, and in nothing else.
+    """
+    graph, state, problem = problems.graph, nodes.state, nodes.problem
+    charged: list[tuple[Anchor, Rows]] = []
+    lines: dict[int, Line] = {}
+    sizes: list[Tensor] = []
+
+    def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+        op = graph.ops[position]
+        low, up = problems.bounds.lower[position].to(dtype), problems.bounds.upper[position].to(dtype)
+        if isinstance(op, MaxPool):
+            return relax_max_pool(op, rows, low, up)
+        assert isinstance(op, Activation)
+        rows = rows.dense(op.shape)
+        sign = state["sign", position].to(dtype)
+        low, up = low[problem], up[problem]
+        low, up = torch.where(sign > 0, low.clamp(min=0), low), torch.where(sign < 0, up.clamp(max=0), up)
+        slope, shift = upper_line(low, up, op.leak)
+        above, below = rows.coeff.clamp(max=0), rows.coeff.clamp(min=0)
+        crossing = (low < 0) & (up > 0)
+        under = torch.where(crossing, state["alpha", position].to(dtype).clamp(op.leak, 1.0), slope)
+        bend = torch.zeros_like(slope)
+        if position in problems.anchors:
+            anchor, centre = problems.anchors[position]
+            share = state["share", position].to(dtype)
+            bend, left, begin, _ = anchored_line(low, up, centre.to(dtype)[problem], op.leak, slope, shift)
+            bend, slope, shift = bend * share, slope + share * (left - slope), shift + share * (begin - shift)
+            charged.append((anchor, rows.like(-above * bend)))
+        lines[position] = Line(
+            rows.coeff, position in problems.anchors, slope, shift, bend, under, crossing, torch.minimum(up, -low)
+        )
+        constant = (above * shift).flatten(1).sum(1)
+        sizes.append(constant.detach().abs())
+        return constant, rows.like(below * under + above * slope - sign * state["beta", position].to(dtype))
+
+    target = len(graph.ops) - 1
+    spec = torch.zeros((len(nodes), graph.ops[target].shape[0]), dtype=dtype, device=problem.device)
+    spec.scatter_(1, problems.other[problem][:, None], -1.0)
+    spec.scatter_(1, problems.y[problem][:, None], 1.0)
+    constant, rows = back(graph, target, Rows(spec, problem), relax)
+    rows = rows.dense(tuple(problems.x.shape[1:]))
+    if leaves:
+        rows = rows.like(rows.coeff.detach().requires_grad_(True))
+        charged = [(anchor, w.like(w.coeff.detach().requires_grad_(True))) for anchor, w in charged]
+    box = state.get(("box", 0))
+    largest = problems.source.maximum(rows.like(-rows.coeff), charged, None if box is None else box.to(dtype))
+    size = constant.detach().abs() + largest.detach().abs() + rows.coeff.detach().abs().flatten(1).sum(1)
+    rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
+    return Traced(constant - largest - rounding, rows, constant - rounding, charged, lines)
+
+
+@torch.no_grad()
+def sound(problems: Problems, nodes: Nodes) -> Nodes:
+    """The nodes with bounds evaluated in float64, never below those they had."""
+    value = trace_back(problems, nodes, torch.float64).value
+    return Nodes(nodes.problem, torch.maximum(nodes.bound, value), nodes.state)
+
+
+@torch.no_grad()
+def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
+    """Adam on every node's own bound; keeps the best parameters met and bounds them soundly."""
+    first = trace_back(problems, nodes)
+    best = first.value
+    unit = first.rows.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
+    unit = unit.view(-1, *[1] * (problems.x.ndim - 1))
+    held = {key: value.clone() for key, value in nodes.state.items()}
+    free = {key: value / unit if key[0] == "box" else value.clone() for key, value in held.items() if key[0] in RATES}
+    groups = [{"params": [value.requires_grad_(True)], "lr": rate * RATES[key[0]]} for key, value in free.items()]
+    optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
+    decay = 0.1 ** (1.0 / max(1, steps))
+    for step in range(steps + 1):
+        with torch.set_grad_enabled(step < steps):
+            trial = {**nodes.state, **{k: v * unit if k[0] == "box" else v for k, v in free.items()}}
+            value = trace_back(problems, Nodes(nodes.problem, nodes.bound, trial)).value
+            if step < steps:
+                optimiser.zero_grad()
+                (-value.sum()).backward()
+        better = value.detach() > best
+        best = torch.where(better, value.detach(), best)
+        for key in free:
+            where = better.view(-1, *[1] * (held[key].ndim - 1))
+            held[key] = torch.where(where, trial[key].detach(), held[key])
+        if step == steps:
+            break
+        optimiser.step()
+        for group in optimiser.param_groups:
+            group["lr"] *= decay
+        for (kind, _), value in free.items():
+            value.clamp_(0.0, 1.0 if kind in ("alpha", "share") else math.inf)
+    return sound(problems, Nodes(nodes.problem, nodes.bound, held))
+
+
+def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The unit to split in each node: its operation, its place, whether there is one; and the image at the bound.
+
+    At the image ``z`` that attains the bound each unit's line is off the true activation by a known amount; times the
+    unit's coefficient this is what the bound lacks there. It is 0 where ``z`` happens to touch a line, so the score is
+    its geometric mean with the static measure ``|coefficient| min(u, -l)``.
+    """
+    with torch.enable_grad():
+        traced = trace_back(problems, nodes, leaves=True)
+        weights = [weights.coeff for _, weights in traced.charged]
+        z, *paid = torch.autograd.grad(traced.value.sum(), [traced.rows.coeff, *weights], allow_unused=True)
+    with torch.no_grad():
+        # The bound's gradient in its image rows is the image that attains it, in the weights minus what its plan pays.
+        charged = [k for k, line in traced.lines.items() if line.charged]
+        pays = {k: -p for k, p in zip(charged, paid, strict=True) if p is not None}
+        at = problems.graph.values(z)
+        scores = []
+        for position in problems.split_layers():
+            line, v = traced.lines.get(position), at[position]
+            if line is None:  # the margin does not depend on this operation
+                scores.append(torch.full_like(v, -1.0).flatten(1))
+                continue
+            op = problems.graph.ops[position]
+            assert isinstance(op, Activation)
+            truth = op.value(v)
+            upper = line.shift + line.slope * v
+            if position in problems.anchors:
+                centre = problems.anchors[position][1].float()[nodes.problem]
+                upper = upper + line.bend * pays.get(position, (v - centre).clamp(min=0, max=1e30))
+            loose = torch.where(line.coeff < 0, upper - truth, truth - line.under * v).clamp(min=0) * line.coeff.abs()
+            static = line.coeff.abs() * line.depth.clamp(min=0)
+            score = (loose * static).sqrt() + 1e-6 * static
+            scores.append(torch.where(line.crossing, score, -torch.ones_like(score)).flatten(1))
+        every = torch.cat(scores, 1)
+        best, place = every.max(1)
+        layers, unit = torch.zeros_like(place), place.clone()
+        start = 0
+        for layer, score in zip(problems.split_layers(), scores, strict=True):
+            mine = (place >= start) & (place < start + score.shape[1])
+            layers, unit = torch.where(mine, layer, layers), torch.where(mine, place - start, unit)
+            start += score.shape[1]
+    return layers, unit, best >= 0, z.detach()

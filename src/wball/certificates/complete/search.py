@@ -1,0 +1,308 @@
+r"""Branch and bound: decide for each image whether its label holds all over the ball.
+
+Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes; optimised slopes;
+bounds tightened under the margin (:mod:`wball.certificates.condition`), round after round; a strong attack; and the
+tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open nodes a step, worst first.
+Problems whose relaxation is a small linear program are bounded by that instead
+(:mod:`wball.certificates.complete.program`). At every step of the tree the point of the ball that is worst for the
+relaxation is tried as an adversarial example. What is found is kept at any time, so stopping early costs answers and
+never makes one wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wball.attacks import StandardAttack
+from wball.ball import Ball
+from wball.certificates.anchor import UnitAnchor
+from wball.certificates.collector import rounded_up
+from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
+from wball.certificates.complete.nodes import Nodes
+from wball.certificates.complete.program import Program
+from wball.certificates.condition import Condition, condition
+from wball.certificates.first_layer import FirstLayer
+from wball.certificates.graph import Graph
+from wball.certificates.relaxation import Relaxation
+from wball.input_sets import InputSet, Plans, TransportSet
+from wball.input_sets.charges import Anchor
+from wball.input_sets.rows import Rows
+from wball.model import Model, ask, evaluating
+
+REACH = 4.0
+"""Length below which moves are told apart: longer ones cost twice as much and hardly tighten a bound."""
+
+ROOT_STEPS, NODE_STEPS = 20, 3
+"""Steps of Adam for a problem as a whole, and for one node of its tree."""
+
+PROGRESS, MOST_ROUNDS = 0.05, 12
+"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds."""
+
+BATCH, STORED = 256, 2**31
+"""Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take before the tree goes
+depth first."""
+
+NEAR = 0.02
+"""Margins up to this share of 1, or of the largest seen, are worth a projection: it may lower them."""
+
+POSITIVE = torch.finfo(torch.float64).tiny
+"""Margin of an image certified by contradiction: positive, and nothing more is known."""
+
+
+@dataclass
+class Answer:
+    """What was decided, per image."""
+
+    margin: Tensor
+    proved: Tensor
+    broken: Tensor
+    counterexample: Tensor
+
+
+class Search:
+    """Decides images of one model and ball; ``limit`` is in seconds an image, on average of those searched together."""
+
+    def __init__(
+        self,
+        model: Model,
+        graph: Graph,
+        ball: Ball,
+        plans: Plans,
+        limit: float,
+        numbers: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
+        self.numbers, self.clock, self.deadline = numbers, clock, math.inf
+        self.first: FirstLayer | None = None
+        units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
+        self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
+
+    def decide(self, x: Tensor, y: Tensor) -> Answer:
+        """Images that the model gets right, in one group."""
+        self.deadline = self.clock() + self.limit * x.shape[0]
+        nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+        lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
+        self.x, self.y = x, y
+        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone())
+        self._attack("fast")
+        left = (~self.answer.broken).nonzero()[:, 0]
+        if left.numel() and not self._late():
+            self._prove(left)
+        return self.answer
+
+    # ---- attacks
+
+    def _attack(self, version: str) -> None:
+        left = (~self.answer.broken & ~self.answer.proved).nonzero()[:, 0]
+        if left.numel() == 0 or self._late():
+            return
+        attack = StandardAttack(self.ball.take(left), version)  # type: ignore[arg-type]
+        self._consider(left, attack(self.model, self.x[left], self.y[left]).images)
+
+    def _consider(self, image: Tensor, z: Tensor) -> None:
+        """Keep points that the model gets wrong and that pass the audit."""
+        with torch.no_grad(), evaluating(self.model):
+            logits = ask(self.model, z)
+        wrong = (logits.argmax(1) != self.y[image]) & torch.isfinite(logits).all(1) & ~self.answer.broken[image]
+        some = wrong.nonzero()[:, 0]
+        if some.numel() == 0:
+            return
+        ball = self.ball.take(image[some])
+        valid = ball.violations(self.x[image[some]], z[some]).within(ball.eps)
+        some = some[valid.to(some.device)]
+        self.answer.broken[image[some]] = True
+        self.answer.counterexample[image[some]] = z[some].to(self.x.dtype)
+
+    # ---- proofs
+
+    def _late(self) -> bool:
+        return self.clock() > self.deadline
+
+    def _relaxation(self, source: InputSet, x: Tensor, condition: Condition | None = None) -> Relaxation:
+        if self.first is None:
+            self.first = FirstLayer(self.graph, source)
+        centre = self.graph.values(x.to(torch.float64))
+        return Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre, condition=condition)
+
+    def _prove(self, left: Tensor) -> None:
+        x, y = self.x[left], self.y[left]
+        source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
+        like = torch.zeros(0, dtype=torch.float32, device=x.device)
+        relaxation = self._relaxation(source, x)
+        bounds = relaxation.bound_all(left.shape[0], like)
+        anchored = isinstance(source, TransportSet)
+        if anchored:
+            for position in self.graph.relaxed():
+                relaxation.bound_layer(position, bounds, left.shape[0], like, anchored=True)
+        margins = relaxation.margins(y, bounds, like, anchored=anchored)
+        image, other = (margins <= 0).nonzero(as_tuple=True)
+        self.positive = torch.where(margins > 0, margins, math.inf).amin(1)  # over classes that are proved
+        self.image, self.value = left[image], margins[image, other]
+        self._settle(left)
+        if image.numel() == 0:
+            return
+        anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
+        every = Problems(self.graph, x, y, y, source, bounds, anchors, torch.arange(left.shape[0], device=x.device))
+        problems = every.take(image)
+        problems.other, problems.index = other, torch.arange(image.shape[0], device=x.device)
+        if Program.serves(problems):
+            self._tree(problems, problems.start(), Program(problems))
+        else:
+            problems, nodes = self._tighten(problems, improve(problems, problems.start(), ROOT_STEPS, 0.3))
+            self._settle(left)
+            self._attack("standard")
+            self._tree(problems, nodes, None)
+        self._settle(left)
+
+    def _settle(self, left: Tensor) -> None:
+        """Put together what is known about the problems of each image."""
+        lowest = torch.full_like(self.answer.margin, math.inf).scatter_reduce(0, self.image, self.value, "amin")
+        self.answer.margin[left] = torch.minimum(self.positive, lowest[left])
+        self.answer.proved[left] = (lowest > 0)[left]
+
+    def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
+        """Write down the bounds of nodes without splits; what is left of both."""
+        self.value[problems.index] = torch.maximum(self.value[problems.index], nodes.bound.clamp(max=POSITIVE))
+        keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[:, 0]
+        if keep.shape[0] == len(nodes):
+            return problems, nodes
+        kept = nodes.take(keep)
+        kept.problem = torch.arange(keep.shape[0], device=keep.device)
+        return problems.take(keep), kept
+
+    def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
+        """Bounds where the margin is not positive, as long as that helps some problem."""
+        problems, nodes = self._note(problems, nodes)
+        for _ in range(MOST_ROUNDS):
+            if not len(nodes) or self._late():
+                break
+            before = nodes.bound
+            tighter, empty = self._tightened(problems, nodes)
+            found = improve(tighter, tighter.start(), ROOT_STEPS, 0.3)
+            found.bound = torch.where(empty, math.inf, torch.maximum(found.bound, before))
+            gained = bool((found.bound - before > PROGRESS * before.abs()).any())
+            problems, nodes = self._note(tighter, found)
+            if not gained:
+                break
+        return problems, nodes
+
+    def _tightened(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Tensor]:
+        """The problems with tighter bounds, and which of them turn out to have no image left."""
+        source, count = problems.source, len(problems)
+        row = trace_back(problems, nodes, torch.float64)
+        under = condition(source, row.rows, row.charged, row.constant, problems.x.to(torch.float64))
+        relaxation = self._relaxation(source, problems.x, under)
+        bounds = problems.bounds.take(torch.arange(count, device=problems.y.device))
+        like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
+        empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
+        for position in self.graph.relaxed():
+            anchored = isinstance(source, TransportSet)
+            relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
+            crossed = bounds.lower[position] > bounds.upper[position]
+            empty |= crossed.flatten(1).any(1)
+        anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
+        return replace(problems, bounds=bounds, anchors=anchors), empty
+
+    # ---- the tree
+
+    def _tree(self, problems: Problems, nodes: Nodes, program: Program | None) -> None:
+        """Split until nothing is open or time is up; the bound of a problem is that of its worst open node."""
+        batch = BATCH if self.x.is_cuda else BATCH // 16
+        dead = torch.zeros(len(problems), dtype=torch.bool, device=self.x.device)  # cannot be decided by splits
+        floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
+        nodes = nodes.kept()
+        while len(nodes) and not self._late():
+            pick, rest = _turn(nodes, batch, len(problems), self.capacity)
+            now, nodes = nodes.take(pick).working(), nodes.take(rest)
+            if program is not None:
+                children, z = self._solved(program, now, dead, floor)
+            else:
+                position, unit, possible, z = choose_splits(problems, now)
+                stuck = (~possible).nonzero()[:, 0]
+                self._stop(now.take(stuck), dead, floor)
+                keep = possible.nonzero()[:, 0]
+                children = now.take(keep).split(position[keep], unit[keep])
+                if len(children):
+                    children = improve(problems, children, NODE_STEPS, 0.1)
+            self._candidates(problems, now.problem, z)
+            children = children.take((children.bound <= 0).nonzero()[:, 0])
+            nodes = nodes.plus(children.kept())
+            over = dead | self.answer.broken[self.image[problems.index]]
+            nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
+        floor = floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin")
+        broken = self.answer.broken[self.image[problems.index]]
+        known = self.value[problems.index]
+        self.value[problems.index] = torch.where(broken, known, torch.maximum(known, floor.clamp(max=POSITIVE)))
+
+    def _stop(self, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
+        dead[nodes.problem] = True
+        floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
+
+    def _solved(self, program: Program, nodes: Nodes, dead: Tensor, floor: Tensor) -> tuple[Nodes, Tensor]:
+        """Bound nodes by their linear programs, and split those that stay open."""
+        found = [program.solve(nodes, n) for n in range(len(nodes))]
+        device = nodes.bound.device
+        bound = torch.tensor([f.bound for f in found], dtype=torch.float64, device=device)
+        nodes = Nodes(nodes.problem, torch.maximum(nodes.bound, bound), nodes.state)
+        z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(-1, *self.x.shape[1:])
+        splits = torch.tensor([f.splits for f in found], dtype=torch.bool, device=device)
+        left = nodes.bound <= 0
+        self._stop(nodes.take((left & ~splits).nonzero()[:, 0]), dead, floor)
+        keep = (left & splits).nonzero()[:, 0]
+        position = torch.tensor([f.position for f in found], device=device)[keep]
+        unit = torch.tensor([f.unit for f in found], device=device)[keep]
+        return nodes.take(keep).split(position, unit), z
+
+    def _candidates(self, problems: Problems, problem: Tensor, z: Tensor) -> None:
+        """Try the image at the bound, brought into the ball, where the network gets it wrong: one for each problem."""
+        logits = self.graph.logits(z.to(torch.float64))
+        own = logits.gather(1, problems.y[problem][:, None])[:, 0]
+        margin = own - logits.gather(1, problems.other[problem][:, None])[:, 0]
+        order = margin.argsort(stable=True)
+        order = order[problem[order].argsort(stable=True)]
+        first = torch.ones_like(order, dtype=torch.bool)
+        first[1:] = problem[order][1:] != problem[order][:-1]
+        chosen = order[first & (margin[order] < NEAR * margin.abs().amax().clamp(max=1.0))]
+        if chosen.numel() == 0:
+            return
+        image = self.image[problems.index[problem[chosen]]]
+        points = self.ball.take(image).project(self.x[image], z[chosen].to(self.x.dtype)).point
+        self._consider(image, points.to(self.x.dtype))
+
+
+def _turn(nodes: Nodes, batch: int, problems: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """The nodes to visit next, and the others: every problem in turn, its worst nodes first, or its best if full."""
+    key = nodes.bound if len(nodes) < capacity else -nodes.bound
+    order = key.argsort(stable=True)
+    order = order[nodes.problem[order].argsort(stable=True)]
+    problem = nodes.problem[order]
+    count = torch.bincount(problem, minlength=problems)
+    rank = torch.arange(len(nodes), device=problem.device) - (count.cumsum(0) - count)[problem]
+    order = order[rank.argsort(stable=True)]
+    return order[:batch], order[batch:]
+
+
+def listed(anchor: Anchor, unstable: Tensor, source: InputSet) -> UnitAnchor:
+    """An anchor as a list of the gains of its unstable units, so that charging many rows is one product."""
+    if isinstance(anchor, UnitAnchor):
+        return anchor
+    assert isinstance(source, TransportSet)
+    images = unstable.shape[0]
+    image, unit = unstable.flatten(1).nonzero(as_tuple=True)
+    parts = []
+    for some in torch.arange(max(1, image.shape[0]), device=image.device).split(128):
+        some = some[: image.shape[0]]
+        weights = torch.zeros((some.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device)
+        weights.scatter_(1, unit[some][:, None], 1.0)
+        nothing = Rows(weights.new_zeros((some.shape[0], *source.x.shape[1:])), image[some])
+        charges = anchor.charge(Rows(weights.reshape(-1, *anchor.layer), image[some]), nothing, source.active)
+        parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
+    gains = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    return UnitAnchor(anchor.layer, image, unit, (gains[0], gains[1], gains[2]), images)

@@ -1,0 +1,104 @@
+r"""Bounds over what is left for an attacker: only images with a margin ``m <= 0`` matter.
+
+There ``v <= v - gamma m`` for every function ``v`` of the image and every ``gamma >= 0``. With a row that bounds ``m``
+from below over the whole set, the right-hand side is a row again, so any bound can be taken over those images alone:
+an attacker who drives a unit up must bring the margin down with the same budget. Tighter bounds of the units improve
+the row of ``m``, and so on; should the bound of ``m`` rise above 0, or the bounds of a unit cross, there is no such
+image. (In the limit this is the dual of the program that minimises a unit subject to ``m <= 0``.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball.input_sets import InputSet, TransportSet
+from wball.input_sets.base import ROUNDS
+from wball.input_sets.charges import Anchor, Charged, Charges
+from wball.input_sets.rows import Rows
+
+TIMES = (0.4, 1.0, 2.2, 5.0)
+"""Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the margin can fall."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``m >= constant + <rows, z> - charges`` for every image of the set, problem by problem; it matters where m <= 0.
+
+    Attributes:
+        rows: dense rows over the images, one per problem.
+        charges: what moved mass pays, one per problem; ``None`` if nothing is charged.
+        constant: ``(P,)``, float64, rounded down.
+        centre: the images themselves, float64.
+        fall: ``(P,)``, how far the row can fall below its value at the image.
+    """
+
+    rows: Rows
+    charges: Charges | None
+    constant: Tensor
+    centre: Tensor
+    fall: Tensor
+
+    @torch.no_grad()
+    def maximum(self, source: InputSet, rows: Rows, charged: Charged, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
+        """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the magnitudes it adds."""
+        shape = tuple(self.rows.coeff.shape[1:])
+        rows = rows.dense(shape)
+        charged = [(anchor, weights.dense(anchor.layer)) for anchor, weights in charged]
+        single = rows.like(rows.coeff.float())
+        lighter = [(anchor, weights.like(weights.coeff.float())) for anchor, weights in charged]
+        gamma = torch.zeros_like(self.constant[rows.image])
+        best = source.maximum(single, lighter, rounds=rounds).double()
+        rise = best - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
+        unit = rise.clamp(min=0) / self.fall[rows.image]
+        for times in TIMES:
+            trial = times * unit
+            value = self._at(trial, source, single, lighter, rounds)
+            gamma, best = torch.where(value < best, trial, gamma), torch.minimum(value, best)
+        size = self.constant.abs() + self.rows.coeff.abs().flatten(1).sum(1)
+        return self._at(gamma, source, rows, charged, rounds), gamma * size[rows.image]
+
+    def _at(self, gamma: Tensor, source: InputSet, rows: Rows, charged: Charged, rounds: int) -> Tensor:
+        dtype = rows.coeff.dtype
+        weight = gamma.to(dtype).view(-1, *[1] * (rows.coeff.ndim - 1))
+        together = rows.like(rows.coeff - weight * self.rows.coeff.to(dtype)[rows.image])
+        if self.charges is not None:
+            charged = [*charged, (_Fixed(self.charges), Rows(gamma.to(dtype)[:, None], rows.image))]
+        return source.maximum(together, charged, rounds=rounds).double() - gamma * self.constant[rows.image]
+
+
+class _Fixed(Anchor):
+    """Charges that are known, times a weight per row."""
+
+    layer = (1,)
+
+    def __init__(self, charges: Charges) -> None:
+        self.charges = charges
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        return False
+
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        weight = weights.coeff
+
+        def times(part: Tensor) -> Tensor:
+            return weight.view(-1, *[1] * (part.ndim - 1)) * part[rows.image].to(weight.dtype)
+
+        return Charges(times(self.charges.moves), times(self.charges.out), times(self.charges.into))
+
+
+def condition(source: InputSet, rows: Rows, charged: Charged, constant: Tensor, centre: Tensor) -> Condition:
+    """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order."""
+    dense = rows.dense(tuple(centre.shape[1:]))
+    charges: Charges | None = None
+    for anchor, weights in charged:
+        assert isinstance(source, TransportSet)
+        part = anchor.charge(weights.dense(anchor.layer), dense, source.active)
+        charges = part if charges is None else charges.plus(part)
+    at_image = (dense.coeff * centre).flatten(1).sum(1)
+    largest = source.maximum(dense.like(-dense.coeff), charged)
+    fall = (largest + at_image).clamp(min=math.ulp(1.0) * at_image.abs().clamp(min=1e-30))
+    return Condition(dense, charges, constant, centre, fall)

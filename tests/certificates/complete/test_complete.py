@@ -1,0 +1,137 @@
+"""Complete verification agrees with mixed-integer programming, and what it falsifies passes the audit."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wball
+from certificates.exact import euclidean, exact_margin
+from wball.certificates import CertificateStatus, certify
+from wball.certificates.complete import program
+from wball.certificates.complete.nodes import Nodes
+
+NETWORKS = 1500 if os.environ.get("WBALL_LONG") else 24
+
+
+def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
+    """A random network of one or two hidden layers, an image of 2 x 2 or 3 x 3 pixels, its label, and a radius."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=draw))
+
+    side = number(2, 4)
+    widths = [side * side, *(number(3, 8) for _ in range(number(1, 3))), 3]
+    net = nn.Sequential(nn.Flatten())
+    for before, after in pairwise(widths):
+        layer = nn.Linear(before, after)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(after, before, generator=draw) * 1.5 * (2 / before) ** 0.5)
+            layer.bias.copy_(0.3 * torch.randn(after, generator=draw))
+        net.extend([nn.ReLU(), layer] if len(net) > 1 else [layer])
+    x = torch.rand(1, 1, side, side, generator=draw)
+    radius = float(0.02 + 0.5 * torch.rand(1, generator=draw) ** 2)
+    return net.eval(), x, net(x).argmax(1), radius
+
+
+def true_margin(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> float:
+    layers = [
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+    ]
+    pixels = x[0].double().reshape(1, -1).numpy()
+    return exact_margin(layers, pixels, int(y), euclidean(*x.shape[2:]), float(ball.budget(x)))
+
+
+def agree(found: wball.CertificateResult, net: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, truth: float) -> str:
+    """The status' name; fails where it contradicts the truth, up to the tolerances of a solver."""
+    status = found.status[0]
+    assert found.counterexample is not None
+    if status is CertificateStatus.CERTIFIED:
+        assert truth > -1e-6 and float(found.margin) > 0
+    else:
+        assert float(found.margin) <= truth + 1e-6
+    if status is CertificateStatus.FALSIFIED:
+        assert truth < 1e-6
+        assert bool(wball.audit(ball, x, found.counterexample).all_valid)
+        assert int(net(found.counterexample).argmax()) != int(y)
+    return status.name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_answers_agree_with_mixed_integer_programs() -> None:
+    """Every network is decided, unless its margin is within a solver's tolerance of 0."""
+    counts: Counter[str] = Counter()
+    for seed in range(NETWORKS):
+        net, x, y, eps = tiny(seed)
+        ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))  # covers the image: full plans
+        truth = true_margin(net, x, y, ball)
+        name = agree(certify(net, x, y, ball, "complete", time_limit=20.0), net, x, y, ball, truth)
+        counts[name] += 1
+        assert name != "UNKNOWN" or abs(truth) < 1e-4, f"seed {seed}: margin {truth}"
+    assert counts["CERTIFIED"] >= NETWORKS // 6 and counts["FALSIFIED"] >= NETWORKS // 6, counts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nodes_without_linear_programs_agree_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of large networks: slopes, tightening under the margin, and multipliers of splits by Adam."""
+    monkeypatch.setattr(program, "MOST_UNITS", 0)
+    counts: Counter[str] = Counter()
+    for seed in range(100, 100 + NETWORKS // 3):
+        net, x, y, eps = tiny(seed)
+        ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
+        truth = true_margin(net, x, y, ball)
+        counts[agree(certify(net, x, y, ball, "complete", time_limit=3.0), net, x, y, ball, truth)] += 1
+    assert counts["UNKNOWN"] <= NETWORKS // 12, counts
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_boxes_are_decided_by_enumeration_of_signs() -> None:
+    """An l-inf ball around one pixel: the margin is a piecewise linear function of one number."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(1, 3), nn.ReLU(), nn.Linear(3, 2))
+    with torch.no_grad():
+        net[1].weight.copy_(torch.tensor([[1.0], [-1.0], [1.0]]))
+        net[1].bias.copy_(torch.tensor([-0.5, 0.5, -0.6]))
+        net[3].weight.copy_(torch.tensor([[1.0, 1.0, -3.0], [0.0, 0.0, 0.0]]))
+        net[3].bias.copy_(torch.tensor([0.05, 0.0]))
+    x, y = torch.full((1, 1, 1, 1), 0.5), torch.tensor([0])
+    # |t - 0.5| + 0.05 - 3 (t - 0.6)^+ vanishes at t = 0.675.
+    safe = certify(net, x, y, wball.LinfBall(0.17), "complete")
+    assert safe.status == (CertificateStatus.CERTIFIED,)
+    broken = certify(net, x, y, wball.LinfBall(0.18), "complete")
+    assert broken.status == (CertificateStatus.FALSIFIED,)
+    assert broken.counterexample is not None
+    assert 0.675 < float(broken.counterexample) <= 0.68 + 1e-6
+
+
+def test_time_is_limited_and_what_was_proved_is_kept() -> None:
+    net, x, y, _ = tiny(3)
+    ball = wball.WassersteinBall(0.05)
+    plain = certify(net, x, y, ball, "crown")
+    hurried = certify(net, x, y, ball, "complete", time_limit=1e-9)
+    assert float(hurried.margin) >= float(plain.margin)
+    assert hurried.status[0] in (plain.status[0], CertificateStatus.UNKNOWN)
+    with pytest.raises(ValueError, match="time_limit"):
+        certify(net, x, y, ball, "complete", time_limit=0.0)
+
+
+def test_children_of_a_node_fix_both_signs() -> None:
+    nodes = Nodes(
+        torch.tensor([0, 1]),
+        torch.tensor([-1.0, -2.0], dtype=torch.float64),
+        {("sign", 4): torch.zeros(2, 3), ("sign", 7): torch.zeros(2, 2), ("beta", 4): torch.ones(2, 3)},
+    )
+    children = nodes.split(torch.tensor([4, 7]), torch.tensor([2, 0]))
+    assert children.problem.tolist() == [0, 1, 0, 1]
+    assert children.state["sign", 4].tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, -1], [0, 0, 0]]
+    assert children.state["sign", 7].tolist() == [[0, 0], [1, 0], [0, 0], [-1, 0]]
+    assert np.isclose(float(children.bound.min()), -2.0) and math.isfinite(float(children.bound.max()))
