@@ -1,5 +1,5 @@
 # ruff: noqa: F405
-"""wball: robustness of image classifiers to moved mass (small Wasserstein distance).
+"""wball: Wasserstein adversarial robustness of image classifiers.
 
 The public names come from ``_api.py`` (add new ones there and to ``__all__``). It is imported when the first of them is
 used, so that ``wball --help`` need not wait for torch.

@@ -1,7 +1,8 @@
 """``python -m wball.demo``: evaluate the bundled models on bundled digits, and write a report. No download.
 
 This is ``wball evaluate`` with settings that take a minute on two cores: few images and the fast version of the
-standard attack. The numbers are real, and only as precise as few images allow.
+standard attack. The numbers are real, and as precise as few images allow: the report shows confidence intervals. One
+model was trained for certificates; for it the report also shows what is proved.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from rich.console import Console
 from wball.ball import WassersteinBall
 from wball.data import dataset_info, load_sample
 from wball.evaluation import evaluate, exit_code
+from wball.evaluation.trust import EXIT_CLAIMS
 from wball.report import write_report
 from wball.zoo import list_models, load_model, model_card
 
 RADII = (0.05, 0.1, 0.2, 0.3, 0.5)
+CERTIFIED = {"mnist-certified": "crown"}
+"""Models that are certified, too, and by which method."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration; 0 if every example passed the audit."""
+    """Run the demonstration; 0 if every example passed the audit, 3 if not, as ``wball evaluate``."""
     parser = argparse.ArgumentParser(prog="python -m wball.demo", description="Evaluate the bundled models.")
-    parser.add_argument("--images", type=int, default=30, help="how many digits (default 30)")
-    parser.add_argument("--models", nargs="+", default=None, help="which models (default: all that read MNIST)")
+    parser.add_argument("--images", type=int, default=30, help="number of digits (default 30)")
+    parser.add_argument("--models", nargs="+", default=None, help="models to evaluate (default: all for MNIST)")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)")
     options = parser.parse_args(arguments)
     if options.images < 1:
@@ -40,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     x, y = x[: options.images], y[: options.images]
     ball = WassersteinBall(RADII[-1])
     console.print(
-        f"{len(x)} digits, {len(names)} models. An attacker may move mass inside 5 x 5 pixels, at a cost of up to "
-        f"{', '.join(f'{r:g}' for r in RADII)} ({ball.unit}); no pixel leaves [0, 1].\n",
+        f"{len(x)} digits, {len(names)} models. An attacker may move mass within 5 x 5 pixels at radii "
+        f"{', '.join(f'{r:g}' for r in RADII)} ({ball.unit}); pixels stay in [0, 1].\n",
         markup=False,
     )
     results = []
@@ -53,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ball,
             RADII,
             "fast",
+            certify=CERTIFIED.get(name, False),
             out=options.out / name,
             name=name,
             data="bundled MNIST sample",
@@ -65,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
     report = write_report(results, options.out / "report.html")
     console.print(f"Open {report} in a browser.    ({time.perf_counter() - start:.1f} s)", markup=False)
-    return exit_code(results)
+    code = exit_code(results)
+    return code if code == EXIT_CLAIMS else 0  # a model whose evaluation is not reliable is part of the demonstration
 
 
 if __name__ == "__main__":

@@ -263,11 +263,11 @@ def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
 
 
 def strength(path: Path) -> list[Table]:
-    """What withstands each adversary, and what that costs."""
+    """Robust accuracy under each adversary, and what it costs."""
     found = _content(path)
     rows = [[row["adversary"], percent(row["withstand"]), f"{row['seconds']:,.0f} s"] for row in found["rows"]]
     title = f"{found['images']} test digits, `{found['model']}`, eps {found['eps']:g}"
-    return [Table(["adversary", "withstand", "takes"], rows, title)]
+    return [Table(["adversary", "robust accuracy", "time"], rows, title)]
 
 
 def _content(path: Path) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def summary(mnist: Path, defences: Path, proofs: Path, gpu: Path, cpu: Path) -> 
             f"{percent(trained['mnist-adversarial-paper'])} (the paper's recipe)",
         ],
         [
-            f"test digits of `{digits['name']}` proved safe at eps 0.05, whatever the plan",
+            f"test digits of `{digits['name']}` certified at eps 0.05 for any transport plan",
             percent(proved["anchored"][0.05]),
             f"{percent(proved['interval'][0.05])} (a box around each pixel)",
         ],

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.attacks.base import Attack, check_labels, lists_plans, spread
+from wball.display import Summarised
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
 from wball.solvers.problem import rounding_cost, unit_of
@@ -31,8 +32,8 @@ PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
 
 
-@dataclass(frozen=True)
-class MinimalRadius:
+@dataclass(frozen=True, repr=False)
+class MinimalRadius(Summarised):
     """The smallest radius found per image, in the order of the images.
 
     Attributes:
@@ -49,6 +50,12 @@ class MinimalRadius:
     images: Tensor
     success: Tensor
     n_attacks: Tensor
+
+    def headline(self) -> dict[str, str]:
+        shown = {"images": str(len(self.radius)), "broken": str(int(self.success.sum()))}
+        if bool(self.success.any()):
+            shown["median radius"] = f"{float(self.radius[self.success].median()):.4g}"
+        return shown
 
     def accuracy_at(self, eps: float) -> float:
         """The share of images without an example at a radius up to ``eps``. Meaningful up to the search's ``hi``."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wball.attacks.findings import Finding, merged, reliable
+from wball.display import Summarised, percent
 from wball.plan import StoredPlan
 
 
@@ -30,8 +31,8 @@ class AttackStatus(Enum):
 STATUSES = tuple(AttackStatus)
 
 
-@dataclass(frozen=True)
-class AttackResult:
+@dataclass(frozen=True, repr=False)
+class AttackResult(Summarised):
     """What an attack found, in the order of the images.
 
     Attributes:
@@ -68,6 +69,13 @@ class AttackResult:
     def reliable(self) -> bool:
         """Whether no finding says that the robust accuracy may be too high."""
         return reliable(self.findings)
+
+    def headline(self) -> dict[str, str]:
+        broken = self.distance[self.success]
+        shown = {"images": str(len(self.success)), "robust accuracy": percent(self.robust_accuracy)}
+        if len(broken):
+            shown["median distance"] = f"{float(broken.median()):.4g}"
+        return {**shown, "steps": str(int(self.n_steps.sum())), "kernel": self.kernel}
 
     @property
     def robust_accuracy(self) -> float:

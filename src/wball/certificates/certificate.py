@@ -17,6 +17,7 @@ from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
 from wball.certificates.tracing import trace
+from wball.display import Summarised, percent
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.box import intervals
 from wball.model import ask, check_classes, evaluating
@@ -40,8 +41,8 @@ class CertificateStatus(Enum):
         return f"{self.name.lower()}: {self.value}"
 
 
-@dataclass(frozen=True)
-class CertificateResult:
+@dataclass(frozen=True, repr=False)
+class CertificateResult(Summarised):
     """What was proved about each image.
 
     Attributes:
@@ -63,6 +64,13 @@ class CertificateResult:
     method: Method
     kernel: str = "torch"
     counterexample: Tensor | None = None
+
+    def headline(self) -> dict[str, str]:
+        shown = {"images": str(len(self.certified))}
+        if len(self.certified):
+            shown["certified accuracy"] = percent(float(self.certified.double().mean()))
+            shown["median margin"] = f"{float(self.margin.median()):.4g}"
+        return {**shown, "method": self.method, "plans": self.plans}
 
 
 def certify(

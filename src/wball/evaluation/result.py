@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
+from wball.display import Summarised, percent
 from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.schema import PROOFS, check_content, check_pictures
 from wball.evaluation.trust import (
@@ -78,8 +79,8 @@ class CurvePoint:
     measured: bool = True
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Summarised):
     """The result of :func:`wball.evaluate`.
 
     Attributes:
@@ -112,6 +113,16 @@ class Evaluation:
     exhibit: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     disagreements: tuple[int, ...] = ()
     notes: tuple[EvaluationWarning, ...] = ()
+
+    def headline(self) -> dict[str, str]:
+        shown = {"model": self.name, "images": str(len(self)), "clean accuracy": percent(self.clean_accuracy)}
+        middle = self.radii[len(self.radii) // 2]
+        low, high = self.interval(self.accuracy_at(middle))
+        robust = f"{percent(self.accuracy_at(middle))} (95 % interval {percent(low)} to {percent(high)})"
+        shown[f"robust accuracy at {middle:g}"] = robust
+        if (proved := self.certified_at(middle)) is not None:
+            shown[f"certified accuracy at {middle:g}"] = percent(proved)
+        return {**shown, "reliable": "yes" if self.reliable else "no"}
 
     def __len__(self) -> int:
         return len(self.images["label"])

@@ -27,6 +27,8 @@ WIDTH = 3.4
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")
 MARKERS = "osD^vPX"
 FORMATS = ("pdf", "png", "svg")
+TITLE = 8
+"""Letters of two names of classes that fit into one line above a picture."""
 STYLE: dict[str, Any] = {
     "font.size": 8,
     "axes.spines.top": False,
@@ -52,15 +54,15 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
         axes.plot(eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style)
         proved = [100 * p.certified for p in points if p.certified is not None]
         if proved:
-            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (proved)"), **style)
-    axes.set(xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})", ylabel="accuracy (%)", ylim=(-2, 102))
+            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (certified)"), **style)
+    axes.set(xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})", ylabel="robust accuracy (%)", ylim=(-2, 102))
     axes.set_xlim(left=0)
     axes.legend()
     return figure
 
 
 def radius_figure(evaluations: Sequence[Evaluation]) -> Figure:
-    """How the exact distances of the examples are distributed: the share of images broken by then."""
+    """The fraction of images with an adversarial example within a distance, against the distance."""
     figure, axes = _one_axes(evaluations)
     for k, e in enumerate(evaluations):
         found = e.images["distance"][e.images["read_as"] >= 0].sort().values
@@ -84,21 +86,30 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     x, z = evaluation.examples["original"][chosen].float(), evaluation.examples["adversarial"][chosen].float()
     change = (z - x).mean(1)
     scale = float(change.abs().max()) or 1.0
-    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * 1.7))
+    titles = [
+        tuple(evaluation.class_name(int(evaluation.images[name][int(index[i])])) for name in ("label", "read_as"))
+        for i in chosen.tolist()
+    ]
+    long = max(len(label) + len(read_as) for label, read_as in titles) > TITLE
+    figure = new_figure((WIDTH, 0.62 * WIDTH * 3 / max(3, len(chosen)) * (1.9 if long else 1.7)))
     grid = figure.subplots(3, len(chosen), squeeze=False)
     picture: Any = None
     for k, i in enumerate(chosen.tolist()):
-        image = int(index[i])
-        label, read_as = (evaluation.class_name(int(evaluation.images[name][image])) for name in ("label", "read_as"))
+        label, read_as = titles[k]
         for row, pixels in ((0, x[k]), (2, z[k])):
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
             grid[row, k].imshow(shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         picture = grid[1, k].imshow(change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest")
-        grid[0, k].set_title(plain(f"{label} → {read_as}"), fontsize=7, pad=2)
-        grid[2, k].set_xlabel(f"{float(evaluation.images['distance'][image]):.3f}", fontsize=7, labelpad=2)
+        # Long names of classes take two lines, cut to what fits above a picture.
+        title = f"{_cut(label)}\n→ {_cut(read_as)}" if long else f"{label} → {read_as}"
+        grid[0, k].set_title(plain(title), fontsize=5 if long else 7, pad=2)
+        distance = float(evaluation.images["distance"][int(index[i])])
+        grid[2, k].set_xlabel(f"{distance:.3f}", fontsize=7, labelpad=2)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
         axis.grid(False)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
     figure.colorbar(picture, ax=grid[1, :], shrink=0.9, aspect=8, pad=0.02).ax.tick_params(labelsize=6)
     return figure
 
@@ -140,6 +151,10 @@ def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
     with style():
         figure = new_figure((WIDTH, 0.72 * WIDTH))
         return figure, figure.subplots()
+
+
+def _cut(name: str, length: int = 12) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def plain(text: str) -> str:

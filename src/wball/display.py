@@ -1,0 +1,37 @@
+"""Results in a session: one line in a terminal, a small table in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+
+
+class Summarised:
+    """A result that shows what it says instead of all its tensors. Subclasses write :meth:`headline`.
+
+    >>> class Result(Summarised):
+    ...     def headline(self) -> dict[str, str]:
+    ...         return {"images": "3", "robust accuracy": "66.7 %"}
+    >>> Result()
+    <Result: images 3, robust accuracy 66.7 %>
+    """
+
+    def headline(self) -> Mapping[str, str]:
+        """What is worth knowing at a glance, by name."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {', '.join(f'{name} {value}' for name, value in self.headline().items())}>"
+
+    def _repr_html_(self) -> str:
+        """The same for notebooks."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self.headline().items()
+        )
+        return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"
+
+
+def percent(part: float) -> str:
+    """A fraction for people."""
+    return f"{100 * part:.1f} %"
