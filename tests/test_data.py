@@ -26,7 +26,6 @@ from wball.data import (
     RandomAffine,
     RandomCropFlip,
     RandomCutout,
-    batches,
     load_dataset,
     load_folder,
     load_sample,
@@ -440,15 +439,6 @@ def test_augmentation_is_a_crop_of_the_padded_image() -> None:
     assert torch.equal(RandomCropFlip(padding=0, flip=False)(x), x)
     same = [RandomCropFlip()(x, torch.Generator().manual_seed(3)) for _ in range(2)]
     assert torch.equal(*same)
-
-
-def test_batches_cover_everything_once() -> None:
-    x, y = torch.arange(10.0).view(10, 1, 1, 1), torch.arange(10)
-    assert [len(b) for b, _ in batches(x, y, 4)] == [4, 4, 2]
-    shuffled = list(batches(x, y, 3, shuffle=True, generator=torch.Generator().manual_seed(1)))
-    labels = torch.cat([label for _, label in shuffled])
-    assert sorted(labels.tolist()) == list(range(10)) and labels.tolist() != list(range(10))
-    assert torch.equal(torch.cat([b for b, _ in shuffled]).flatten().long(), labels)
 
 
 # --- download ----------------------------------------------------------------------------------------------------

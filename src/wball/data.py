@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -360,20 +360,6 @@ class RandomCutout:
 
         square = covered(x.shape[2])[:, None, :, None] & covered(x.shape[3])[:, None, None, :]
         return x.masked_fill(square, 0.0)
-
-
-def batches(
-    x: Tensor, y: Tensor, size: int, *, shuffle: bool = False, generator: torch.Generator | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Consecutive pieces of ``(x, y)``, of a fresh random order if ``shuffle`` (``generator``: a CPU one)."""
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
-    if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
-    order = torch.randperm(len(x), generator=generator).to(x.device) if shuffle else None
-    for start in range(0, len(x), size):
-        index = slice(start, start + size) if order is None else order[start : start + size]
-        yield x[index], y[index]
 
 
 def read_idx(path: PathLike) -> Tensor:

@@ -12,7 +12,7 @@ def grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Rank and number of processes: as the process group tells them or, before there is one, ``torchrun``."""
     if grouped():
         return dist.get_rank(), dist.get_world_size()

@@ -20,8 +20,8 @@ import wball
 from wball.cli import choices, main
 from wball.cli.commands import app
 from wball.evaluation import load_evaluation
-from wball.evaluation.files import read_tensors
 from wball.storage.atomic import locked
+from wball.storage.files import read_tensors
 
 SOURCES = Path(__file__).parents[2] / "src"
 

@@ -169,20 +169,30 @@ def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
     assert same(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty"])
-@pytest.mark.parametrize("name", ["batches/batch-00001.safetensors", "batches/settings.json"])
-def test_damaged_work_in_progress_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    process = start(worker.run, tmp_path, 0.0, 40)
-    assert ended(process) == -signal.SIGKILL
-    path = tmp_path / name
-    content = path.read_bytes()
-    path.write_bytes({"cut": content[: len(content) // 2], "zeros": bytes(len(content)), "empty": b""}[damage])
-    with pytest.raises(ValueError, match=path.name):
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "flip"])
+def test_damaged_batches_are_named_and_computed_again(tmp_path: Path, undisturbed: Path, damage: str) -> None:
+    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
+    path = tmp_path / "batches" / "batch-00001.safetensors"
+    path.write_bytes(damaged(path.read_bytes(), damage))
+    with pytest.warns(UserWarning, match=r"batch-00001.safetensors is no complete.*the batch is computed again"):
         worker.run(str(tmp_path))
-    path.unlink()  # the remedy: what is gone is computed again
-    if "settings" not in name:
+    assert same(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "flip"])
+def test_damaged_settings_are_named(tmp_path: Path, damage: str) -> None:
+    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
+    path = tmp_path / "batches" / "settings.json"
+    path.write_bytes(damaged(path.read_bytes(), damage))
+    with pytest.raises(ValueError, match=r"settings.json.*--overwrite"):
         worker.run(str(tmp_path))
-        assert load_evaluation(tmp_path).clean_accuracy == 1.0
+
+
+def damaged(content: bytes, how: str) -> bytes:
+    if how == "flip":  # of a digit in the JSON, of a number among the tensors
+        where = content.rindex(b"0.4") + 2 if b"{" in content[:1] else len(content) - 100
+        return content[:where] + bytes([content[where] ^ 1]) + content[where + 1 :]
+    return {"cut": content[: len(content) // 2], "zeros": bytes(len(content)), "empty": b""}[how]
 
 
 @pytest.mark.parametrize("name", RESULTS)

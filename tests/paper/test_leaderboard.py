@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import wball
 from wball.cli import main
-from wball.evaluation.files import write_json
 from wball.paper import leaderboard
 from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
 from wball.paper.leaderboard_page import claims, page, stored_claims, tables, write_page
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
+from wball.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent.parent
 SIDE = 6

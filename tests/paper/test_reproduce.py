@@ -26,7 +26,6 @@ from torch import nn
 import wball
 from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
 from wball.cli import main as command_line
-from wball.evaluation.files import read_json, write_json
 from wball.paper import measure as measuring
 from wball.paper import page, timings, workshop
 from wball.paper.curves import MNIST_CURVES
@@ -36,6 +35,7 @@ from wball.paper.run import RECIPES, chosen, command, draw, overview, reproduce,
 from wball.paper.tables import Table, pack, percent, unpack
 from wball.paper.workshop import Data, MissingModel, Settings, Subject, Workshop, quick_config
 from wball.storage.atomic import locked
+from wball.storage.files import read_json, write_json
 from wball.training import TrainConfig, preset, presets
 
 ROOT = Path(__file__).parent.parent.parent

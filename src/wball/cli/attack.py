@@ -58,9 +58,9 @@ def attack(
 
     from wball.attacks import AttackStatus
     from wball.auditing.audit import audit
-    from wball.evaluation.files import write_tensors
     from wball.evaluation.run import probe
     from wball.model import ask, top_class
+    from wball.storage.files import write_tensors
 
     if out is not None and out.suffix != ".safetensors":
         raise typer.BadParameter(f"--out {out}: the file must end in .safetensors")

@@ -272,6 +272,6 @@ def prints_aside(aside: bool) -> Iterator[None]:
 
 def main_process() -> bool:
     """Whether this process speaks for all of those that ``torchrun`` started."""
-    from wball.processes import place
+    from wball.processes import rank_and_size
 
-    return place()[0] == 0
+    return rank_and_size()[0] == 0

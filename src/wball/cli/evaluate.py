@@ -201,7 +201,7 @@ def _radii(
 
 
 def _earlier_radii(folder: Path) -> list[float] | None:
-    from wball.evaluation.files import read_json
+    from wball.storage.files import read_json
 
     for path in (folder / "results.json", folder / "batches" / "settings.json"):
         if path.is_file():

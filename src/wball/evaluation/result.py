@@ -15,7 +15,6 @@ from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.display import Summarised, percent
-from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.schema import PROOFS, check_content, check_pictures
 from wball.evaluation.trust import (
     HARMLESS,
@@ -26,6 +25,7 @@ from wball.evaluation.trust import (
     confidence_interval,
     decide,
 )
+from wball.storage.files import read_json, read_tensors, sealed, unsealed, write_json, write_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -308,7 +308,7 @@ class Evaluation(Summarised):
             write_tensors(folder / EXAMPLES, dict(self.examples))
         if self.exhibit:
             write_tensors(folder / EXHIBIT, dict(self.exhibit))
-        write_json(folder / RESULTS, self.to_dict())
+        write_json(folder / RESULTS, sealed(self.to_dict()))
 
     def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
         """Write the report, one HTML file that needs nothing else; ``others`` are compared with this evaluation."""
@@ -380,6 +380,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         check_content(content)
     except ValueError as error:
         raise ValueError(f"{file} is no complete evaluation: {error}") from error
+    content = unsealed(file, content)
     columns = content["images"]
     # Evaluations of earlier versions do not say: they solved every transport problem.
     proofs = columns.get("proof", [None if k < 0 else PROOFS[EXACT] for k in columns["read_as"]])

@@ -42,7 +42,6 @@ from wball.certificates.tracing import trace
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluation.doubts import as_warnings, look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
-from wball.evaluation.files import Log, read_json, read_tensors, write_json, write_tensors
 from wball.evaluation.result import (
     COLUMNS,
     EXACT,
@@ -58,8 +57,9 @@ from wball.evaluation.trust import EvaluationWarning, as_code, claim_warnings
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
-from wball.processes import grouped, place
+from wball.processes import grouped, rank_and_size
 from wball.storage.atomic import clear_parts, locked
+from wball.storage.files import Log, read_json, read_tensors, sealed, unsealed, write_json, write_tensors
 
 BATCHES = "batches"
 CPU_BATCH = 50
@@ -172,7 +172,7 @@ def evaluate(
             _begin(folder, {"settings": said, "provenance": origin}, batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():
-            begun = read_json(folder / BATCHES / "settings.json")
+            begun = read_json(folder / BATCHES / "settings.json")  # checked by the first process
             log = Log(folder / "log.jsonl", rank)
             log("start", world=world, command=begun["provenance"]["command"])
             shard = _Shard(model, x, y, ball, chosen, begun["settings"], folder / BATCHES, log)
@@ -206,8 +206,12 @@ class _Shard:
     log: Log
 
     @property
+    def size(self) -> int:
+        return int(self.settings["batch_size"])
+
+    @property
     def count(self) -> int:
-        return math.ceil(len(self.x) / int(self.settings["batch_size"]))
+        return math.ceil(len(self.x) / self.size)
 
     @property
     def stages(self) -> int:
@@ -246,8 +250,11 @@ class _Shard:
 
     def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.path(batch).is_file():
-            with _or_overwrite():
+            try:
                 return self._read(batch, len(x))
+            except ValueError as error:
+                warnings.warn(f"{error}; the batch is computed again", stacklevel=2)
+                self.log("damaged", batch=batch, said=str(error))
         infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
         none = torch.full((len(x),), -1, dtype=torch.long)
         predicted = _predict(self.model, x).cpu()
@@ -276,6 +283,15 @@ class _Shard:
         if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(self.stages + 1):
             raise ValueError(f"{self.path(batch)} is no batch of this evaluation: its notes are {notes}")
         return state, notes
+
+    def _finished(self, batch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A batch as it was stored; worked off once more if its file was damaged in the meantime."""
+        count = min(self.size, len(self.x) - batch * self.size)
+        try:
+            return self._read(batch, count)
+        except ValueError:
+            self._work_off(batch, lambda _: None)
+            return self._read(batch, count)
 
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
@@ -385,7 +401,7 @@ class _Shard:
 
     def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
         """The whole result, once every batch is done."""
-        parts = [read_tensors(self.path(batch)) for batch in range(self.count)]
+        parts = [self._finished(batch) for batch in range(self.count)]
         size = int(self.settings["batch_size"])  # no more at a time than there was memory for
         whole = {name: torch.cat([state[name] for state, _ in parts]) for name in parts[0][0]}
         adversarial = whole.pop("adversarial")
@@ -567,7 +583,7 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
 @contextmanager
 def _team() -> Iterator[tuple[int, int, Callable[[], None]]]:
     """Which process of how many this is, and how to wait for the others."""
-    rank, world = place()
+    rank, world = rank_and_size()
     if world == 1:
         yield 0, 1, lambda: None
         return
@@ -590,7 +606,7 @@ def _folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
             raise NotADirectoryError(f"out must be a folder, but {path} is a file")
         yield path
         return
-    if place()[1] > 1:
+    if rank_and_size()[1] > 1:
         raise ValueError("out must be given where several processes share the work: they meet in that folder")
     with tempfile.TemporaryDirectory(prefix="wball-") as folder:
         yield Path(folder)
@@ -605,8 +621,9 @@ def _begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
                 parts = [found.get(name) for name in ("settings", "provenance")] if isinstance(found, dict) else [None]
                 if not all(isinstance(part, dict) for part in parts):
                     raise ValueError(f"{path} is no evaluation")
+                unsealed(path, found)
             return _same_run(found, run, folder, any_batch_size)
-    write_json(folder / BATCHES / "settings.json", run)
+    write_json(folder / BATCHES / "settings.json", sealed(run))
 
 
 @contextmanager
@@ -646,7 +663,11 @@ def _short(old: Any, new: Any) -> str:
 
 def _clear(folder: Path, results: bool = True) -> None:
     """Remove the batches; with ``results``, everything an evaluation wrote."""
-    shutil.rmtree(folder / BATCHES, ignore_errors=True)
+    batches = folder / BATCHES
+    if batches.is_symlink():  # rmtree refuses it, and what is behind it is not ours
+        batches.unlink()
+    elif batches.exists():
+        shutil.rmtree(batches)
     if results:
         for name in (RESULTS, EXAMPLES, EXHIBIT, "report.html", "log.jsonl"):
             (folder / name).unlink(missing_ok=True)

@@ -23,10 +23,10 @@ from wball.certificates import FlowSmoothing
 from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
-from wball.evaluation.files import read_json, write_json
 from wball.paper.measure import certified, evaluated
 from wball.paper.workshop import Data, MissingModel, Settings, Subject, Workshop
 from wball.storage.atomic import locked
+from wball.storage.files import read_json, write_json
 from wball.zoo import model_card
 from wball.zoo.public import PublicModel
 

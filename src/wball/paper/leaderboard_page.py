@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wball.data import dataset_info
-from wball.evaluation.files import read_json
 from wball.paper import published
 from wball.paper.leaderboard import BOARD, PROTOCOLS, Protocol, read
 from wball.paper.measure import accuracy_at
 from wball.paper.tables import Table, percent
 from wball.paper.workshop import Data
 from wball.storage.atomic import write_whole
+from wball.storage.files import read_json
 
 PAGE = Path("docs/leaderboard.md")
 

@@ -21,7 +21,6 @@ import torch
 
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.evaluation.files import read_json, write_json
 from wball.inputs import check_count
 from wball.paper import authors, certificates, curves, leaderboard, leaderboard_page, nominal, page, pictures, timings
 from wball.paper.recipe import Recipe
@@ -29,6 +28,7 @@ from wball.paper.tables import Table
 from wball.paper.workshop import Clock, Settings, Workshop
 from wball.report.figures import save_figure, style
 from wball.storage.atomic import FolderInUse, locked, write_whole
+from wball.storage.files import read_json, write_json
 
 FORMAT = "wball-reproduction/1"
 

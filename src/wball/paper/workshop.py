@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
-from wball.evaluation.files import read_json, read_tensors, write_json, write_tensors
 from wball.inputs import check_count, check_seed, find_device
 from wball.models import build_model
 from wball.storage.atomic import locked
+from wball.storage.files import read_json, read_tensors, write_json, write_tensors
 from wball.storage.weights import load_weights
 from wball.training.config import TrainConfig, Validation
 from wball.training.loop import train

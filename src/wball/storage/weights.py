@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wball.storage.atomic import write_whole
+from wball.storage.files import CHECKSUM, tensor_checksum
 
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
@@ -65,7 +66,7 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mappi
         raise ValueError(f"path must end in .safetensors, got {path}")
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _tensors_of(model).items()}
     # save_file would make a file that only its owner can read.
-    write_whole(path, save(tensors, metadata=dict(metadata) if metadata else None))
+    write_whole(path, save(tensors, metadata={**(metadata or {}), CHECKSUM: tensor_checksum(tensors)}))
 
 
 def _tensors_of(model: nn.Module) -> StateDict:
@@ -74,12 +75,6 @@ def _tensors_of(model: nn.Module) -> StateDict:
     if lazy := [name for name, value in state.items() if is_lazy(value)]:
         raise ValueError(f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first")
     return state
-
-
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The text stored beside the weights of a safetensors file."""
-    with _safetensors(Path(path)) as file:
-        return dict(file.metadata() or {})
 
 
 def _safetensors(path: Path) -> Any:
@@ -96,7 +91,11 @@ def _read(path: Path) -> Any:
         raise FileNotFoundError(f"no weights file at {path}")
     if path.suffix.lower() == ".safetensors":
         with _safetensors(path) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            checksum = (file.metadata() or {}).get(CHECKSUM)  # other programs write none
+        if checksum is not None and checksum != tensor_checksum(tensors):
+            raise ValueError(f"{path} is damaged: the weights do not have their checksum")
+        return tensors
     if path.suffix.lower() not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
         raise ValueError(f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files")
     try:

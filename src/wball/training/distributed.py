@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from wball.processes import grouped, place
+from wball.processes import grouped, rank_and_size
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
 
 def current() -> World:
     """The world of the process group that is running, or a world of one."""
-    return World(*place()) if grouped() else World()
+    return World(*rank_and_size()) if grouped() else World()
 
 
 @contextmanager

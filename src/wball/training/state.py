@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from wball.storage.atomic import write_whole
+from wball.storage.files import DamagedFile, read_tensors, write_tensors
 
 
 def generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -34,19 +33,18 @@ def generator(seed: int, purpose: str, number: int, device: torch.device | str =
 
 def save_state(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
     """Replace the checkpoint at ``path``, all or nothing."""
-    # clone: safetensors refuses tensors that share memory
-    content = save({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, {"json": json.dumps(header)})
-    write_whole(path, content)
+    write_tensors(path, tensors, header)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the header of a checkpoint."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            header = json.loads(file.metadata()["json"])
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no checkpoint of a training run ({error}); delete it to start anew") from error
+        tensors, header = read_tensors(path)
+    except DamagedFile as error:
+        raise ValueError(f"{error}: it is no checkpoint of a training run; delete it to start anew") from error
+    if header is None:
+        raise ValueError(f"{path} is no checkpoint of a training run; delete it to start anew")
+    return tensors, header
 
 
 def check_header(path: str, header: Any) -> None:

@@ -1,0 +1,90 @@
+"""Files that are damaged are named, and never read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import wball
+from torture.damage import flip_bits, make_files
+from wball.evaluation import evaluate, load_evaluation
+from wball.storage import files
+from wball.storage.files import DamagedFile, read_json, read_tensors, sealed, unsealed, write_json, write_tensors
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, object]]:
+    return dict(make_files(tmp_path_factory.mktemp("files")))
+
+
+@pytest.mark.filterwarnings("ignore:files of an earlier version")
+@pytest.mark.parametrize("kind", ["batch", "results", "examples", "exhibit", "checkpoint", "weights"])
+def test_flipped_bits_are_noticed_or_change_nothing(made: dict[str, tuple[Path, object]], kind: str) -> None:
+    counts = flip_bits(*made[kind], count=25, seed=1)  # type: ignore[arg-type]
+    assert counts["silent"] == 0 and counts["noticed"] > 0
+
+
+def test_a_flipped_prediction_does_not_change_the_headline(made: dict[str, tuple[Path, object]]) -> None:
+    """The case that was reported: one bit of the column of predictions in the results."""
+    path, _ = made["results"]
+    whole = path.read_bytes()
+    where = whole.index(b'"predicted": [') + len(b'"predicted": [')
+    path.write_bytes(whole[:where] + bytes([whole[where] ^ 1]) + whole[where + 1 :])
+    with pytest.raises(DamagedFile, match=r"results.json is no longer what was written"):
+        load_evaluation(path)
+    path.write_bytes(whole)
+    assert load_evaluation(path).clean_accuracy == 1.0
+
+
+def test_files_of_earlier_versions_are_read_and_that_is_said_once(
+    made: dict[str, tuple[Path, object]], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    files._tell_once.cache_clear()
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", {"notes": '{"done": 1}'})
+    with pytest.warns(UserWarning, match="have no checksums"):
+        tensors, notes = read_tensors(tmp_path / "a.safetensors")
+    assert torch.equal(tensors["a"], torch.ones(2)) and notes == {"done": 1}
+    content = json.loads(made["results"][0].read_text())
+    del content["sha256"]
+    write_json(tmp_path / "results.json", content)
+    assert load_evaluation(tmp_path / "results.json").clean_accuracy == 1.0  # and no second warning
+    files._tell_once.cache_clear()
+
+
+def test_sealed_content_is_what_it_was(tmp_path: Path) -> None:
+    content = {"a": [1, 2.5, None, 1e-300], "b": {"c": "ä"}, "d": (1, 2)}
+    write_json(tmp_path / "a.json", sealed(content))
+    assert unsealed(tmp_path / "a.json", read_json(tmp_path / "a.json")) == {**content, "d": [1, 2]}
+
+
+def test_json_nested_too_deeply_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(DamagedFile, match=r"a.json is no complete JSON file \(it is nested too deeply\)"):
+        read_json(tmp_path / "a.json")
+
+
+def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tensors(tmp_path / name, {"x": torch.arange(5), "y": torch.zeros(0, 2)}, {"n": 1, "m": [1.5]})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_overwrite_does_not_reuse_batches_behind_a_symbolic_link(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2)).eval()
+    ball = wball.WassersteinBall(0.1)
+    x = torch.rand(4, 1, 4, 4)
+    y = model(x).argmax(1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "batch-00000.safetensors").write_bytes(b"old work")
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "batches").symlink_to(elsewhere, target_is_directory=True)
+    result = evaluate(model, x, y, ball, attack=wball.DualAveraging(ball, steps=2), out=tmp_path / "o", overwrite=True)
+    assert result.clean_accuracy == 1.0
+    assert (elsewhere / "batch-00000.safetensors").read_bytes() == b"old work"
+    assert not (tmp_path / "o" / "batches").exists()
