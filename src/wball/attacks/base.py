@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -159,7 +159,7 @@ class Attack(ABC):
     def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
         long = images * self.n_gradients > PROGRESS_AFTER
         show = long if self.progress is None else self.progress
-        return bar(type(self).__name__, images, self.n_gradients) if show else nullcontext()
+        return bar(type(self).__name__, images, self.n_gradients, show)
 
 
 @dataclass(frozen=True)

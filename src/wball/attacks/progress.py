@@ -1,20 +1,18 @@
-"""The bar that long attacks show on stderr."""
+"""How far an attack has come, on a bar of its own or within the stage of a longer work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from wball import progress
 
 
 class Bar:
-    """How far an attack has come: images of finished batches, and the steps of the current one."""
+    """Images of finished batches, and the steps of the current one."""
 
-    def __init__(self, display: Progress, task: TaskID, steps: int) -> None:
-        self._display, self._task, self._steps = display, task, steps
+    def __init__(self, shown: progress.Bar, images: int, steps: int) -> None:
+        self._shown, self._images, self._steps = shown, max(1, images), max(1, steps)
         self._start, self._size, self._step = 0, 0, 0
 
     def batch(self, start: int, size: int) -> None:
@@ -24,15 +22,16 @@ class Bar:
     def step(self, active: int) -> None:
         """One gradient step of ``active`` images."""
         self._step += 1
-        done = self._start + self._size * min(1.0, self._step / self._steps)
-        self._display.update(self._task, completed=done, description=f"{active} of {self._size} withstand")
+        self._shown.within((self._start + self._size * min(1.0, self._step / self._steps)) / self._images)
 
 
 @contextmanager
-def bar(name: str, images: int, steps: int) -> Iterator[Bar]:
-    """A bar for ``steps`` steps on ``images`` images, which vanishes when it is done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as display:
-        yield Bar(display, display.add_task(name, total=images), steps)
+def bar(name: str, images: int, steps: int, show: bool) -> Iterator[Bar | None]:
+    """Progress of ``steps`` steps on ``images`` images; ``None`` where nobody looks."""
+    if show:
+        with progress.bar(name, images, "of the images") as shown:
+            shown.stage(images, name)
+            yield Bar(shown, images, steps)
+    else:
+        outer = progress.around()
+        yield None if outer is None else Bar(outer, images, steps)

@@ -64,11 +64,11 @@ def data(
     quiet: shared.Quiet = False,
 ) -> int:
     """Download a data set into --data-dir, where the other commands look for it; verified and resumable."""
-    from rich.progress import DownloadColumn, Progress, TaskID, TransferSpeedColumn
     from rich.table import Table
 
     from wball.data import dataset_info, datasets
     from wball.fetch import download
+    from wball.progress import bar
 
     console = open_console(quiet, False)
     if name is None:
@@ -79,13 +79,13 @@ def data(
         console.print(table)
         return 0
     info = dataset_info(name)
-    with Progress(*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn(), disable=quiet) as bar:
-        tasks: dict[str, TaskID] = {}
+    with bar(info.title, unit="MB", show=not quiet) as shown:
 
         def show(file: str, done: int, total: int | None) -> None:
-            if file not in tasks:
-                tasks[file] = bar.add_task(file, total=total)
-            bar.update(tasks[file], completed=done, total=total)
+            shown.stage(0, file)
+            shown.move_to(done / 1e6)
+            if total is not None:
+                shown.total(total / 1e6)
 
         folder = download(info.name, data_dir, progress=show)
     console.print(printable(f"{info.title} is in {folder}"), markup=False)

@@ -27,6 +27,7 @@ from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.model import as_found, ask, check_classes
 from wball.models import build_model
+from wball.progress import bar as progress_bar
 from wball.storage.atomic import clear_parts, locked, write_whole
 from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
@@ -558,21 +559,12 @@ def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:
 
 @contextmanager
 def _bar(show: bool | None, main: bool, config: TrainConfig, per_epoch: int) -> Iterator[Callable[[int], None]]:
-    """A bar for the run, which vanishes at its end; a function that moves it to a step."""
-    if not (sys.stderr.isatty() if show is None else show) or not main:
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    """A bar for the run; a function that moves it to a step."""
+    wanted = main and (sys.stderr.isatty() if show is None else show)
+    with progress_bar(config.name, per_epoch * config.epochs, "of the steps", show=wanted) as bar:
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("step {task.completed}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(config.name, total=per_epoch * config.epochs)
-        yield lambda step: bar.update(
-            task, completed=step, description=f"{config.name}, epoch {min(config.epochs, (step - 1) // per_epoch + 1)}"
-        )
+        def tick(step: int) -> None:
+            bar.stage(1, f"{config.name}, epoch {min(config.epochs, (step - 1) // per_epoch + 1)}")
+            bar.move_to(step)
+
+        yield tick

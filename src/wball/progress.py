@@ -1,0 +1,89 @@
+"""The progress bar on stderr that attacks, evaluations, training and downloads share.
+
+Work may be nested: an evaluation opens a bar, and the attacks it runs find it with :func:`around` and show how far they
+are within the current stage, instead of opening bars of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_AROUND: ContextVar[Bar | None] = ContextVar("wball_progress", default=None)
+
+
+class Bar:
+    """How far some work is, in units of it. Without a display it shows nothing."""
+
+    def __init__(self, display: Progress | None = None, task: TaskID | None = None) -> None:
+        self._display, self._task = display, task
+        self._done, self._stage = 0.0, 0.0
+
+    def total(self, units: float) -> None:
+        """The whole work takes ``units``."""
+        self._update(total=units)
+
+    def stage(self, units: float, said: str) -> None:
+        """The next ``units`` of work begin; ``said`` is shown in front of the bar."""
+        from rich.markup import escape
+
+        self._stage = units
+        self._update(description=escape(said))
+
+    def within(self, fraction: float) -> None:
+        """This fraction of the current stage is done."""
+        self._update(completed=self._done + self._stage * min(1.0, fraction))
+
+    def advance(self, units: float) -> None:
+        """``units`` more are done."""
+        self.move_to(self._done + units)
+
+    def move_to(self, units: float) -> None:
+        """``units`` in all are done."""
+        self._done, self._stage = units, 0.0
+        self._update(completed=units)
+
+    def _update(self, **changes: float | str) -> None:
+        if self._display is not None and self._task is not None:
+            self._display.update(self._task, **changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def bar(
+    title: str, total: float | None = None, unit: str = "", *, show: bool = True, parts: bool = False
+) -> Iterator[Bar]:
+    """A bar with the time left, which vanishes from a terminal at its end. With ``parts``, attacks report to it."""
+    if not show:
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %" if total is not None or unit else ""),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=console.is_terminal) as display:
+        made = Bar(display, display.add_task(escape(title), total=total))
+        token = _AROUND.set(made if parts else None)
+        try:
+            yield made
+        finally:
+            _AROUND.reset(token)
+
+
+def around() -> Bar | None:
+    """The bar that attacks are to report to, if there is one."""
+    return _AROUND.get()

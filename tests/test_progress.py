@@ -1,0 +1,61 @@
+"""One bar for all: what it shows, and who reports to whom."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import nn
+
+import wball
+from wball import progress
+
+
+class Recorded(progress.Bar):
+    """A bar that keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def within(self, fraction: float) -> None:
+        self.seen.append(fraction)
+
+
+def test_attacks_report_to_the_bar_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Recorded()
+    monkeypatch.setattr(progress, "around", lambda: shown)
+    x = torch.rand(4, 1, 5, 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(25, 2))
+    attack = wball.DualAveraging(wball.WassersteinBall(1e-6), steps=3, batch_size=2, progress=False)
+    attack(model, x, model(x).argmax(1))
+    assert shown.seen == sorted(shown.seen) and shown.seen[-1] == 1.0 and len(shown.seen) == 2 * 3
+
+
+def test_a_bar_counts_stages_and_parts() -> None:
+    with Progress(console=Console(file=io.StringIO())) as display:
+        bar = progress.Bar(display, display.add_task("work", total=10))
+        bar.stage(4, "[first]")
+        bar.within(0.5)
+        assert display.tasks[0].completed == 2 and display.tasks[0].description == r"\[first]"
+        bar.advance(4)
+        bar.stage(6, "second")
+        bar.within(2.0)
+        assert display.tasks[0].completed == 10
+        bar.move_to(7)
+        assert display.tasks[0].completed == 7
+
+
+def test_a_bar_that_is_not_shown_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bar("work", 3, show=False) as bar:
+        assert progress.around() is None
+        bar.stage(1, "a")
+        bar.advance(1)
+    with progress.bar("work", 3, parts=True) as bar:
+        assert progress.around() is bar
+    assert progress.around() is None
+    out, err = capsys.readouterr()
+    assert out == "" and "work" in err
