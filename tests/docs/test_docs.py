@@ -36,6 +36,9 @@ def test_commands_in_the_documentation_exist() -> None:
     from wball.cli.commands import app
 
     known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
+    known |= {
+        str(group.name or group.typer_instance.info.name) for group in app.registered_groups if group.typer_instance
+    }
     for page in PAGES:
         for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
             for command in re.findall(r"^(?:torchrun .*? -m wball\.cli|wball) ([a-z]\w*)", block, re.MULTILINE):

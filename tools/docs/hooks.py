@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ def _commands() -> str:
     from wball.cli.commands import app
 
     group: Any = typer.main.get_command(app)
-    return "\n\n".join(_section(name, command) for name, command in group.commands.items())
+    return "\n\n".join(_section(name, command) for name, command in _leaves(group))
+
+
+def _leaves(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The commands by name, those of groups behind the group's."""
+    for name, command in group.commands.items():
+        yield above + name, command
+        if hasattr(command, "commands"):
+            yield from _leaves(command, f"{above}{name} ")
 
 
 def _section(name: str, command: Any) -> str:
