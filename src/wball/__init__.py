@@ -50,6 +50,7 @@ __all__ = [
     "DualAveraging",
     "FrankWolfe",
     "PGD",
+    "ScoreSearch",
     "StandardAttack",
     "minimal_radius",
 ]

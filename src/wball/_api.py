@@ -4,6 +4,7 @@ from wball.attacks import PGD as PGD
 from wball.attacks import AttackResult as AttackResult
 from wball.attacks import DualAveraging as DualAveraging
 from wball.attacks import FrankWolfe as FrankWolfe
+from wball.attacks import ScoreSearch as ScoreSearch
 from wball.attacks import StandardAttack as StandardAttack
 from wball.attacks import minimal_radius as minimal_radius
 from wball.auditing.audit import AuditReport as AuditReport

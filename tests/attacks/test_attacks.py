@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball import PGD, AttackResult, DenseCost, DualAveraging, FrankWolfe, GridCost, LinfBall, StandardAttack
+from wball import (
+    PGD,
+    AttackResult,
+    DenseCost,
+    DualAveraging,
+    FrankWolfe,
+    GridCost,
+    LinfBall,
+    ScoreSearch,
+    StandardAttack,
+)
 from wball.attacks import Attack, AttackStatus
 from wball.attacks.frank_wolfe import _line_search
 from wball.attacks.objectives import RunnerUp
@@ -30,8 +40,10 @@ ATTACKS: dict[str, Attack] = {
     "frank-wolfe": FrankWolfe(BALL, steps=3),
     "frank-wolfe, line search": FrankWolfe(BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"),
     "fast": StandardAttack(BALL, version="fast"),
+    "score search": ScoreSearch(BALL, queries=250, directions=8),
     "linf pgd": PGD(LinfBall(0.1), steps=5, random_start=True),
     "linf frank-wolfe": FrankWolfe(LinfBall(0.1), steps=5),
+    "linf score search": ScoreSearch(LinfBall(0.1), queries=250, directions=8),
 }
 every_attack = pytest.mark.parametrize("name", ATTACKS)
 SOLVERS = [name for name in ATTACKS if name.startswith(("pgd", "frank"))]
@@ -92,7 +104,10 @@ def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor, che
     assert result.success.any()
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if not getattr(ATTACKS[name], "random_start", False)])
+DRAWS = [name for name in ATTACKS if getattr(ATTACKS[name], "random_start", False) or "search" in name]
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in DRAWS])
 def test_a_batch_is_a_loop(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack, count = ATTACKS[name], 2 if name in SOLVERS else 5
     together = attack(net, images[:count], labels[:count])
@@ -389,6 +404,8 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, x, y), "one value per image"),
         (lambda net, x, y: DualAveraging(LinfBall(0.1)), "WassersteinBall"),
         (lambda net, x, y: DualAveraging(BALL, steps=0), "steps"),
+        (lambda net, x, y: ScoreSearch(BALL, queries=10), "queries"),
+        (lambda net, x, y: ScoreSearch(BALL, directions=0), "directions"),
         (lambda net, x, y: FrankWolfe(BALL, steps=0), "steps"),
         (lambda net, x, y: DualAveraging(BALL, step_size=-1.0), "step_size"),
         (lambda net, x, y: DualAveraging(BALL, decay=2.0), "decay"),

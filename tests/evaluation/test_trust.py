@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 from torch import Tensor, nn
 
 import wball
-from wball.attacks.base import Attack, AttackResult, AttackStatus
+from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.findings import Finding
 from wball.evaluation import Evaluation, EvaluationWarning, Requirement, confidence_interval, exit_code, load_evaluation
 from wball.evaluation import evaluate as run

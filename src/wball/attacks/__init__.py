@@ -7,6 +7,7 @@ from wball.attacks.minimal_radius import MinimalRadius, minimal_radius
 from wball.attacks.pgd import PGD
 from wball.attacks.result import AttackResult, AttackStatus
 from wball.attacks.schedule import GrowingRadius
+from wball.attacks.score_search import ScoreSearch
 from wball.attacks.standard import StandardAttack
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "GrowingRadius",
     "MinimalRadius",
     "PGD",
+    "ScoreSearch",
     "StandardAttack",
     "minimal_radius",
 ]

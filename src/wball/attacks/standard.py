@@ -1,11 +1,10 @@
 """StandardAttack: a fixed, named, parameter-free ensemble, so that numbers from different papers compare.
 
-Each member attacks only the images that withstood those before it. The members differ in what they climb, because that
-is what local optima depend on most: an image that withstands a hundred steps of the margin often yields at once when
-the attack aims at its second or third likeliest class. All are :class:`~wball.DualAveraging`, so all points are in the
-ball by construction.
+Each member attacks only the images that survived those before it. The members differ in what they climb, because that
+is what local optima depend on most: an image that survives a hundred steps of the margin often yields at once when
+the attack aims at its second or third likeliest class. All points are in the ball by construction.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 1*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 2*)
 
 ========  ============================  =========  =====  ====================
 members   objective                     step size  steps  remarks
@@ -22,15 +21,20 @@ members   objective                     step size  steps  remarks
 16        cross-entropy                 6 -> 0     100    random start, 3 nats
 17        margin                        6 -> 0     100    random start, 10 nats
 18        cross-entropy                 6 -> 0     80     random start, 10 nats
+19        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
 
-An image that withstands all costs about thirteen times what one run of 100 steps does.
+The first 18 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch`. They look at the model as
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 18 climb those of smooth stand-ins,
+and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15 answers decides.
+``result.findings`` lists what that tells about the numbers (:mod:`wball.attacks.findings`).
 
-``"fast"`` is cross-entropy, margin, runner-up 2 and runner-up 3 with 30 steps of 6 -> 0 each: for quick looks.
+``"standard-1"`` is version 1: members 1 to 18 with the model's own gradients. ``"fast"`` is cross-entropy, margin,
+runner-up 2 and runner-up 3 with 30 steps of 6 -> 0 each: for quick looks.
 
 Targeted at a class, the runner-up members make no sense and are left out, as are runners-up that a model with few
-classes does not have. On other balls the members are :class:`~wball.PGD` with the same objectives and steps, and a
-random start.
+classes does not have. On balls without an oracle of their own the gradient members are :class:`~wball.PGD` with the
+same objectives and steps, and a random start.
 """
 
 from __future__ import annotations
@@ -45,13 +49,19 @@ from torch import Tensor
 from wball.attacks import checks, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.dual_averaging import DualAveraging
+from wball.attacks.findings import Finding, merged
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
-from wball.attacks.result import AttackResult, AttackStatus, joined_kernels
+from wball.attacks.result import AttackResult, AttackStatus, empty, joined_kernels
+from wball.attacks.score_search import ScoreSearch
+from wball.attacks.views import View, best_view, plain_view
 from wball.ball import Ball
-from wball.model import Model, ask
+from wball.model import Model, ask, check_classes
 
-Version = Literal["standard", "fast"]
+Version = Literal["standard", "standard-1", "fast"]
+
+QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
+"""Forward passes per image of the score search: where gradients are of use, and where they are not."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ def _falling(objective: str, step_size: float = 6.0, steps: int = 100, random_st
     return _Member(objective, step_size, steps, decay=1.0, random_start=random_start)
 
 
-MEMBERS: dict[str, tuple[_Member, ...]] = {
+_GRADIENT_MEMBERS: dict[str, tuple[_Member, ...]] = {
     "standard": (
         _falling("cross-entropy"),
         _falling("margin"),
@@ -107,6 +117,7 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
     ),
     "fast": tuple(_falling(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")),
 }
+MEMBERS: dict[str, tuple[_Member, ...]] = {**_GRADIENT_MEMBERS, "standard-1": _GRADIENT_MEMBERS["standard"]}
 
 
 @dataclass(frozen=True)
@@ -114,10 +125,10 @@ class StandardAttack(Attack):
     """The ensemble of the given version; see the module for its members.
 
     ``result.member`` says which member (from 0) broke each image, -1 if none did; ``result.loss`` is the cross-entropy
-    of the true class (minus that of the target). Images that withstood come with the attempt of highest loss.
+    of the true class (minus that of the target). Images that survived come with the attempt of highest loss.
 
     Attributes:
-        version: ``"standard"`` or ``"fast"``.
+        version: ``"standard"``, ``"standard-1"`` or ``"fast"``.
         check: warn of signs that a robust accuracy may be an artefact (:mod:`wball.attacks.checks`).
     """
 
@@ -129,10 +140,22 @@ class StandardAttack(Attack):
         if self.version not in MEMBERS:
             raise ValueError(f"version must be one of {', '.join(MEMBERS)}, got {self.version!r}")
 
-    def members(self, *, targeted: bool = False, classes: int | None = None) -> tuple[GradientAttack, ...]:
-        """The attacks that are run, in order (``classes``: leave out runners-up that do not exist)."""
+    def members(
+        self, *, targeted: bool = False, classes: int | None = None, hidden: bool = False
+    ) -> tuple[GradientAttack, ...]:
+        """The attacks that are run, in order.
+
+        Args:
+            targeted: leave out those that aim at a class of their own.
+            classes: leave out runners-up that do not exist.
+            hidden: as for a model that hides its gradients.
+        """
         most = 0 if targeted else math.inf if classes is None else classes - 1
-        return tuple(m.on(self.ball, self.proofs) for m in MEMBERS[self.version] if m.rank <= most)
+        members = tuple(m.on(self.ball, self.proofs) for m in MEMBERS[self.version] if m.rank <= most)
+        if self.version != "standard":
+            return members
+        queries = QUERIES_IF_HIDDEN if hidden else QUERIES
+        return *members, ScoreSearch(self.ball, queries=queries, progress=False, proofs=self.proofs)
 
     @property
     def n_gradients(self) -> int:
@@ -151,32 +174,58 @@ class StandardAttack(Attack):
         generator: torch.Generator,
         progress: Bar | None = None,
     ) -> AttackResult:
+        if x.shape[0] == 0:
+            return replace(empty(x), member=torch.zeros(0, dtype=torch.long, device=x.device))
+        with torch.no_grad():
+            outputs = ask(model, x[:1])
+        check_classes("y", y, outputs)
+        view = plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball.box)
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
         left = torch.arange(x.shape[0], device=x.device)
-        classes = None
-        if x.shape[0] > 0:
-            with torch.no_grad():
-                classes = ask(model, x[:1]).shape[1]
-        for number, member in enumerate(self.members(targeted=target is not None, classes=classes)):
+        hidden = not view.own or not view.is_useful
+        members = self.members(targeted=target is not None, classes=outputs.shape[1], hidden=hidden)
+        for number, member in enumerate(members):
             if best is not None and left.numel() == 0:
                 break
             goal = None if target is None else target[left]
-            found = member.take(left).attack_batch(model, x[left], y[left], goal, generator, progress)
-            found = replace(found, loss=_cross_entropy(model, found.images, y[left], goal))
+            found = member.take(left).attack_batch(view.model, x[left], y[left], goal, generator, progress)
+            found = _judged(found, view, model, y[left], goal)
             member_of[left[found.success]] = number
             best = found if best is None else _merged(best, left, found)
             left = (~best.success).nonzero().squeeze(1)
         assert best is not None
-        return replace(best, member=member_of)
+        findings = () if self.version == "standard-1" else self._findings(view, best, member_of, members)
+        return replace(best, member=member_of, findings=findings)
+
+    def _findings(
+        self, view: View, best: AttackResult, member_of: Tensor, members: tuple[GradientAttack, ...]
+    ) -> tuple[Finding, ...]:
+        count = best.success.numel()
+        survived = count - int(best.success.sum())
+        found = []
+        if not view.is_useful and survived:
+            found.append(Finding("masked-gradients", survived, count))
+        if isinstance(members[-1], ScoreSearch):
+            found.append(Finding("black-box-stronger", int((member_of == len(members) - 1).sum()), count))
+        if view.random:
+            found.append(Finding("random-answers", count, count))
+        if not view.own:
+            found.append(Finding("stand-in-gradients", count, count))
+        if view.probabilities:
+            found.append(Finding("probabilities", count, count))
+        return merged(finding for finding in found if finding.images)
 
 
-def _cross_entropy(model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
-    if z.shape[0] == 0:
-        return z.new_zeros(0)
+def _judged(found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None) -> AttackResult:
+    """What a member found, with success judged on the model itself, and its cross-entropy."""
     with torch.no_grad():
-        score = objectives.cross_entropy(ask(model, z), y, target)
-    return objectives.report(objectives.cross_entropy, score, targeted=target is not None)
+        score = objectives.cross_entropy(ask(view.model, found.images), y, target)
+    loss = objectives.report(objectives.cross_entropy, score, targeted=target is not None)
+    success = found.success & view.judge(model, found.images, y, target)
+    changed = (success != found.success).tolist()
+    status = tuple(AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True))
+    return replace(found, loss=loss, success=success, status=status)
 
 
 def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackResult:
@@ -189,14 +238,17 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackRes
         out[where] = new[better]
         return out
 
-    steps = best.n_steps.clone()
+    steps, queries = best.n_steps.clone(), None
     steps[index] += found.n_steps
+    if best.queries is not None and found.queries is not None:
+        queries = best.queries.clone()
+        queries[index] += found.queries
     proof = None
     if best.proof is not None and found.proof is not None:
         proof = best.proof.put(where, found.proof.take(better))
     status = list(best.status)
     for i, state, success in zip(index.tolist(), found.status, found.success.tolist(), strict=True):
-        # One member with a gradient is enough to say that the image withstood.
+        # One member with a gradient is enough to say that the image survived.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
     return AttackResult(
@@ -209,4 +261,5 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackRes
         put(best.radius, found.radius),
         kernel=joined_kernels((best.kernel, found.kernel)),
         proof=proof,
+        queries=queries,
     )

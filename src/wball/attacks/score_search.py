@@ -1,0 +1,188 @@
+r"""Score search: dual averaging on gradients estimated from forward passes, for models that hide theirs.
+
+Only scores are asked for. The model's Jacobian :math:`J` (of its most likely classes) is tracked by questions around
+the candidate ``z``, which may leave the ball; the candidate never does:
+
+.. math::
+    d_k = f(z + \sigma u_k) - f(z), \qquad J \leftarrow \arg\min \|J' - J\|_F \;\text{ s.t. }\; J' \sigma u_k = d_k,
+
+with random directions :math:`u_k` on the pixels that the ball can change. One more equation is free: what the last step
+did to the scores. Each step asks about a few directions only and keeps what it knew about all others, as quasi-Newton
+methods do: networks are almost linear over the length of a step, so after a few steps :math:`J` knows every direction,
+where an average of :math:`d_k u_k` would still be mostly noise. The objective's gradient is then exact in the scores,
+:math:`J^T \nabla \ell(f(z))`, and the step is that of :class:`~wball.DualAveraging`.
+
+An untargeted search spends half of its questions on the objective, and a quarter each on the margin of the second and
+third likeliest wrong class, from the clean image again: what is known of the model stays, and local optima do not.
+
+Noise must be large enough to cross the steps of a model that rounds, and small enough for a model to be almost linear.
+Each image chooses between two sizes: the larger, if answers to the smaller say something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wball import inputs
+from wball.attacks import objectives
+from wball.attacks.base import GradientAttack, lists_plans, plan_of_nothing, spread
+from wball.attacks.batch import AttackBatch
+from wball.attacks.dual_averaging import Potentials, normalised
+from wball.attacks.oracle import oracle_of
+from wball.model import Model, ask
+from wball.plan import FactoredPlan
+
+NOISE = (0.1, 0.3)
+"""Standard deviation of the noise, in widths of the box (pixel values, where there is none)."""
+AGREEMENT = 0.7
+"""Cosine of the answers to small and large noise, below which the large one is used."""
+RIDGE = 1e-3
+"""Of the equations for the Jacobian, whose rows have length 1."""
+MOST_CLASSES = 10
+"""So many Jacobian rows are kept: the true class and the most likely others."""
+RESTARTS = {0.5: 2, 0.75: 3}
+"""After which share of the steps the search starts again, and at which wrong class it then aims, by rank."""
+AT_ONCE = 8192
+"""Images in one forward pass."""
+
+
+@dataclass
+class _Tracked(Potentials):
+    """What is known of the model around the candidate: ``jacobian`` is ``(B, classes, pixels)``."""
+
+    classes: Tensor = field(kw_only=True)
+    jacobian: Tensor = field(kw_only=True)
+    noise: Tensor = field(kw_only=True)
+    z_before: Tensor = field(kw_only=True)
+    logits_before: Tensor = field(kw_only=True)
+    rivals: Tensor = field(kw_only=True)
+    aim: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoreSearch(GradientAttack):
+    """Black-box search by scores, on any ball. ``result.queries`` says how many questions each image cost.
+
+    Attributes:
+        queries: forward passes per image, at most.
+        directions: of them, how many are asked about at each step.
+        step_size: in nats per step, see :class:`~wball.DualAveraging`.
+    """
+
+    queries: int = 5000
+    directions: int = 20
+    step_size: float = 3.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs.check_count("directions", self.directions)
+        inputs.check_count("queries", self.queries, 2 * self.directions + 4)
+        inputs.check_positive("step_size", self.step_size)
+
+    @property
+    def n_gradients(self) -> int:
+        """Steps: the clean image, two sizes of noise once, and the last candidate are asked about besides."""
+        return (self.queries - 2 - self.directions) // (self.directions + 1)
+
+    def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
+        x, oracle = batch.x, oracle_of(batch.ball, batch.x)
+        zero = torch.zeros_like(x)
+        others = batch.logits.scatter(1, batch.y[:, None], torch.inf)
+        classes = others.topk(min(MOST_CLASSES, others.shape[1]), 1).indices
+        state = _Tracked(
+            x, batch.ball, x, torch.zeros_like(oracle.unit), b=zero, oracle=oracle, classes=classes,
+            jacobian=x.new_zeros(x.shape[0], classes.shape[1], x[0:1].numel()),
+            noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes), rivals=self._rivals(batch),
+        )  # fmt: skip
+        if self.proofs and lists_plans(batch.ball):
+            state.proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
+        # Potentials that differ everywhere move mass wherever it can go.
+        reachable = (oracle(_normal(x, generator)).z != x).to(x)
+        state.noise = reachable * self._size(batch, state, reachable, generator)
+        return state
+
+    def _rivals(self, batch: AttackBatch) -> Tensor:
+        """The class that each restart aims at, ``(B, restarts)``; none in a targeted search."""
+        ranks = [rank for rank in RESTARTS.values() if batch.target is None and rank < batch.logits.shape[1]]
+        every = [objectives.RunnerUp(rank).rival(batch.logits, batch.y) for rank in ranks]
+        return torch.stack(every, 1) if every else batch.y[:, None][:, :0]
+
+    def _restart(self, state: _Tracked) -> None:
+        """Begin again at the clean image if it is time for it, aiming at the next rival."""
+        for k, share in enumerate(RESTARTS):
+            if k < state.rivals.shape[1] and state.n_steps == int(share * self.n_gradients):
+                state.aim, state.b, state.z = state.rivals[:, k], torch.zeros_like(state.b), state.x
+                state.oracle = oracle_of(state.ball, state.x)
+                state.distance = torch.zeros_like(state.distance)
+                if state.proof is not None:
+                    state.proof = plan_of_nothing(FactoredPlan, state.ball, state.x)
+
+    def _size(self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator) -> Tensor:
+        low, high = batch.ball.box or (0.0, 1.0)
+        small, large = (size * (high - low) for size in NOISE)
+        u = reachable * _normal(batch.x, generator, max(1, self.directions // 2))
+        batch.queries += 2 * u.shape[0]
+
+        def change(size: float) -> Tensor:
+            asked = _within(batch.x + size * u, batch.ball.box)
+            return (_scores(batch.model, asked, state.classes) - state.logits_before).transpose(0, 1).flatten(1)
+
+        agreement = F.cosine_similarity(change(small), change(large), dim=1)
+        return spread(torch.where(agreement > AGREEMENT, small, large), batch.x).to(batch.x)
+
+    def gradient(self, batch: AttackBatch, state: _Tracked, generator: torch.Generator) -> Tensor:
+        logits = batch.offer(state)
+        scores, z = logits.gather(1, state.classes), state.z
+        asked = _within(z + state.noise * _normal(z, generator, self.directions), batch.ball.box)
+        answers = _scores(batch.model, asked, state.classes)
+        batch.queries += self.directions
+        moved = torch.cat([asked - z, (z - state.z_before)[None]]).transpose(0, 1).flatten(2)
+        changed = torch.cat([answers - scores, (scores - state.logits_before)[None]]).transpose(0, 1)
+        state.jacobian = _tracked(state.jacobian, moved, changed)
+        state.z_before, state.logits_before = z, scores
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_(True)
+            aim = state.aim
+            value = batch.loss(logits) if aim is None else objectives.RunnerUp()(logits, batch.y, aim)
+            (pull,) = torch.autograd.grad(value.sum(), logits)
+        pull = pull.gather(1, state.classes).to(state.jacobian)
+        return batch.made_step(torch.einsum("bk,bkd->bd", pull, state.jacobian).view_as(z))
+
+    def advance(self, state: _Tracked, gradient: Tensor) -> _Tracked:
+        state.b = state.b + self.step_size * normalised(gradient)
+        state.move()
+        self._restart(state)
+        return state
+
+
+def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
+    """The nearest Jacobian to ``(B, K, D)`` that explains changes ``(B, n, K)`` by moves ``(B, n, D)``."""
+    length = moved.norm(dim=2, keepdim=True).clamp(min=torch.finfo(moved.dtype).tiny)
+    moved, changed = moved / length, (changed / length).nan_to_num(0.0, 0.0, 0.0)
+    wrong = changed - torch.einsum("bkd,bnd->bnk", jacobian, moved)
+    gram = torch.einsum("bnd,bmd->bnm", moved, moved).to(torch.float64)
+    gram = gram + RIDGE * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky_ex(gram).L  # asks the device for nothing
+    weights = torch.cholesky_solve(wrong.to(torch.float64), factor).to(jacobian)
+    return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
+
+
+def _normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
+    shape = like.shape if count is None else (count, *like.shape)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(like)
+
+
+def _within(images: Tensor, box: tuple[float, float] | None) -> Tensor:
+    return images if box is None else images.clamp(*box)
+
+
+def _scores(model: Model, asked: Tensor, classes: Tensor) -> Tensor:
+    """Scores ``(n, B, K)`` of images ``(n, B, ...)``."""
+    with torch.no_grad():
+        logits = torch.cat([ask(model, part) for part in asked.flatten(0, 1).split(AT_ONCE)])
+    return logits.view(*asked.shape[:2], -1).gather(2, classes.expand(asked.shape[0], -1, -1))

@@ -1,0 +1,188 @@
+"""Gradients where a model hides them: smooth stand-ins on the way back, the model's own values on the way forward.
+
+Rounding, thresholds, signs, casts to integers, comparisons and ``detach`` have no gradient, or one that is zero. A
+:class:`StandIns` model runs the user's model untouched, with every such operation replaced by
+
+.. math:: f(x) + (s(x) - \\mathrm{const}(s(x))),
+
+whose value is that of ``f`` and whose gradient is that of a smooth ``s`` (backward pass differentiable approximation,
+BPDA; Athalye, Carlini, Wagner 2018). Rounding and ``detach`` stand for the identity, comparisons ``a > b`` for a
+sigmoid of ``a - b``, saturating functions for ones whose slope does not vanish. Results that cannot carry a gradient
+(booleans, integers) carry their stand-in along as a shadow, and whatever is computed from them has one, too, until it
+is a floating-point number again. Outputs that are a softmax, or only name the class with the largest score, are
+replaced by what the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not.
+
+Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (NumPy, scripted or
+compiled modules, an ``autograd.Function`` of its own) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from wball.model import Model, ask
+
+SHARPNESS = 10.0
+"""Slope of the sigmoid that stands for a comparison of pixel-sized numbers: the step becomes about 0.4 wide."""
+LEAST_SLOPE = 0.05
+"""Saturating functions never have less."""
+SHADOW = "_wball_shadow"
+
+Function = Callable[..., Any]
+
+
+def _named(*names: str) -> frozenset[Function]:
+    """The functions and methods of torch with these names."""
+    found = (getattr(place, name, None) for place in (torch, Tensor, F) for name in names)
+    return frozenset(function for function in found if function is not None)
+
+
+ROUNDINGS = ("round", "floor", "ceil", "trunc", "fix")
+SATURATIONS = ("sigmoid", "tanh", "clamp", "clip", "clamp_min", "clamp_max")
+SIGNS = ("sign", "sgn")
+IDENTITY = _named(*ROUNDINGS, "detach", "fake_quantize_per_tensor_affine") | {Tensor.data.__get__}  # type: ignore[attr-defined]
+CASTS = _named("float", "double", "half", "bfloat16", "to", "type", "type_as", "int", "long", "short", "byte", "char")
+GREATER = _named("gt", "ge", "greater", "greater_equal", "__gt__", "__ge__")
+LESS = _named("lt", "le", "less", "less_equal", "__lt__", "__le__")
+SATURATING = _named(*SATURATIONS, "hardtanh", "relu6", "hardsigmoid")
+HEAVISIDE = _named("heaviside")
+SIGN = _named(*SIGNS)
+FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
+CHOOSE_CLASS = _named("softmax", "argmax")
+WHERE = _named("where")
+NOT, AND, OR = (_named(*names) for names in (
+    ("logical_not", "bitwise_not", "__invert__"),
+    ("logical_and", "bitwise_and", "__and__"),
+    ("logical_or", "bitwise_or", "__or__"),
+))  # fmt: skip
+OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")  # nothing follows a gradient there
+IN_PLACE: dict[Function, Function] = {
+    getattr(Tensor, name + "_"): getattr(Tensor, name)
+    for name in (*ROUNDINGS, *SATURATIONS, *SIGNS, "floor_divide")
+    if hasattr(Tensor, name + "_")
+}
+
+
+def _carry(value: Tensor, shadow: Tensor) -> Tensor:
+    """``value`` with the gradient of ``shadow``: at once if it can have one, else as its shadow."""
+    if shadow.shape != value.shape or not shadow.requires_grad:
+        return value
+    if value.is_floating_point():
+        return value.detach() + (shadow - shadow.detach()).nan_to_num(0.0).to(value.dtype)
+    setattr(value, SHADOW, shadow)
+    return value
+
+
+def _shadow(value: Any) -> Any:
+    """What stands for an argument on the way back."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_shadow, value))
+    return getattr(value, SHADOW, value) if isinstance(value, Tensor) else value
+
+
+def _in_shadow(values: Iterable[Any]) -> bool:
+    return any(
+        _in_shadow(v) if type(v) in (tuple, list) else isinstance(v, Tensor) and hasattr(v, SHADOW) for v in values
+    )
+
+
+class _Mode(TorchFunctionMode):
+    """Catches calls of torch. ``scores`` are what classes were chosen by, last first."""
+
+    def __init__(self, gradients: bool) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self.scores: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in CHOOSE_CLASS and isinstance(args[0], Tensor) and args[0].ndim == 2:
+            self.scores.insert(0, args[0])
+        if not self._gradients:
+            return func(*args, **kwargs)
+        if func in OUTSIDE:
+            return func(args[0].detach(), *args[1:], **kwargs)
+        with torch.enable_grad():
+            if func in IN_PLACE:
+                args[0].copy_(self._call(IN_PLACE[func], args, kwargs))
+                return args[0]
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = func(*args, **kwargs)
+        if not isinstance(value, Tensor) or not args:
+            return value
+        try:
+            return _stand_in(func, args, kwargs, value)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # where a shadow does not fit, there is none
+            return value
+
+
+def _stand_in(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Tensor:
+    first = _shadow(args[0])
+    soft = isinstance(first, Tensor) and first.is_floating_point()
+    if func in IDENTITY and soft:
+        return _carry(value, first + 0.0)
+    if func in SATURATING and soft:
+        return _carry(value, value + LEAST_SLOPE * first)
+    if func in SIGN and soft:
+        return _carry(value, torch.tanh(SHARPNESS / 2 * first))
+    if func in HEAVISIDE and soft:
+        return _carry(value, torch.sigmoid(SHARPNESS * first))
+    if func in GREATER or func in LESS:
+        gap = first - _shadow(args[1])
+        return _carry(value, torch.sigmoid(SHARPNESS * (gap if func in GREATER else -gap)))
+    if func in WHERE:
+        return _where(func, args, value)
+    if func in FLOOR_DIVIDE:
+        return _carry(value, first / _shadow(args[1]))
+    if func in CASTS and soft:
+        changed = not value.is_floating_point() or hasattr(args[0], SHADOW)
+        return _carry(value, first + 0.0) if changed else value
+    if not _in_shadow(args):
+        return value
+    if func in NOT:
+        return _carry(value, 1 - first)
+    if func in AND or func in OR:
+        a, b = (_shadow(v).to(first.dtype) for v in args)
+        return _carry(value, a * b if func in AND else a + b - a * b)
+    return _carry(value, func(*_shadow(args), **kwargs))
+
+
+def _where(func: Function, args: tuple[Any, ...], value: Tensor) -> Tensor:
+    """The branches keep their gradients, and the condition adds its own."""
+    condition, a, b = (args[1], args[0], args[2]) if func is Tensor.where else args
+    shadow = getattr(condition, SHADOW, None)
+    if shadow is None or not value.is_floating_point():
+        return value
+    return value + (shadow - shadow.detach()) * (torch.as_tensor(a) - b).detach()
+
+
+class StandIns:
+    """``model`` with stand-ins for what has no gradient. Values are the model's own, but for scores of classes.
+
+    >>> x = torch.rand(1, 4, requires_grad=True)
+    >>> StandIns(lambda z: (z > 0.5).float())(x).sum().backward()
+    >>> bool((x.grad > 0).all())
+    True
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mode = _Mode(torch.is_grad_enabled())
+        with mode:
+            logits = ask(self.model, x)
+        for scores in mode.scores:
+            if scores.shape == logits.shape and torch.equal(scores.argmax(1), logits.argmax(1)):
+                return scores.to(logits.dtype)
+        return logits

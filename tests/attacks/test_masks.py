@@ -1,0 +1,118 @@
+"""Models that hide their gradients do not fool the standard attack, and every mask has its stand-in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wball import ScoreSearch, StandardAttack, WassersteinBall, audit
+from wball.attacks.stand_ins import StandIns
+from wball.attacks.views import ANSWERS, best_view
+
+Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+
+
+def _in_place(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda z: net(z.mul_(16).round_().div_(16))
+
+
+def _where(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda z: net(torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)))
+
+
+MASKS: dict[str, Wrap] = {
+    "8 bits": lambda net: lambda z: net((z * 255).round() / 255),
+    "3 bits": lambda net: lambda z: net(torch.floor(z * 8) / 8),
+    "one decimal": lambda net: lambda z: net(torch.round(z, decimals=1)),
+    "in place": _in_place,
+    "bytes": lambda net: lambda z: net((z * 255).byte().float() / 255),
+    "integers": lambda net: lambda z: net((z * 32).to(torch.int32).to(z.dtype) / 32),
+    "floor division": lambda net: lambda z: net((z * 16) // 1 / 16),
+    "threshold": lambda net: lambda z: net((z >= 0.5).float()),
+    "reversed threshold": lambda net: lambda z: net(1 - (z < 0.5).to(z.dtype)),
+    "where": _where,
+    "heaviside": lambda net: lambda z: net(torch.heaviside(z - 0.5, torch.ones(1))),
+    "band": lambda net: lambda z: net(((z > 0.2) & ~(z > 0.9)).float() * z.detach()),
+    "sign": lambda net: lambda z: net((torch.sign(z - 0.5) + 1) / 2),
+    "detached": lambda net: lambda z: net(z.detach()),
+    "data": lambda net: lambda z: net(z.data),
+    "no graph": lambda net: torch.no_grad()(net),
+    "saturated": lambda net: lambda z: (300 * net(z)).softmax(1),
+    "clamped": lambda net: lambda z: net(z).clamp(-1e-3, 1e-3) + 1e-5 * net(z),
+    "labels": lambda net: lambda z: F.one_hot(net(z).argmax(1), 5).float(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_stand_ins_have_the_models_values_and_a_gradient(name: str, net: nn.Module, images: Tensor) -> None:
+    model = MASKS[name](net)
+    z = images[:3].clone().requires_grad_(True)
+    scores = StandIns(model)(z)
+    with torch.no_grad():
+        values = model(images[:3].clone())
+    assert torch.equal(scores.argmax(1), values.argmax(1))
+    if name not in ("saturated", "labels"):
+        torch.testing.assert_close(scores.detach(), values)
+    (gradient,) = torch.autograd.grad(scores.square().sum(), z)
+    assert bool(gradient.isfinite().all()) and float((gradient[:2] != 0).float().mean()) > 0.5
+    with torch.no_grad():
+        assert torch.equal(StandIns(model)(images[:3].clone()), scores.detach())
+
+
+@pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph"])
+def test_the_standard_attack_sees_through(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    ball, model = WassersteinBall(0.3), MASKS[name](net)
+    with torch.no_grad():
+        y = model(images.clone()).argmax(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        masked = StandardAttack(ball, version="fast")(model, images, y)
+        plain = StandardAttack(ball, version="fast")(net, images, labels)
+    assert plain.success.sum() >= 8
+    assert masked.success.sum() >= 7, "an image or two more may survive behind a threshold"
+    assert audit(ball, images, masked.images).all_valid
+    with torch.no_grad():
+        assert torch.equal(model(masked.images.clone()).argmax(1) != y, masked.success)
+    assert "stand-in-gradients" in [finding.code for finding in masked.findings]
+
+
+def test_version_one_stays_available(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    model, ball = MASKS["8 bits"](net), WassersteinBall(0.1)
+    first = StandardAttack(ball, version="standard-1", check=False)(model, images, labels)
+    second = StandardAttack(ball, version="fast", check=False)(model, images, labels)
+    assert first.findings == () and int(first.success.sum()) < int(second.success.sum())
+
+
+def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, images: Tensor) -> None:
+    def outside(z: Tensor) -> Tensor:
+        return net(torch.from_numpy(np.round(z.detach().numpy() * 255) / 255)).detach()
+
+    with torch.no_grad():
+        y = outside(images).argmax(1)
+    assert not best_view(outside, images, y, (0.0, 1.0)).is_useful
+    search = ScoreSearch(WassersteinBall(0.3), queries=400, directions=10)
+    result = search(outside, images, y)
+    assert int(result.success.sum()) >= 7 and result.queries is not None
+    assert int(result.queries.max()) <= 400 and int(result.queries[result.success].min()) < 100
+    attack = StandardAttack(WassersteinBall(0.01), version="fast", check=False)
+    assert not attack(outside, images, y).reliable
+
+
+def test_random_answers_are_averaged_and_judged_by_majority(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    noisy = lambda z: net(z + 0.05 * torch.randn_like(z))
+    result = StandardAttack(WassersteinBall(0.3), version="fast", check=False)(noisy, images, labels)
+    assert not result.reliable and "random-answers" in [f.code for f in result.findings]
+    again = torch.stack([noisy(result.images).argmax(1) != labels for _ in range(ANSWERS)]).float().mean(0)
+    assert result.success.sum() >= 7 and float(again[result.success].mean()) > 0.7
+
+
+def test_a_sound_model_is_believed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    view = best_view(net, images, labels, (0.0, 1.0))
+    assert view.own and view.is_useful and not view.random and view.model is net
+    assert StandardAttack(WassersteinBall(0.02), version="fast")(net, images, labels).reliable
