@@ -8,6 +8,7 @@ inner loop runs over contiguous numbers and vectorises; a digit's black frame co
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,17 @@ GROUP = 4
 """Moves a pass, and moves a ring is filled up to with moves of weight 0."""
 
 
+class MoveTables(NamedTuple):
+    """The moves for compiled loops, ring after ring."""
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    price: NDArray[np.float64]  # inf for moves that only fill up a ring
+    price_back: NDArray[np.float64]  # of the reverse move, inf if there is none
+    ring_cost: NDArray[np.float64]
+    ring: NDArray[np.int64]  # where each ring begins, and where the last ends
+
+
 class Stencil:
     """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
 
@@ -46,7 +58,7 @@ class Stencil:
         self.radius = (max(map(abs, down)), max(map(abs, across)))
         self.rings = len(rings)
         self.places = np.asarray(places)  # in the moves as given; -1 for those that fill up
-        self.arrays: tuple[NDArray[np.generic], ...] = (
+        self.arrays = MoveTables(
             np.asarray(down),
             np.asarray(across),
             np.asarray(price, dtype=np.float64),

@@ -11,9 +11,6 @@ pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j
 loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
 passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
 
-The factors of a repair are staged as part of what they belong to (``s`` with ``keep``, ``t`` with ``give``), so that
-two buffers per image are all there is.
-
 Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep them in registers
 from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
 chip waits for loads more than it computes. The rings of larger windows would not fit the registers of a multiprocessor
@@ -47,8 +44,8 @@ RANGE = 60.0
 """Potentials that differ by no more than this over an image need no logs."""
 MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""
-_MAX_RINGS, _MAX_LOG_RINGS = tl.constexpr(MAX_RINGS), tl.constexpr(6)
-_UNROLL = tl.constexpr(8)
+RINGS_KEPT, LOG_RINGS_KEPT = tl.constexpr(MAX_RINGS), tl.constexpr(6)
+UNROLL = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -257,7 +254,7 @@ def extent(values, real):
 def ring_prices(price_ptr, ENDS: tl.constexpr):
     """The cost of each ring, as a tuple of scalars (of the first alone where rings are not kept)."""
     prices = (0.0,)
-    if len(ENDS) - 1 <= _MAX_RINGS:
+    if len(ENDS) - 1 <= RINGS_KEPT:
         for d in tl.static_range(1, len(ENDS) - 1):
             prices = prices + (tl.load(price_ptr + ENDS[d]),)
     return prices
@@ -354,13 +351,13 @@ def table_moments(
     """The same in one pass over the moves (two in logs), with no rings to remember."""
     top = own
     if not LINEAR:
-        for k in tl.range(1, MOVES, loop_unroll_factor=_UNROLL):
+        for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
             score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(price_ptr + k)
             top = tl.maximum(top, score)
     moving = tl.zeros_like(own)
     first = tl.zeros_like(own)
     second = tl.zeros_like(own)
-    for k in tl.range(1, MOVES, loop_unroll_factor=_UNROLL):
+    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
         price = tl.load(price_ptr + k)
         end = tl.load(s_ptr + place + tl.load(offset_ptr + k))
         if LINEAR:
@@ -386,7 +383,7 @@ def moments(
     rings, prices, psi, s_ptr, place, offset_ptr, price_ptr,
     ENDS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
-    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
         return table_moments(s_ptr, place, rings[0], psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1], LINEAR)
     elif LINEAR:
         return sum_moments(rings, prices, psi)
@@ -396,7 +393,7 @@ def moments(
 
 @triton.jit
 def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
-    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
         return (own,)
     elif LINEAR:
         return ring_sums(ptr, place, own, offset_ptr, ENDS, OFFSETS)
@@ -473,112 +470,3 @@ def sum_six(a, b, c, d, e, f):
         return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0), tl.sum(e, 0), tl.sum(f, 0)
     else:
         return tl.reduce((a, b, c, d, e, f), 0, _add_six)
-
-
-@triton.jit
-def flows(
-    ptr, place, own, toward: tl.constexpr, psi, prices, offset_ptr, price_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
-):  # fmt: skip
-    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays.
-
-    With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
-    leaves.
-    """
-    total = tl.zeros(place.shape, tl.float32)
-    if len(ENDS) - 1 > (_MAX_RINGS if LINEAR else _MAX_LOG_RINGS):
-        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=_UNROLL):
-            toll = psi * tl.load(price_ptr + k)
-            value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
-            total += value * tl.exp(-toll) if LINEAR else tl.exp(value + own - toll)
-    else:
-        for d in tl.static_range(1, len(ENDS) - 1):
-            toll = psi * prices[d]
-            ring = tl.zeros(place.shape, tl.float32)
-            if len(OFFSETS) > 0:
-                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                    value = tl.load(ptr + place + toward * OFFSETS[k])
-                    ring += value if LINEAR else tl.exp(value + own - toll)
-            else:
-                for k in tl.range(ENDS[d], ENDS[d + 1]):
-                    value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
-                    ring += value if LINEAR else tl.exp(value + own - toll)
-            total += ring * tl.exp(-toll) if LINEAR else ring
-    return own * total if LINEAR else total
-
-
-@triton.jit
-def with_factors(s, t, keep, give, LINEAR: tl.constexpr):
-    """Column and row terms that carry the factors of a repair."""
-    if LINEAR:
-        return s * keep, t * give
-    else:
-        return s + tl.log(keep), t + tl.log(give)
-
-
-@triton.jit
-def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
-    """Let the neighbours see the factors."""
-    kept, given = with_factors(s, t, keep, give, LINEAR)
-    tl.debug_barrier()
-    tl.store(s_ptr + place, kept, mask=real)
-    tl.store(t_ptr + place, given, mask=real)
-    tl.debug_barrier()
-
-
-@triton.jit
-def exchange(
-    s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
-):  # fmt: skip
-    """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
-    sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
-    received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
-    return sent, received
-
-
-@triton.jit
-def tighten(x, sent, received, keep, give, over, under, lo, hi, share):
-    """Factors after one repair sweep; with share 0 every column of the image is treated, and every row if need be."""
-    room = tl.maximum((hi - x + share * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
-    spare = tl.maximum((x - lo + share * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
-    kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
-    everywhere = share == 0.0
-    return (
-        tl.where(everywhere, kept, tl.where(over, kept, keep)),
-        tl.where(everywhere, tl.where(lo > 0.0, given, give), tl.where(under, given, give)),
-    )
-
-
-@triton.jit
-def way_back(before, after, hi, slack, real):
-    """How far each column must go from what it was, above ``hi``, to what it is now, at most ``hi``."""
-    excess, below = before - hi, tl.maximum(hi - after, 0.0)
-    return tl.where((excess > slack) & real, excess / tl.maximum(excess + below, 1.2e-38), 0.0)
-
-
-@triton.jit
-def pair_costs(
-    s_ptr, t_ptr, place, s, t, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
-):  # fmt: skip
-    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel.
-
-    ``s`` and ``t`` carry their factors, like what is staged.
-    """
-    cost = tl.zeros_like(s)
-    net = tl.zeros_like(s)
-    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
-        ahead = place + tl.load(offset_ptr + k)
-        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
-        one_way = back < 0
-        back = tl.maximum(back, 0.0)
-        if LINEAR:
-            out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
-            into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
-        else:
-            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
-            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)
-        into = tl.where(one_way, 0.0, into)
-        cost += there * out + back * into
-        net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
-    return cost, net

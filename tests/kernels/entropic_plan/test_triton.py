@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from wball.cost import GridCost, GroundCost, StencilCost
-from wball.kernels.entropic_plan import EntropicPlan, reference
+from wball.kernels.entropic_plan import EntropicPlan, reference, triton_tiles
 from wball.kernels.entropic_plan import triton as triton_plan
 from wball.moves import Moves
 
@@ -142,7 +142,7 @@ def test_one_program_per_image_equals_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", TILED, ids=str)
 def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-    monkeypatch.setattr(triton_plan, "TILE", 16)
+    monkeypatch.setattr(triton_tiles, "TILE", 16)
     check_equal(case, sweeps=1, newton=6)
 
 
@@ -160,7 +160,7 @@ def test_the_last_sweep_of_a_repair_equals_reference(case: Case, tiled: bool, mo
     assert float(plan.z.max()) == pytest.approx(1.0, abs=1e-9), "no further than the box asks"
     if tiled:
         monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-        monkeypatch.setattr(triton_plan, "TILE", 32)
+        monkeypatch.setattr(triton_tiles, "TILE", 32)
     check_equal(case, sweeps=0)
     check_consistent(case, solve(case, triton_plan, torch.float32, sweeps=0))
 
@@ -172,7 +172,7 @@ def test_plan_is_what_its_description_says(case: Case) -> None:
 
 def test_tiled_plan_is_what_its_description_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-    monkeypatch.setattr(triton_plan, "TILE", 32)
+    monkeypatch.setattr(triton_tiles, "TILE", 32)
     case = Case((1, 2, 5, 6), GridCost(3), scale=4.0)
     check_consistent(case, solve(case, triton_plan, torch.float32, sweeps=1, newton=5))
 
@@ -225,9 +225,10 @@ def test_memory_is_a_few_batches_at_any_window(
                 Count.total += out.numel() * out.element_size()
             return out
 
-    for name in vars(triton_plan):
-        if name.endswith("_kernel"):
-            monkeypatch.setattr(triton_plan, name, Idle())
+    for module in (triton_plan, triton_tiles):
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Idle())
     x = torch.rand(shape, device=DEVICE)
     mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[2:], x)
     triton_plan.entropic_plan(x, x, mass, moves, UNIT, psi=mass, q=x)  # what is made once

@@ -20,9 +20,11 @@ few dozen such images per thread and stays in the cache.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
@@ -38,6 +40,19 @@ _RINGS = 13
 _NOTHING = -1e30  # the logarithm of no mass; finite, so that differences are numbers
 _SUMS = {"contract", "nsz", "reassoc"}  # liberties the compiler may take: order of sums, fused multiplications
 _EXACT = {"contract", "nsz"}
+
+
+class _Settings(NamedTuple):
+    """What is the same for all images; see :mod:`wball.kernels.entropic_plan`."""
+
+    lo: float
+    hi: float
+    slack: float  # what a column may be above hi by rounding
+    rounding: float  # what a row may send beyond what it has, relative to that
+    sweeps: int
+    newton: int
+    cost_tol: float
+    counted: NDArray[np.float64]
 
 
 def entropic_plan(
@@ -56,8 +71,11 @@ def entropic_plan(
     stencil, shape = Stencil(moves), tuple(x.shape)
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
-    slack = 4 * torch.finfo(x.dtype).eps * max(1.0, hi if math.isfinite(hi) else 1.0)
-    settings = (lo, hi, slack, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_COUNTED))
+    rounding = 4 * torch.finfo(x.dtype).eps
+    slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
+    settings = _Settings(
+        lo, hi, slack, rounding, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_COUNTED)
+    )
     given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
     price = psi.detach().to(torch.float64).contiguous().numpy().copy()
@@ -71,7 +89,7 @@ def entropic_plan(
             image, potential, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
             result = np.empty((4, *image.shape))
             _plan_images(
-                image, potential, shift, limit[part], *stencil.arrays, *settings, scratch,
+                image, potential, shift, limit[part], stencil.arrays, settings, scratch,
                 result, price[part], cost[part], net[part],
             )  # fmt: skip
             out[:, part] = result
@@ -261,15 +279,16 @@ def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-de
 
 
 @compiled(inner=True, fastmath=_EXACT)
-def _repair(work, pad, n, shift, weight, price, psi, first, lo, hi, slack, shares, logs):  # type: ignore[no-untyped-def]
+def _repair(work, pad, n, shift, weight, price, psi, first, settings, logs):  # type: ignore[no-untyped-def]
     """``_KEEP`` and ``_GIVE`` such that the box holds; what is then sent and received."""
+    lo, hi, slack, rounding = settings.lo, settings.hi, settings.slack, settings.rounding
     x, keep, give = work[_X, pad : pad + n], work[_KEEP, pad : pad + n], work[_GIVE, pad : pad + n]
     sent, received = work[_SENT, pad : pad + n], work[_RECEIVED, pad : pad + n]
     kept, had_sent = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
-    for attempt in range(shares.size + 1):
+    for attempt in range(settings.counted.size + 1):
         _send(work, pad, n, shift, weight, price, psi, first, logs)
         _receive(work, pad, n, -shift, weight, price, psi, first, logs)
-        if attempt == shares.size and lo <= 0.0:
+        if attempt == settings.counted.size and lo <= 0.0:
             # Between the last two plans, just far enough.
             way = 0.0
             for i in range(n):
@@ -284,17 +303,18 @@ def _repair(work, pad, n, shift, weight, price, psi, first, lo, hi, slack, share
         for i in range(n):
             z = x[i] - give[i] * sent[i] + keep[i] * received[i]
             # Outside the image x and z are 0, which is below lo and no fault.
-            broken += int(z > hi + slack) + int((z < lo - slack) & (x[i] > 0.0))
-        if broken == 0 or attempt == shares.size:
+            broken += int(z > hi + slack) + int((z < lo - rounding * x[i] - 1e-300) & (x[i] > 0.0))
+        if broken == 0 or attempt == settings.counted.size:
             return
-        share = shares[attempt]
+        counted = settings.counted[attempt]
         for i in range(n):
             kept[i], had_sent[i] = keep[i], sent[i]
             z = x[i] - give[i] * sent[i] + keep[i] * received[i]
-            room = max((hi - x[i] + share * give[i] * sent[i]) / max(received[i], 1e-300), 0.0)
-            spare = max((x[i] - lo + share * keep[i] * received[i]) / max(sent[i], 1e-300), 0.0)
-            keep[i] = min(keep[i], room) if z > hi + slack or share == 0.0 else keep[i]
-            give[i] = min(give[i], spare) if z < lo - slack or share == 0.0 and lo > 0.0 else give[i]
+            room = max((hi - x[i] + counted * give[i] * sent[i]) / max(received[i], 1e-300), 0.0)
+            spare = max((x[i] - lo + counted * keep[i] * received[i]) / max(sent[i], 1e-300), 0.0)
+            keep[i] = min(keep[i], room) if z > hi + slack or counted == 0.0 else keep[i]
+            empty = z < lo - rounding * x[i] - 1e-300
+            give[i] = min(give[i], spare) if empty or counted == 0.0 and lo > 0.0 else give[i]
 
 
 @compiled(inner=True, fastmath=_SUMS)
@@ -335,9 +355,9 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
 
 @compiled()
 def _plan_images(  # type: ignore[no-untyped-def]
-    x, b, q, budget, rows, columns, price, price_back, ring_cost, ring, lo, hi, slack, sweeps, newton, cost_tol, shares,
-    work, out, psi, cost, net,
+    x, b, q, budget, moves, settings, work, out, psi, cost, net
 ):  # fmt: skip
+    rows, columns, price, ring, sweeps = moves.rows, moves.columns, moves.price, moves.ring, settings.sweeps
     rr, rc = 0, 0
     for k in range(rows.size):
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
@@ -389,12 +409,12 @@ def _plan_images(  # type: ignore[no-untyped-def]
             if sweep > 0:
                 _weights(price, p, weight)
                 _receive(work, pad, n, -shift, weight, price, p, ring[0], logs)
-                _shift_potentials(work, pad, n, lo, hi, logs)
+                _shift_potentials(work, pad, n, settings.lo, settings.hi, logs)
             _rings(work, pad, n, shift, price, ring, logs)
-            p = _solve_psi(work, pad, n, p, budget[m], ring_cost, newton, cost_tol, logs)
+            p = _solve_psi(work, pad, n, p, budget[m], moves.ring_cost, settings.newton, settings.cost_tol, logs)
         _weights(price, p, weight)
-        _repair(work, pad, n, shift, weight, price, p, ring[1], lo, hi, slack, shares, logs)
-        cost[m], net[m] = _costs(work, pad, n, shift, price, price_back, p, ring[1], logs)
+        _repair(work, pad, n, shift, weight, price, p, ring[1], settings, logs)
+        cost[m], net[m] = _costs(work, pad, n, shift, price, moves.price_back, p, ring[1], logs)
         psi[m] = p
 
         for c in range(channels):
@@ -404,7 +424,7 @@ def _plan_images(  # type: ignore[no-untyped-def]
                     i = at + j
                     keep, give, p = work[_KEEP, i], work[_GIVE, i], work[_Q, i]
                     z = work[_X, i] - give * work[_SENT, i] + keep * work[_RECEIVED, i]
-                    out[0, m, c, r, j] = min(max(z, lo), hi)
+                    out[0, m, c, r, j] = min(max(z, settings.lo), settings.hi)
                     if sweeps > 0:
                         out[1, m, c, r, j] = p if logs else 0.0 if p == 1.0 else math.log(p)
                     out[2, m, c, r, j] = keep

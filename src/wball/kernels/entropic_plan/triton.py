@@ -2,9 +2,7 @@ r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton: the attack
 
 An image that fits on chip is one program: its rings live in registers from the first Newton step to the last, every
 image stops searching for its own ``psi`` when it has it, stops sweeping when its box potentials stand still, and stops
-repairing when its box holds. A larger image is cut into tiles, one program each, and every step that needs a sum over
-the image is a launch: the last tile to arrive adds the partial sums in a fixed order (so that results do not depend on
-the schedule), and images that are done leave at once. The host never waits for the device.
+repairing when its box holds. Larger images are cut into tiles (:mod:`wball.kernels.entropic_plan.triton_tiles`).
 
 Arithmetic is float32, whatever the inputs; sums over an image that end up in a result are float64.
 """
@@ -18,31 +16,31 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
+from wball.kernels.entropic_plan.triton_tiles import Box, Tensors, limits, plan_by_tiles
+from wball.kernels.triton_flows import (
+    exchange,
+    factored_exchange,
+    factored_pair_costs,
+    flows,
+    is_broken,
+    pair_costs,
+    stage_factors,
+    tighten,
+    way_back,
+    with_factors,
+)
 from wball.kernels.triton_stencil import (
     MAX_ON_CHIP,
     RANGE,
-    TILE,
     Stencil,
-    exchange,
     extent,
-    flows,
-    is_halo,
     kernel,
-    make_rings,
-    moments,
-    newton_step,
-    pair_costs,
     pixels,
     ring_prices,
     solve_price,
-    stage_factors,
     stage_halos,
-    staged_position,
     stencil,
-    tighten,
     warps,
-    way_back,
-    with_factors,
 )
 from wball.kernels.triton_stencil import why_not as why_not
 from wball.moves import StencilMoves
@@ -69,20 +67,11 @@ def entropic_plan(
     images = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device)  # z, q, keep, give
     numbers = torch.empty((2, batch), dtype=torch.float64, device=x.device)  # cost, net cost
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
-    run = _on_chip if table.values <= MAX_ON_CHIP else _tiled
+    run = _on_chip if table.values <= MAX_ON_CHIP else plan_by_tiles
     if batch:
         run(table, given, (*images, psi_out, *numbers), box, sweeps if box is not None else 0, newton)
     z, q_out, keep, give = images
     return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
-
-
-Tensors = tuple[Tensor, ...]
-Box = tuple[float, float] | None
-
-
-def _slack(box: Box) -> tuple[float, float, float]:
-    lo, hi = box if box is not None else (0.0, float("inf"))
-    return lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
 
 
 def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
@@ -92,7 +81,7 @@ def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int
     for linear in (True, False):  # the second solves what the first notes in `wide`
         _plan_kernel[(batch,)](
             *given, *out, *staged, wide, table.offset, table.price, table.pair_offset, table.pair_price, 1,
-            *_slack(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
+            *limits(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
             LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
 
@@ -110,6 +99,7 @@ def _plan_kernel(
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
     image = tl.program_id(0).to(tl.int64)
     if not LINEAR:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
@@ -169,430 +159,65 @@ def _plan_kernel(
                     sweep = sweeps + 1
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
+    else:
+        # In logs flows are off by the rounding of their exponents: count as sent the very numbers that arrive.
+        sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
 
     z = x - sent + received
-    if BOX:
-        over = (z > hi + slack) & real
-        under = (z < lo - slack) & real
-        broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
-        repair = 0
-        while (repair < _REPAIRS) & (broken > 0):
-            tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _share(repair))
+    over, under = is_broken(z, x, lo, hi, slack, real)
+    broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
+    repair = 0
+    while (repair < _REPAIRS) & (broken > 0):
+        tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _counted(repair))
+        if LINEAR:
             stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
             next_sent, received = exchange(
                 s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
             )
-            way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
-            way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
-            keep += way * (tighter - keep)
-            sent += way * (next_sent - sent)
-            z = x - give * sent + keep * received
-            over = (z > hi + slack) & real
-            under = (z < lo - slack) & real
-            broken = tl.max((over | under).to(tl.int32), 0)
-            repair += 1
-    stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
-    kept, given = with_factors(s, t, keep, give, LINEAR)
-    cost, net = pair_costs(
-        s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
-    )  # fmt: skip
+        else:
+            _write_factors(keep_out, give_out, tighter, give, real, here)
+            next_sent, received = factored_exchange(
+                s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, psi,
+                offset_ptr, price_ptr, W, RR, RC, MOVES,
+            )  # fmt: skip
+        way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
+        way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
+        keep += way * (tighter - keep)
+        sent += way * (next_sent - sent)
+        z = x - give * sent + keep * received
+        over, under = is_broken(z, x, lo, hi, slack, real)
+        broken = tl.max((over | under).to(tl.int32), 0)
+        repair += 1
+    _write_factors(keep_out, give_out, keep, give, real, here)
+    if LINEAR:
+        stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
+        kept, given = with_factors(s, t, keep, give, LINEAR)
+        cost, net = pair_costs(
+            s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
+        )  # fmt: skip
+    else:
+        cost, net = factored_pair_costs(
+            s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, keep, give, psi,
+            pair_offset_ptr, pair_price_ptr, W, RR, RC, PAIRS,
+        )  # fmt: skip
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
     tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))
     tl.store(psi_out + image, psi)
     tl.store(z_out + here, tl.minimum(tl.maximum(z, lo), hi), mask=real)
     tl.store(q_out + here, q, mask=real)
-    tl.store(keep_out + here, keep, mask=real)
-    tl.store(give_out + here, give, mask=real)
 
 
 @triton.jit
-def _share(repair):
+def _write_factors(keep_out, give_out, keep, give, real, here):
+    """Where the result has them, and where passes in logs read them."""
+    tl.debug_barrier()
+    tl.store(keep_out + here, keep, mask=real)
+    tl.store(give_out + here, give, mask=real)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _counted(repair):
     """``REPAIR_COUNTED[repair]``."""
     late = tl.where(repair == 6, 0.99, tl.where(repair == 7, 0.9, tl.where(repair == 8, 0.5, 0.0)))
     return tl.where(repair < 6, 1.0, late)
-
-
-# Large images: tiles ---------------------------------------------------------------------------------------------
-
-
-def _tiled(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
-    x, b, budget, psi_in, q_in = given
-    z, q, keep, give, psi, cost, net = out
-    batch, device = x.shape[0], x.device
-    tiles = triton.cdiv(table.values, TILE)
-    s, t = table.stage(2, batch, device)
-    sent = torch.empty_like(z)
-    bottom, top = torch.aminmax(torch.add(b, q_in, out=sent).view(batch, -1), dim=1)
-    wide = (top - bottom > RANGE).to(torch.int32)
-    partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
-    bracket = torch.empty((batch, 2), dtype=torch.float32, device=device)
-    # Per sweep whether psi is found and whether q moved; per repair whether the box is broken; one arrival counter.
-    flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_COUNTED) + 2, batch), dtype=torch.int32, device=device)
-    found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
-    arrived = flags[-1]
-    moves = (wide, table.offset, table.price)
-    grid, options = (
-        (tiles, batch),
-        {**table.constants(), "BLOCK": TILE, "num_warps": 8, "maxnreg": 128, "num_stages": 1},
-    )
-    lo, hi, slack = _slack(box)
-
-    _stage_kernel[(triton.cdiv(table.staged + table.guard, TILE), batch)](
-        b, q_in, psi_in, q, psi, keep, give, s, t, top, wide, 1, **options
-    )
-    for sweep in range(sweeps + 1):
-        # An image whose potentials stood still in the sweep before has its psi and its rows.
-        live = moved[sweep - 1] if sweep else found[0]
-        for step in range(newton + 1):
-            _newton_kernel[grid](
-                x, budget, psi, bracket, s, t, found[sweep], live, partial, arrived, *moves, 1, step, newton,
-                **options, FIRST=sweep == 0, TOL=COST_TOL,
-            )  # fmt: skip
-        if sweep < sweeps:
-            _shift_kernel[grid](x, q, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0)
-    _move_kernel[grid](x, psi, s, t, sent, z, broken[0], *moves, 1, lo, hi, slack, **options)
-    for repair, share in enumerate(REPAIR_COUNTED if box is not None else ()):
-        # Between the last two plans, just far enough; `give`, which is 1 there, holds what `keep` was.
-        between = share == 0.0 and lo <= 0.0
-        _tighten_kernel[grid](
-            x, sent, z, keep, give, s, t, broken[repair], wide, 1, lo, hi, slack, share, **options, BETWEEN=between
-        )
-        if between:
-            _way_kernel[grid](
-                x, psi, s, t, keep, give, sent, z, broken[repair], partial, *moves, 1, hi, slack, **options
-            )
-            _blend_kernel[grid](b, q, keep, give, s, top, broken[repair], partial, wide, 1, **options)
-        _exchange_kernel[grid](
-            x, psi, s, t, keep, give, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
-        )
-    _cost_kernel[grid](
-        x, psi, s, t, keep, give, sent, z, cost, net, partial, arrived, wide, table.pair_offset, table.pair_price,
-        1, lo, hi, **options, PAIRS=table.pairs,
-    )  # fmt: skip
-
-
-@triton.jit
-def _tile(
-    one, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Of this program: the image, where its values and its staged values start, and its pixels."""
-    image = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) * one
-    real = index < C * H * W
-    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
-    return image, image * (C * H * W), image * (C * (H + RR) * (W + RC)), index, real, place
-
-
-@triton.jit
-def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over the tiles of an image, and whether this program is the last to arrive and so has them all."""
-    TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    spot = partial_ptr + 2 * (image * TILES + tl.program_id(0))
-    tl.store(spot, tl.sum(first.to(tl.float64), 0))
-    tl.store(spot + 1, tl.sum(second.to(tl.float64), 0))
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived_ptr + image, 1, sem="acq_rel") == TILES - 1
-    total_first = tl.sum(tl.zeros([BLOCK], tl.float64), 0)
-    total_second = total_first
-    if last:
-        tl.store(arrived_ptr + image, 0)
-        for start in tl.range(0, TILES, BLOCK):
-            each = start + tl.arange(0, BLOCK)
-            spots = partial_ptr + 2 * (image * TILES + each)
-            # Past the first-level cache, which may hold an older sum.
-            total_first += tl.sum(tl.load(spots, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
-            total_second += tl.sum(tl.load(spots + 1, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
-    return last, total_first, total_second
-
-
-@kernel("one")
-def _stage_kernel(
-    b_ptr, q_ptr, psi_ptr, q_out, psi_out, keep_out, give_out, s_ptr, t_ptr, top_ptr, wide_ptr, one,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Halos and starting values."""
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    image = tl.program_id(1).to(tl.int64)
-    spot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) * one - (RR * (W + RC) + RC)
-    halo = is_halo(spot, H, W, RR, RC)
-    pixel = (spot < STAGED) & (halo == 0)
-    ahead = tl.maximum(spot, 0)
-    plane, inside = ahead // ((H + RR) * (W + RC)), ahead % ((H + RR) * (W + RC))
-    index = image * (C * H * W) + plane * (H * W) + inside // (W + RC) * W + inside % (W + RC)
-    b = tl.load(b_ptr + index, mask=pixel, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + index, mask=pixel, other=0.0).to(tl.float32)
-    tl.store(q_out + index, q, mask=pixel)
-    tl.store(keep_out + index, 1.0, mask=pixel)
-    tl.store(give_out + index, 1.0, mask=pixel)
-    linear = tl.load(wide_ptr + image) == 0
-    nothing = tl.where(linear, 0.0, float("-inf"))
-    s = tl.where(linear, tl.exp(b + q - tl.load(top_ptr + image)), b + q)
-    there = image * STAGED + spot
-    tl.store(s_ptr + there, tl.where(halo, nothing, s), mask=spot < STAGED)
-    tl.store(t_ptr + there, nothing, mask=(spot < STAGED) & halo)
-    if tl.program_id(0) == 0:
-        tl.store(psi_out + image, tl.load(psi_ptr + image).to(tl.float32))
-
-
-@kernel("one", "step", "newton")
-def _newton_kernel(
-    x_ptr, budget_ptr, psi_ptr, bracket_ptr, s_ptr, t_ptr, found_ptr, live_ptr, partial_ptr, arrived_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, step, newton,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One Newton step on psi, and the row terms at the psi it starts from."""
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    live = tl.load(found_ptr + image) == 0
-    if not FIRST:
-        live = live & (tl.load(live_ptr + image) != 0)
-    if live:
-        psi = tl.load(psi_ptr + image)
-        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        if tl.load(wide_ptr + image) == 0:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, OFFSETS, True)
-        else:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, (), False)
-        tl.store(t_ptr + staged + place, t, mask=real)
-        if step < newton:
-            last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
-            if last:
-                low, high = tl.load(bracket_ptr + 2 * image), tl.load(bracket_ptr + 2 * image + 1)
-                low, high = tl.where(step == 0, -1.0, low), tl.where(step == 0, float("inf"), high)
-                budget = tl.load(budget_ptr + image).to(tl.float32)
-                psi, low, high, done = newton_step(
-                    psi, low, high, cost.to(tl.float32), slope.to(tl.float32), budget, TOL
-                )
-                tl.store(psi_ptr + image, psi)
-                tl.store(bracket_ptr + 2 * image, low)
-                tl.store(bracket_ptr + 2 * image + 1, high)
-                tl.store(found_ptr + image, done.to(tl.int32))
-
-
-@triton.jit
-def _rows(x, psi, s_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
-    """Mean and variance of the rows' costs, and the row terms."""
-    rings = make_rings(s_ptr, place, tl.load(s_ptr + place), offset_ptr, ENDS, OFFSETS, LINEAR)
-    prices = ring_prices(price_ptr, ENDS)
-    mean, variance, norm, _ = moments(rings, prices, psi, s_ptr, place, offset_ptr, price_ptr, ENDS, LINEAR)
-    return mean, variance, x / norm if LINEAR else tl.log(x) - norm
-
-
-@kernel("one")
-def _shift_kernel(
-    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, price_ptr, one, lo, hi,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A coordinate step on the box potentials. A pixel's own potential is read by nobody else here."""
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    live = True
-    if not FIRST:
-        live = tl.load(live_ptr + image) != 0
-    if live:
-        s, stay, received, linear = _columns(
-            psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, price_ptr,
-            ENDS, OFFSETS,
-        )  # fmt: skip
-        q = tl.load(q_ptr + values + index, mask=real, other=0.0)
-        z = tl.maximum(stay + received, 1e-12)
-        shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
-        shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
-        tl.store(q_ptr + values + index, shift, mask=real)
-        tl.store(s_ptr + staged + place, tl.where(linear, s * tl.exp(shift - q), s + (shift - q)), mask=real)
-        if tl.max((shift != q).to(tl.int32), 0) > 0:
-            tl.store(moved_ptr + image, 1)
-
-
-@triton.jit
-def _columns(psi_ptr, s_ptr, t_ptr, wide_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """Own column terms, what stays, what arrives, and whether there are no logs."""
-    psi = tl.load(psi_ptr)
-    s, t = tl.load(s_ptr + place), tl.load(t_ptr + place)
-    prices = ring_prices(price_ptr, ENDS)
-    linear = tl.load(wide_ptr) == 0
-    if linear:
-        stay = t * s
-        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
-    else:
-        stay = tl.exp(t + s)
-        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, (), False)
-    return s, stay, received, linear
-
-
-@kernel("one")
-def _move_kernel(
-    x_ptr, psi_ptr, s_ptr, t_ptr, sent_ptr, received_ptr, broken_ptr, wide_ptr, offset_ptr, price_ptr, one,
-    lo, hi, slack,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What the plan sends and receives before any repair."""
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-    _, stay, received, _ = _columns(
-        psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, price_ptr, ENDS, OFFSETS
-    )
-    sent = tl.maximum(x - stay, 0.0)
-    tl.store(sent_ptr + values + index, sent, mask=real)
-    tl.store(received_ptr + values + index, received, mask=real)
-    z = x - sent + received
-    if tl.max((((z > hi + slack) | (z < lo - slack)) & real).to(tl.int32), 0) > 0:
-        tl.store(broken_ptr + image, 1)
-
-
-@triton.jit
-def _without_factors(s, t, keep, give, linear):
-    """Undo :func:`with_factors`. Where a factor is 0, what it multiplies no longer matters."""
-    s = tl.where(linear, s / keep, s - tl.log(keep))
-    t = tl.where(linear, t / give, t - tl.log(give))
-    nothing = tl.where(linear, 0.0, float("-inf"))
-    return tl.where(keep > 0.0, s, nothing), tl.where(give > 0.0, t, nothing)
-
-
-@kernel("one", "share")
-def _tighten_kernel(
-    x_ptr, sent_ptr, received_ptr, keep_ptr, give_ptr, s_ptr, t_ptr, broken_ptr, wide_ptr, one, lo, hi, slack, share,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BETWEEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    if tl.load(broken_ptr + image) != 0:
-        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
-        received = tl.load(received_ptr + values + index, mask=real, other=0.0)
-        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
-        give = tl.load(give_ptr + values + index, mask=real, other=1.0)
-        linear = tl.load(wide_ptr + image) == 0
-        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-        s, t = _without_factors(s, t, keep, give, linear)
-        z = x - give * sent + keep * received
-        kept = keep
-        keep, give = tighten(x, sent, received, keep, give, z > hi + slack, z < lo - slack, lo, hi, share)
-        tl.store(keep_ptr + values + index, keep, mask=real)
-        tl.store(give_ptr + values + index, kept if BETWEEN else give, mask=real)
-        s_linear, t_linear = with_factors(s, t, keep, give, True)
-        s_log, t_log = with_factors(s, t, keep, give, False)
-        tl.store(s_ptr + staged + place, tl.where(linear, s_linear, s_log), mask=real)
-        tl.store(t_ptr + staged + place, tl.where(linear, t_linear, t_log), mask=real)
-
-
-@kernel("one")
-def _way_kernel(
-    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, kept_ptr, sent_ptr, received_ptr, broken_ptr, partial_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, hi, slack,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """How far this tile must go from the plan before to the plan with the last factors."""
-    TILES: tl.constexpr = (C * H * W + BLOCK - 1) // BLOCK
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    if tl.load(broken_ptr + image) != 0:
-        psi = tl.load(psi_ptr + image)
-        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
-        kept = tl.load(kept_ptr + values + index, mask=real, other=1.0)
-        had_sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
-        received = tl.load(received_ptr + values + index, mask=real, other=0.0)
-        t = tl.load(t_ptr + staged + place)
-        prices = ring_prices(price_ptr, ENDS)
-        if tl.load(wide_ptr + image) == 0:
-            sent = flows(s_ptr + staged, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
-        else:
-            sent = flows(s_ptr + staged, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, (), False)
-        way = way_back(x - had_sent + kept * received, x - sent + keep * received, hi, slack, real)
-        tl.store(partial_ptr + 2 * (image * TILES + tl.program_id(0)), tl.max(way, 0).to(tl.float64))
-
-
-@kernel("one")
-def _blend_kernel(
-    b_ptr, q_ptr, keep_ptr, kept_ptr, s_ptr, top_ptr, broken_ptr, partial_ptr, wide_ptr, one,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Go as far as the tile that must go furthest."""
-    TILES: tl.constexpr = (C * H * W + BLOCK - 1) // BLOCK
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    if tl.load(broken_ptr + image) != 0:
-        furthest = tl.max(tl.zeros([BLOCK], tl.float64), 0)
-        for start in tl.range(0, TILES, BLOCK):
-            each = start + tl.arange(0, BLOCK)
-            ways = tl.load(partial_ptr + 2 * (image * TILES + each), mask=each < TILES, other=0.0)
-            furthest = tl.maximum(furthest, tl.max(ways, 0))
-        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
-        kept = tl.load(kept_ptr + values + index, mask=real, other=1.0)
-        keep = kept + furthest.to(tl.float32) * (keep - kept)
-        tl.store(keep_ptr + values + index, keep, mask=real)
-        tl.store(kept_ptr + values + index, 1.0, mask=real)
-        b = tl.load(b_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        s = b + tl.load(q_ptr + values + index, mask=real, other=0.0)
-        linear = tl.load(wide_ptr + image) == 0
-        s = tl.where(linear, tl.exp(s - tl.load(top_ptr + image)) * keep, s + tl.log(keep))
-        tl.store(s_ptr + staged + place, s, mask=real)
-
-
-@kernel("one")
-def _exchange_kernel(
-    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, still_broken_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    if tl.load(broken_ptr + image) != 0:
-        psi = tl.load(psi_ptr + image)
-        x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-        keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
-        give = tl.load(give_ptr + values + index, mask=real, other=1.0)
-        linear = tl.load(wide_ptr + image) == 0
-        s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-        s, t = _without_factors(s, t, keep, give, linear)
-        prices = ring_prices(price_ptr, ENDS)
-        if linear:
-            sent, received = exchange(
-                s_ptr + staged, t_ptr + staged, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True
-            )
-        else:
-            sent, received = exchange(
-                s_ptr + staged, t_ptr + staged, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, (), False
-            )
-        tl.store(sent_ptr + values + index, sent, mask=real)
-        tl.store(received_ptr + values + index, received, mask=real)
-        z = x - give * sent + keep * received
-        if tl.max((((z > hi + slack) | (z < lo - slack)) & real).to(tl.int32), 0) > 0:
-            tl.store(still_broken_ptr + image, 1)
-
-
-@kernel("one")
-def _cost_kernel(
-    x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, z_ptr, cost_out, net_out, partial_ptr, arrived_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, lo, hi,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The columns, in place of what was received, and the costs."""
-    image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
-    psi = tl.load(psi_ptr + image)
-    x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
-    s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-    keep = tl.load(keep_ptr + values + index, mask=real, other=1.0)
-    give = tl.load(give_ptr + values + index, mask=real, other=1.0)
-    sent = tl.load(sent_ptr + values + index, mask=real, other=0.0)
-    received = tl.load(z_ptr + values + index, mask=real, other=0.0)
-    z = x - give * sent + keep * received
-    tl.store(z_ptr + values + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
-    if tl.load(wide_ptr + image) == 0:
-        cost, net = pair_costs(
-            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, price_ptr, PAIRS, True
-        )  # fmt: skip
-    else:
-        cost, net = pair_costs(
-            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, price_ptr, PAIRS, False
-        )  # fmt: skip
-    last, cost, net = _image_sums(
-        tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK
-    )
-    if last:
-        tl.store(cost_out + image, cost)
-        tl.store(net_out + image, net)

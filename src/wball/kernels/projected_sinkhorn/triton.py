@@ -14,25 +14,27 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.kernels.triton_flows import (
+    exchange,
+    flows,
+    pair_costs,
+    stage_factors,
+    tighten,
+    way_back,
+    with_factors,
+)
 from wball.kernels.triton_stencil import (
     RANGE,
-    exchange,
     extent,
-    flows,
     kernel,
-    pair_costs,
     pixels,
     ring_prices,
     solve_price,
-    stage_factors,
     stage_halos,
     stencil,
     sum_six,
-    tighten,
     too_large,
     warps,
-    way_back,
-    with_factors,
 )
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves

@@ -1,0 +1,192 @@
+"""What the Triton kernels do with the mass on the moves: add it up, hold it in the box, and price it.
+
+The factors of a repair are staged as part of what they belong to (``s`` with ``keep``, ``t`` with ``give``), so that
+two buffers per image are all there is. In logs that would round what is sent and what arrives differently, by the size
+of the potentials: where mass must be kept to the last bit, factors are read from plain images (:func:`factored_flows`).
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wball.kernels.triton_stencil import LOG_RINGS_KEPT, RINGS_KEPT, UNROLL
+
+_ROUNDING = tl.constexpr(4 * 2.0**-23)
+
+
+@triton.jit
+def flows(
+    ptr, place, own, toward: tl.constexpr, psi, prices, offset_ptr, price_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays.
+
+    With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
+    leaves.
+    """
+    total = tl.zeros(place.shape, tl.float32)
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
+        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL):
+            toll = psi * tl.load(price_ptr + k)
+            value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+            total += value * tl.exp(-toll) if LINEAR else tl.exp(value + own - toll)
+    else:
+        for d in tl.static_range(1, len(ENDS) - 1):
+            toll = psi * prices[d]
+            ring = tl.zeros(place.shape, tl.float32)
+            if len(OFFSETS) > 0:
+                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                    value = tl.load(ptr + place + toward * OFFSETS[k])
+                    ring += value if LINEAR else tl.exp(value + own - toll)
+            else:
+                for k in tl.range(ENDS[d], ENDS[d + 1]):
+                    value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+                    ring += value if LINEAR else tl.exp(value + own - toll)
+            total += ring * tl.exp(-toll) if LINEAR else ring
+    return own * total if LINEAR else total
+
+
+@triton.jit
+def with_factors(s, t, keep, give, LINEAR: tl.constexpr):
+    """Column and row terms that carry the factors of a repair."""
+    if LINEAR:
+        return s * keep, t * give
+    else:
+        return s + tl.log(keep), t + tl.log(give)
+
+
+@triton.jit
+def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
+    """Let the neighbours see the factors."""
+    kept, given = with_factors(s, t, keep, give, LINEAR)
+    tl.debug_barrier()
+    tl.store(s_ptr + place, kept, mask=real)
+    tl.store(t_ptr + place, given, mask=real)
+    tl.debug_barrier()
+
+
+@triton.jit
+def exchange(
+    s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+):  # fmt: skip
+    """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
+    sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+    received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+    return sent, received
+
+
+@triton.jit
+def is_broken(z, x, lo, hi, slack, real):
+    """The columns above the box, and those below it.
+
+    Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied row may send more than
+    it has, which may be far below ``slack``.
+    """
+    return (z > hi + slack) & real, (z < lo - _ROUNDING * x - 1.2e-38) & real
+
+
+@triton.jit
+def tighten(x, sent, received, keep, give, over, under, lo, hi, counted):
+    """Factors after one repair sweep; if nothing is counted on, every column is treated, and every row for lo > 0."""
+    room = tl.maximum((hi - x + counted * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
+    spare = tl.maximum((x - lo + counted * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
+    last = counted == 0.0
+    kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
+    return (
+        tl.where(last, kept, tl.where(over, kept, keep)),
+        tl.where(last, tl.where(lo > 0.0, given, tl.where(under, given, give)), tl.where(under, given, give)),
+    )
+
+
+@triton.jit
+def way_back(before, after, hi, slack, real):
+    """How far each column must go from what it was, above ``hi``, to what it is now, at most ``hi``."""
+    excess, below = before - hi, tl.maximum(hi - after, 0.0)
+    return tl.where((excess > slack) & real, excess / tl.maximum(excess + below, 1.2e-38), 0.0)
+
+
+@triton.jit
+def pair_costs(
+    s_ptr, t_ptr, place, s, t, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
+):  # fmt: skip
+    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel.
+
+    ``s`` and ``t`` carry their factors, like what is staged.
+    """
+    cost = tl.zeros_like(s)
+    net = tl.zeros_like(s)
+    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
+        ahead = place + tl.load(offset_ptr + k)
+        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
+        one_way = back < 0
+        back = tl.maximum(back, 0.0)
+        if LINEAR:
+            out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
+            into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
+        else:
+            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
+            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)
+        into = tl.where(one_way, 0.0, into)
+        cost += there * out + back * into
+        net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
+    return cost, net
+
+
+@triton.jit
+def _unstaged(step, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
+    """From a step between staged pixels to the step between the same pixels of an image without halos."""
+    return step - RC * ((step + RC + RR * (W + RC)) // (W + RC) - RR)
+
+
+@triton.jit
+def factored_flows(
+    ptr, factor_ptr, place, index, real, own, toward: tl.constexpr, psi, offset_ptr, price_ptr,
+    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """:func:`flows` in logs, each flow times the factor of the pixel at the other end, from an image without halos."""
+    total = tl.zeros(place.shape, tl.float32)
+    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
+        step = toward * tl.load(offset_ptr + k)
+        value = tl.load(ptr + place + step)
+        there = real & (value > float("-inf"))  # halos and empty rows have nothing
+        factor = tl.load(factor_ptr + index + _unstaged(step, W, RR, RC), mask=there, other=0.0)
+        total += tl.exp(value + own - psi * tl.load(price_ptr + k)) * factor
+    return total
+
+
+@triton.jit
+def factored_exchange(
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, psi, offset_ptr, price_ptr,
+    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """:func:`exchange` in logs, likewise: what is sent and what arrives are the same numbers."""
+    sent = factored_flows(s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, price_ptr, W, RR, RC, MOVES)
+    received = factored_flows(t_ptr, give_ptr, place, index, real, s, -1, psi, offset_ptr, price_ptr, W, RR, RC, MOVES)
+    return sent, received
+
+
+@triton.jit
+def factored_pair_costs(
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, keep, give, psi, offset_ptr, price_ptr,
+    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """:func:`pair_costs` in logs, likewise."""
+    cost = tl.zeros_like(s)
+    net = tl.zeros_like(s)
+    for k in tl.range(0, PAIRS, loop_unroll_factor=4):
+        step = tl.load(offset_ptr + k)
+        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
+        one_way = back < 0
+        back = tl.maximum(back, 0.0)
+        end = tl.load(s_ptr + place + step)
+        inside = real & (end > float("-inf"))
+        spot = index + _unstaged(step, W, RR, RC)
+        out = tl.exp(t + end - psi * there) * give * tl.load(keep_ptr + spot, mask=inside, other=0.0)
+        into = tl.exp(tl.load(t_ptr + place + step) + s - psi * back) * keep
+        into = tl.where(one_way, 0.0, into * tl.load(give_ptr + spot, mask=inside, other=0.0))
+        cost += there * out + back * into
+        net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
+    return cost, net

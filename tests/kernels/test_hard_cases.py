@@ -1,0 +1,149 @@
+"""Every named hard case of an operation through every kernel, so that a fix cannot reach one copy only.
+
+Triton's kernels run in the interpreter where there is no GPU, those for large images (``tiles``) on small tiles.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from wball.cost import GridCost, GroundCost, StencilCost
+from wball.kernels import dispatch
+from wball.kernels.entropic_plan import EntropicPlan
+
+DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+
+UNIT = (0.0, 1.0)
+ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
+FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))  # one step to the right costs nothing
+
+
+def test_every_operation_has_a_reference() -> None:
+    assert all("torch" in kernels and set(kernels) <= set(dispatch.KERNELS) for kernels in dispatch.OPERATIONS.values())
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a kernel; ``tiles`` is triton on images that are too large for one program."""
+    name: str = request.param
+    if name in ("triton", "tiles"):
+        pytest.importorskip("triton")
+    elif name == "cpu" and DEVICE != "cpu":
+        pytest.skip("the compiled loops run on a CPU")
+    if name == "tiles":
+        monkeypatch.setattr("wball.kernels.entropic_plan.triton.MAX_ON_CHIP", 0)
+        monkeypatch.setattr("wball.kernels.entropic_plan.triton_tiles.TILE", 16)
+    return "triton" if name == "tiles" else name
+
+
+# The entropic plan -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """``x`` and ``b`` of one hard problem, and what its plan must satisfy beyond mass, box and costs."""
+
+    x: Tensor
+    b: Tensor
+    cost: GroundCost = field(default_factory=GridCost)
+    box: tuple[float, float] | None = UNIT
+    eps: float = 0.5  # of the mass
+    start: float = 10.0  # the first price
+    sweeps: int = 1
+    newton: int = 8
+    also: Callable[[PlanCase, EntropicPlan], bool] = lambda case, plan: True
+
+
+def random_images(seed: int, lit: float = 0.5, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Tensor:
+    random = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=random) * (torch.rand(shape, generator=random) < lit)
+
+
+def noise(seed: int, scale: float, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed))
+
+
+def spot(height: int, width: int, row: int, column: int, value: float = 1.0, rest: float = 0.0) -> Tensor:
+    image = torch.full((1, 1, height, width), rest)
+    image[..., row, column] = value
+    return image
+
+
+def spends_all(case: PlanCase, plan: EntropicPlan) -> bool:
+    budget = case.eps * case.x.double().flatten(1).sum(1)
+    return bool((plan.cost.cpu() >= 0.99 * budget).all() and (plan.cost.cpu() <= budget).all())
+
+
+def block_of_full_pixels() -> Tensor:
+    """What the last repair sweep must take away here, it takes away in part only."""
+    random = torch.Generator().manual_seed(3)
+    x, empty, full = (torch.rand((1, 1, 8, 9), generator=random) for _ in range(3))
+    return torch.where(full < 0.25, 1.0, torch.where(empty < 0.25, 0.0, x))
+
+
+PLANS = {
+    "emptied rows at potentials of 300": PlanCase(random_images(1), noise(1, 300.0)),
+    "emptied rows at potentials of 3,000": PlanCase(random_images(2), noise(2, 3e3)),
+    "emptied rows at potentials of 30,000, few pixels": PlanCase(random_images(3, 0.2), noise(3, 3e4)),
+    "emptied rows without a box": PlanCase(random_images(4), noise(4, 3e3), box=None),
+    "emptied rows, channels, one-way moves": PlanCase(
+        random_images(5, shape=(1, 2, 3, 4)), noise(5, 1e3, (1, 2, 3, 4)), cost=ONE_WAY
+    ),
+    "a black image": PlanCase(
+        torch.zeros(1, 1, 4, 5), noise(6, 5.0), also=lambda _, plan: not plan.z.any() and not plan.cost.any()
+    ),
+    "an image of full pixels": PlanCase(
+        torch.ones(1, 1, 4, 5), noise(7, 50.0), also=lambda _, plan: bool(((plan.z - 1).abs() < 1e-5).all())
+    ),
+    "one lit pixel": PlanCase(spot(4, 5, 2, 3), noise(8, 5.0), also=spends_all),
+    # Until the price is about 60, all of the mass moves by 2: the cost is flat and Newton's step points to infinity.
+    **{
+        f"a potential that saturates, from price {start:g}": PlanCase(
+            spot(5, 5, 2, 2), spot(5, 5, 2, 4, 60.0, -60.0), box=None, eps=0.1, start=start, newton=30, also=spends_all
+        )
+        for start in (0.0, 1.0, 1e4)
+    },
+    "a repair that only the last sweep ends": PlanCase(
+        block_of_full_pixels(), noise(9, 1.0, (1, 1, 8, 9)), eps=0.1, sweeps=0,
+        also=lambda case, plan: float(plan.z.max()) > 1 - 1e-5,
+    ),
+    "pixels that must keep something": PlanCase(
+        0.2 + 0.7 * random_images(10), noise(10, 4.0), box=(0.2, 0.9), eps=0.3
+    ),
+    "free moves": PlanCase(random_images(11), noise(11, 3.0), cost=FREE),
+    "moves that all go one way": PlanCase(random_images(12), noise(12, 3.0), cost=ONE_WAY),
+    "a budget that no plan can spend": PlanCase(random_images(13), noise(13, 1.0), eps=9.0),
+    "nothing can move": PlanCase(
+        random_images(14), noise(14, 1.0), cost=GridCost(1),
+        also=lambda case, plan: torch.equal(plan.z.cpu(), case.x),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton", "tiles"], indirect=True)
+@pytest.mark.parametrize("name", PLANS)
+def test_entropic_plan(kernel: str, name: str) -> None:
+    case = PLANS[name]
+    x, b = case.x.to(DEVICE), case.b.to(DEVICE)
+    mass = x.double().sum((2, 3))
+    budget = case.eps * mass.sum(1)
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(
+        x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
+        sweeps=case.sweeps, newton=case.newton,
+    )  # fmt: skip
+    # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes mass.
+    assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
+    lo, hi = case.box if case.box is not None else (0.0, math.inf)
+    assert bool(((plan.z >= lo) & (plan.z <= hi)).all()), "box"
+    assert bool(((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()), "factors"
+    assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool((plan.net_cost >= 0).all()), "costs"
+    assert case.also(case, plan), "what this case is about"
