@@ -143,6 +143,14 @@ class UnitAnchor(Anchor):
         out.table = self.table[index]
         return out
 
+    def restricted(self, unstable: Tensor) -> UnitAnchor:
+        """The anchor of the units that are still ``unstable`` (images, units), with gains of its own."""
+        units = self.units[self.table]
+        image, place = unstable.gather(1, units).nonzero(as_tuple=True)
+        parts = self.gains[self.table[image], place].split([shape.numel() for shape in self.shapes], 1)
+        moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        return UnitAnchor(self.layer, image, units[image, place], (moves, out, into), unstable.shape[0])
+
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         return False
 

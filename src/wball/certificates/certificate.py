@@ -246,6 +246,8 @@ def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | No
         if optimise:
             raise ValueError(f'optimise needs method="crown", got {method!r}, which has nothing to optimise')
         return method
+    if method == "complete":
+        return method
     if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
         return "alpha-crown"
     return "anchored" if refine or method != "crown" else "crown"
@@ -327,7 +329,7 @@ class _Problem:
             return margins.amin(1)
         if source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
-        if method in ("anchored", "alpha-crown"):
+        if method in ("anchored", "alpha-crown", "complete"):
             self._tighten(margins, bounds, near=20.0)
         wide = 4.0
         if method in ("anchored", "alpha-crown") and isinstance(source, TransportSet) and source.far is not None:

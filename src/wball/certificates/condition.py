@@ -20,8 +20,11 @@ from wball.input_sets.base import ROUNDS
 from wball.input_sets.charges import Anchor, Charged, Charges
 from wball.input_sets.rows import Rows
 
-TIMES = (0.4, 1.0, 2.2, 5.0)
+TIMES = (0.5, 1.5, 4.0)
 """Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the margin can fall."""
+
+TRIAL_ROUNDS = 4
+"""Rounds of the search for ``psi`` while multipliers are compared; any of both is sound."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +48,34 @@ class Condition:
     @torch.no_grad()
     def maximum(self, source: InputSet, rows: Rows, charged: Charged, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
         """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the magnitudes it adds."""
-        shape = tuple(self.rows.coeff.shape[1:])
-        rows = rows.dense(shape)
-        charged = [(anchor, weights.dense(anchor.layer)) for anchor, weights in charged]
+        rows = rows.dense(tuple(self.rows.coeff.shape[1:]))
+        charges = total_charges(source, rows, charged)  # once: they are the same for every multiplier
         single = rows.like(rows.coeff.float())
-        lighter = [(anchor, weights.like(weights.coeff.float())) for anchor, weights in charged]
+        lighter = None if charges is None else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
         gamma = torch.zeros_like(self.constant[rows.image])
-        best = source.maximum(single, lighter, rounds=rounds).double()
+        best = self._at(gamma, source, single, lighter, TRIAL_ROUNDS)
         rise = best - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
         unit = rise.clamp(min=0) / self.fall[rows.image]
         for times in TIMES:
             trial = times * unit
-            value = self._at(trial, source, single, lighter, rounds)
+            value = self._at(trial, source, single, lighter, TRIAL_ROUNDS)
             gamma, best = torch.where(value < best, trial, gamma), torch.minimum(value, best)
         size = self.constant.abs() + self.rows.coeff.abs().flatten(1).sum(1)
-        return self._at(gamma, source, rows, charged, rounds), gamma * size[rows.image]
+        return self._at(gamma, source, rows, charges, rounds), gamma * size[rows.image]
 
-    def _at(self, gamma: Tensor, source: InputSet, rows: Rows, charged: Charged, rounds: int) -> Tensor:
+    def _at(self, gamma: Tensor, source: InputSet, rows: Rows, charges: Charges | None, rounds: int) -> Tensor:
         dtype = rows.coeff.dtype
         weight = gamma.to(dtype).view(-1, *[1] * (rows.coeff.ndim - 1))
         together = rows.like(rows.coeff - weight * self.rows.coeff.to(dtype)[rows.image])
         if self.charges is not None:
-            charged = [*charged, (_Fixed(self.charges), Rows(gamma.to(dtype)[:, None], rows.image))]
+            mine = self.charges.times(gamma.to(dtype), rows.image)
+            charges = mine if charges is None else charges.plus(mine)
+        charged = [] if charges is None else [(Given(charges), Rows(gamma.to(dtype)[:, None], rows.image))]
         return source.maximum(together, charged, rounds=rounds).double() - gamma * self.constant[rows.image]
 
 
-class _Fixed(Anchor):
-    """Charges that are known, times a weight per row."""
+class Given(Anchor):
+    """Charges that are known, row by row, whatever the weights."""
 
     layer = (1,)
 
@@ -82,22 +86,23 @@ class _Fixed(Anchor):
         return False
 
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        weight = weights.coeff
+        return self.charges
 
-        def times(part: Tensor) -> Tensor:
-            return weight.view(-1, *[1] * (part.ndim - 1)) * part[rows.image].to(weight.dtype)
 
-        return Charges(times(self.charges.moves), times(self.charges.out), times(self.charges.into))
+def total_charges(source: InputSet, rows: Rows, charged: Charged) -> Charges | None:
+    """What all anchors charge to dense rows; ``None`` if there are none."""
+    total: Charges | None = None
+    for anchor, weights in charged:
+        assert isinstance(source, TransportSet)
+        part = anchor.charge(weights.dense(anchor.layer), rows, source.active)
+        total = part if total is None else total.plus(part)
+    return total
 
 
 def condition(source: InputSet, rows: Rows, charged: Charged, constant: Tensor, centre: Tensor) -> Condition:
     """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order."""
     dense = rows.dense(tuple(centre.shape[1:]))
-    charges: Charges | None = None
-    for anchor, weights in charged:
-        assert isinstance(source, TransportSet)
-        part = anchor.charge(weights.dense(anchor.layer), dense, source.active)
-        charges = part if charges is None else charges.plus(part)
+    charges = total_charges(source, dense, charged)
     at_image = (dense.coeff * centre).flatten(1).sum(1)
     largest = source.maximum(dense.like(-dense.coeff), charged)
     fall = (largest + at_image).clamp(min=math.ulp(1.0) * at_image.abs().clamp(min=1e-30))

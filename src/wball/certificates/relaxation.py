@@ -378,7 +378,9 @@ class Relaxation:
             self.anchors[position] = found
 
     def _shared_gains(self, position: int) -> bool:
-        """Units of a first convolution share their gains: their anchor is ready without rows."""
+        """Units of a first convolution share their gains: their anchor is ready without rows, or was given."""
+        if position in self.anchors:
+            return True
         assert isinstance(self.source, TransportSet)
         if self.source.matrix is not None or self.centre is None:
             return False

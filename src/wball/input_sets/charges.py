@@ -29,6 +29,14 @@ class Charges:
     def plus(self, other: Charges) -> Charges:
         return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
 
+    def times(self, weight: Tensor, index: Tensor) -> Charges:
+        """The charges of rows ``index``, each times its ``weight``, in the weights' precision."""
+
+        def scaled(part: Tensor) -> Tensor:
+            return weight.view(-1, *[1] * (part.ndim - 1)) * part[index].to(weight.dtype)
+
+        return Charges(scaled(self.moves), scaled(self.out), scaled(self.into))
+
 
 class Anchor(ABC):
     """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""

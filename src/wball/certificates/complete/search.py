@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
-from wball.certificates.anchor import UnitAnchor
+from wball.certificates.anchor import UnitAnchor, image_convolution
 from wball.certificates.collector import rounded_up
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
 from wball.certificates.complete.nodes import Nodes
@@ -202,11 +202,19 @@ class Search:
         bounds = problems.bounds.take(torch.arange(count, device=problems.y.device))
         like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
+        anchored = isinstance(source, TransportSet)
         for position in self.graph.relaxed():
-            anchored = isinstance(source, TransportSet)
+            shared = image_convolution(self.graph, position) is not None and position in problems.anchors
+            if shared:  # its gains do not change
+                relaxation.anchors[position] = problems.anchors[position]
+            if self._late():
+                return problems, empty
             relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
-            crossed = bounds.lower[position] > bounds.upper[position]
-            empty |= crossed.flatten(1).any(1)
+            unstable = bounds.unstable(position).flatten(1)
+            empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
+            if shared:
+                anchor, centre = problems.anchors[position]
+                relaxation.anchors[position] = (anchor.restricted(unstable), centre)
         anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
         return replace(problems, bounds=bounds, anchors=anchors), empty
 
