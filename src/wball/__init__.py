@@ -32,6 +32,7 @@ __all__ = [
     "certified_radius",
     "certify",
     "flow_noise",
+    "verify",
     "Evaluation",
     "download",
     "evaluate",

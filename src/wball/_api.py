@@ -16,6 +16,7 @@ from wball.certificates import FlowSmoothing as FlowSmoothing
 from wball.certificates import certified_radius as certified_radius
 from wball.certificates import certify as certify
 from wball.certificates import flow_noise as flow_noise
+from wball.certificates import verify as verify
 from wball.cost import DenseCost as DenseCost
 from wball.cost import GridCost as GridCost
 from wball.cost import StencilCost as StencilCost

@@ -5,6 +5,7 @@ certifies a smoothed classifier with a stated probability.
 """
 
 from wball.certificates.certificate import CertificateResult, CertificateStatus, certified_radius, certify
+from wball.certificates.checking import VerificationResult, VerificationStatus, verify
 from wball.certificates.smoothing import FlowSmoothing, SmoothingResult, flow_noise
 from wball.certificates.trust import UnsupportedModule
 
@@ -14,7 +15,10 @@ __all__ = [
     "FlowSmoothing",
     "SmoothingResult",
     "UnsupportedModule",
+    "VerificationResult",
+    "VerificationStatus",
     "certified_radius",
     "certify",
     "flow_noise",
+    "verify",
 ]

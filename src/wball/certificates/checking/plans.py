@@ -1,0 +1,232 @@
+r"""The largest value of linear functions of a transport plan over a ball, from above, by weak duality.
+
+A row says what a unit of mass is worth where it goes: ``w_ij = a_j + M_ij`` for a move from ``i`` to ``j``, ``a_i`` for
+mass that stays. For every price ``psi >= 0`` of the budget ``E`` and every price ``r`` of the box,
+
+.. math::
+    \max_P \sum_{ij} P_{ij} w_{ij} \;\le\; \psi E + \sum_i x_i \max_j (w_{ij} - r_j - \psi C_{ij})
+        + \sum_j (hi\, r_j^+ - lo\, r_j^-)
+
+so prices are searched for in any way, and only the last evaluation counts: in float64, with every rounding error added.
+Moves are listed one by one where they are short, and otherwise in groups that cost what their shortest move costs and
+are worth the best target in a window that contains them all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wball.ball import LinfBall, Plans, WassersteinBall
+from wball.certificates.checking.network import UNIT, gamma
+from wball.cost import DenseCost, GridCost
+
+ALL = 128
+"""Images of at most so many pixels have every move listed."""
+
+NEAR, GROUPS, SEARCH = 3.0, (4.0, 6.0, 10.0, math.inf), 24
+"""Moves shorter than this are listed in larger images, the others grouped up to these lengths; steps of bisection."""
+
+
+class Cube:
+    """``low <= z <= high`` in every pixel."""
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        self.low, self.high = low, high
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        return self.low, self.high
+
+    def highest(self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None) -> Tensor:
+        """Upper bounds of ``<rows, z>``, (R,)."""
+        assert charges is None and prices is None
+        terms = torch.where(rows > 0, rows * self.high, rows * self.low)
+        return terms.sum(1) + gamma(rows.shape[1]) * terms.abs().sum(1)
+
+
+class Transport:
+    """One image's Wasserstein ball: mass, moves with their costs, budget and box."""
+
+    def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans) -> None:
+        """``x``: one image ``(C, H, W)`` or histogram ``(n,)``."""
+        grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
+        self.channels, height, width = grid.shape
+        self.pixels, self.size = height * width, (height, width)
+        self.x = grid.reshape(self.channels, self.pixels)
+        self.box = ball.box
+        self.budget = float(ball.budget(x[None])[0]) * (1 + 8 * UNIT)
+        cost = _costs(ball, height, width, plans)  # (pixels, pixels), inf where nothing moves
+        cost.fill_diagonal_(math.inf)
+        channel, pixel = (self.x > 0).nonzero(as_tuple=True)
+        self.channel, self.pixel, self.mass = channel, pixel, self.x[channel, pixel]
+        self.cost = cost[pixel] * (1 - 8 * UNIT)  # (sources, pixels), never more than it is
+        limit = math.inf if self.pixels <= ALL or isinstance(ball.cost, DenseCost) else NEAR
+        self._list(limit, ball.cost.p if isinstance(ball.cost, GridCost) else 1.0)
+
+    def _list(self, near: float, power: float) -> None:
+        """Options of every source: single targets first, then groups of targets."""
+        listed = (self.cost < near**power) & torch.isfinite(self.cost)
+        most = max(1, int(listed.sum(1).max())) if self.cost.numel() else 1
+        order = torch.where(listed, self.cost, math.inf).argsort(1)[:, :most]
+        self.target = order
+        prices = [torch.where(listed, self.cost, math.inf).gather(1, order)]
+        self.windows: list[int] = []  # how far the targets of each group are at most, in rows and columns
+        start = near
+        for end in GROUPS if math.isfinite(near) else []:
+            group = (self.cost >= start**power) & (self.cost < end**power) & torch.isfinite(self.cost)
+            if bool(group.any()):
+                self.windows.append(int(min(end, max(self.size))))
+                prices.append(torch.where(group, self.cost, math.inf).amin(1, keepdim=True))
+            start = end
+        self.price = torch.cat(prices, 1)  # (sources, options)
+
+    @property
+    def options(self) -> int:
+        return self.price.shape[0] * self.price.shape[1]
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        """Least and largest value of every pixel, flat."""
+        total = (self.x.sum(1, keepdim=True) * (1 + gamma(self.pixels))).expand(self.x.shape)
+        low, high = (0.0, math.inf) if self.box is None else self.box
+        return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
+
+    def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """``(R, sources)`` of staying and ``(R, sources, options)`` of moving, for rows over the flat image."""
+        maps = rows.view(-1, self.channels, self.pixels)
+        stay = maps[:, self.channel, self.pixel]
+        parts = [maps[:, self.channel[:, None], self.target]]
+        image = rows.view(-1, self.channels, *self.size)
+        for reach in self.windows:
+            around = F.max_pool2d(image, (1, 2 * reach + 1), 1, (0, reach))
+            around = F.max_pool2d(around, (2 * reach + 1, 1), 1, (reach, 0))
+            parts.append(around.flatten(2)[:, self.channel, self.pixel][..., None])
+        moved = torch.where(torch.isfinite(self.price), torch.cat(parts, 2), -math.inf)
+        return stay, moved
+
+    def gains(self, rows: Tensor, charges: Tensor | None) -> Tensor:
+        """What a move adds at most, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R, sources * options)."""
+        stay, moved = self.worth(rows)
+        gain = moved - stay[..., None]
+        size = moved.abs() + stay.abs()[..., None]
+        if charges is not None:
+            gain, size = gain + charges.view(gain.shape), size + charges.view(gain.shape)
+        gain = torch.where(torch.isfinite(moved), gain + 8 * UNIT * size, 0.0)
+        return gain.clamp(min=0).flatten(1)
+
+    def highest(self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None) -> Tensor:
+        """Upper bounds of ``<rows, z>`` plus charges, (R,)."""
+        if self.mass.numel() == 0:
+            return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
+        at = rows if prices is None else rows - prices
+        stay, moved = self.worth(at)
+        size = stay.abs().amax(1) + torch.where(torch.isfinite(moved), moved.abs(), 0.0).flatten(1).amax(1)
+        if charges is not None:
+            moved = moved + charges.view(moved.shape)
+            size = size + charges.abs().amax(1)
+        price = torch.where(torch.isfinite(self.price), self.price, 0.0)
+        psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(torch.float64)
+        value = self._dual(stay, moved, price, psi)[0]
+        mass, top = self.mass.sum(), float(price.max())
+        if prices is not None and self.box is not None:
+            low, high = self.box
+            paid = high * prices.clamp(min=0) + low * prices.clamp(max=0)
+            value = value + paid.sum(1) + gamma(rows.shape[1]) * paid.abs().sum(1)
+            size = size + prices.abs().amax(1)
+        return value + gamma(stay.shape[1] + 8) * (size + psi * (top + 1)) * (mass + self.budget + 1)
+
+    def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
+        """The price of the least value of the dual function that bisection finds."""
+        steep = torch.where(
+            torch.isfinite(self.price) & (price > 0), (moved - stay[..., None]) / price.clamp(min=1e-300), 0.0
+        )
+        low = torch.zeros_like(stay[:, 0])
+        high = steep.flatten(1).amax(1).clamp(min=0) * (1 + 1e-6)
+        best, at = self._dual(stay, moved, price, low)[0], low
+        for trial in [high, *[None] * SEARCH]:
+            psi = 0.5 * (low + high) if trial is None else trial
+            value, paid = self._dual(stay, moved, price, psi)
+            best, at = torch.where(value < best, value, best), torch.where(value < best, psi, at)
+            over = paid > self.budget
+            low, high = torch.where(over, psi, low), torch.where(over, high, psi)
+        return at
+
+    def _dual(self, stay: Tensor, moved: Tensor, price: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+        top, choice = (moved - psi.view(-1, 1, 1) * price).max(2)
+        goes, mass = top > stay, self.mass.to(stay.dtype)
+        spent = price.expand(moved.shape).gather(2, choice[..., None])[..., 0]
+        paid = (torch.where(goes, spent, 0.0) * mass).sum(1)
+        return psi * self.budget + (torch.where(goes, top, stay) * mass).sum(1), paid
+
+    def box_prices(self, row: Tensor, charges: Tensor | None) -> Tensor | None:
+        """Prices of the box for one row, from a linear program; ``None`` where it is too large or there is no box."""
+        count, options = self.price.shape
+        if self.box is None or self.windows or count * (options + 1) > 20000 or count == 0:
+            return None
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_array, vstack
+
+        stay, moved = self.worth(row[None])
+        if charges is not None:
+            moved = moved + charges.view(moved.shape)
+        finite = torch.isfinite(self.price)
+        origin, option = finite.nonzero(as_tuple=True)
+        worth = torch.cat([stay[0], moved[0][origin, option]]).numpy()
+        source = torch.cat([torch.arange(count), origin]).numpy()
+        into = torch.cat([self.pixel, self.target[origin, option]]).numpy()
+        into = into + self.channel.numpy()[source] * self.pixels
+        paid = torch.cat([torch.zeros(count, dtype=torch.float64), self.price[origin, option]]).numpy()
+        many, every = worth.shape[0], np.arange(worth.shape[0])
+        cells = self.channels * self.pixels
+        reach = coo_array((np.ones(many), (into, every)), shape=(cells, many)).tocsr()
+        budget = coo_array((paid, (np.zeros(many, dtype=int), every)), shape=(1, many))
+        upper = [budget, reach, -reach]
+        limits = np.concatenate([[self.budget], np.full(cells, self.box[1]), np.full(cells, -self.box[0])])
+        rows = coo_array((np.ones(many), (source, every)), shape=(count, many)).tocsr()
+        found = linprog(
+            -worth,
+            A_ub=vstack(upper).tocsr(),
+            b_ub=limits,
+            A_eq=rows,
+            b_eq=self.mass.numpy(),
+            bounds=(0, None),
+            method="highs",
+        )
+        if found.status != 0:
+            return None
+        dual = -found.ineqlin.marginals
+        return torch.from_numpy(dual[1 : 1 + cells] - dual[1 + cells :]).to(torch.float64)
+
+
+def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tensor:
+    cost = ball.cost
+    if isinstance(cost, DenseCost):
+        return cost.matrix.to("cpu", torch.float64).clone()
+    place = torch.arange(height * width)
+    row, column = place // width, place % width
+    down, right = row[None] - row[:, None], column[None] - column[:, None]  # from, to
+    if isinstance(cost, GridCost) and plans == "full":
+        return (down**2 + right**2).to(torch.float64) ** (cost.p / 2)
+    table = {(r, c): d for r, c, d in cost.moves(height, width)}
+    out = torch.full((height * width, height * width), math.inf, dtype=torch.float64)
+    for (r, c), d in table.items():
+        out[(down == r) & (right == c)] = d
+    return out
+
+
+def domain(ball: object, x: Tensor, plans: Plans) -> Cube | Transport:
+    """The set of images around one image ``x`` (without a batch)."""
+    if type(ball) is LinfBall:
+        wide = x.to("cpu", torch.float64)
+        eps = float(torch.as_tensor(ball.eps).reshape(-1)[0])
+        low, high = wide - eps * (1 + 4 * UNIT), wide + eps * (1 + 4 * UNIT)
+        if ball.box is not None:
+            low, high = low.clamp(*ball.box), high.clamp(*ball.box)
+        room = 2 * UNIT * (wide.abs() + eps)
+        return Cube((low - room).flatten(), (high + room).flatten())
+    if type(ball) is WassersteinBall:
+        return Transport(ball, x, plans)
+    raise TypeError(f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}")
