@@ -39,10 +39,11 @@ test: lint ## every check: style, types, tests
 test-fast: $(STAMP) ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
 
-lint: $(STAMP) ## style and types
+lint: $(STAMP) ## style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(STAMP) ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .

@@ -151,10 +151,21 @@ class WassersteinBall:
         return TransportOracle(self, x, sweeps=sweeps, newton=newton)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A random point of the ball for each image: random potentials, random share of the budget."""
-        from wball.solvers.support import sample
+        """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
 
-        return sample(self, x, generator)
+        Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the images is made.
+        """
+        from wball.solvers.oracle import ROUNDINGS
+        from wball.solvers.problem import spendable
+
+        x = inputs.check_images("x", x, self.box).detach()
+        inputs.check_generator(generator)
+        device = generator.device if generator is not None else x.device
+        potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
+        part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
+        oracle = self.oracle(x)
+        oracle.budget = part * spendable(self, oracle.x, ROUNDINGS + 1)  # who mixes it with other points rounds again
+        return oracle(3 * potential).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
         """The ball as certificates see it: for ``full`` plans, or for those inside its window."""

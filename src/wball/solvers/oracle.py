@@ -19,15 +19,18 @@ Cancelling makes the point cheaper than the plan that was asked for, so the next
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from wball.ball import WassersteinBall
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import entropic_plan
 from wball.plan import FactoredPlan
 from wball.solvers.problem import spendable, unit_of
+
+if TYPE_CHECKING:
+    from wball.ball import WassersteinBall
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.inputs import result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
@@ -322,26 +321,3 @@ class _Support:
             entropic = exact
         bad = torch.full_like(exact, math.inf)
         return torch.where(exact.isfinite(), exact, bad), torch.where(entropic.isfinite(), entropic, bad)
-
-
-def sample(ball: WassersteinBall, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A random point of the ball for each image.
-
-    Mass follows a random potential at a random share of the budget: pixels drift towards random neighbours, as far as
-    the radius allows. The draw does not depend on the batch an image is in only if the generator's state does not.
-    """
-    x = inputs.check_images("x", x, ball.box).detach()
-    inputs.check_generator(generator)
-    grid = as_grid(x)
-    device = generator.device if generator is not None else x.device
-    potential = torch.randn(grid.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
-    share = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
-    budget = share * spendable(ball, x, roundings=2)  # who mixes samples with other points rounds again
-    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
-    points = []
-    for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
-        score = torch.where(moves.allowed, 3 * moves.gather(potential[part]) - moves.cost, -math.inf)
-        plan = Plan(moves, grid[part].unsqueeze(2) * torch.softmax(score, 2)).cancelled()
-        point = plan.repair(budget[part], ball.box).columns()
-        points.append(torch.where(per_image(budget[part] > 0, point), point, grid[part]))
-    return as_given(torch.cat(points), x, ball.box) if points else x.to(result_dtype(x))
