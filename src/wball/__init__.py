@@ -48,6 +48,7 @@ __all__ = [
     "save_weights",
     "to_tensors",
     "AttackResult",
+    "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
     "PGD",

@@ -2,6 +2,7 @@
 
 from wball.attacks import PGD as PGD
 from wball.attacks import AttackResult as AttackResult
+from wball.attacks import DecisionSearch as DecisionSearch
 from wball.attacks import DualAveraging as DualAveraging
 from wball.attacks import FrankWolfe as FrankWolfe
 from wball.attacks import ScoreSearch as ScoreSearch

@@ -13,6 +13,7 @@ import wball
 from wball import (
     PGD,
     AttackResult,
+    DecisionSearch,
     DenseCost,
     DualAveraging,
     FrankWolfe,
@@ -41,6 +42,7 @@ ATTACKS: dict[str, Attack] = {
     "frank-wolfe, line search": FrankWolfe(BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"),
     "fast": StandardAttack(BALL, version="fast"),
     "score search": ScoreSearch(BALL, queries=250, directions=8),
+    "decision search": DecisionSearch(WassersteinBall(1.0), queries=600, directions=15),
     "linf pgd": PGD(LinfBall(0.1), steps=5, random_start=True),
     "linf frank-wolfe": FrankWolfe(LinfBall(0.1), steps=5),
     "linf score search": ScoreSearch(LinfBall(0.1), queries=250, directions=8),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball import ScoreSearch, StandardAttack, WassersteinBall, audit
+from wball import DecisionSearch, ScoreSearch, StandardAttack, WassersteinBall, audit
 from wball.attacks.stand_ins import StandIns
 from wball.attacks.views import ANSWERS, best_view
 
@@ -102,6 +102,21 @@ def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, imag
     assert int(result.queries.max()) <= 400 and int(result.queries[result.success].min()) < 100
     attack = StandardAttack(WassersteinBall(0.01), version="fast", check=False)
     assert not attack(outside, images, y).reliable
+
+
+def test_a_model_that_only_names_a_class_is_searched_by_labels(net: nn.Module, images: Tensor) -> None:
+    def labels_only(z: Tensor) -> Tensor:
+        return torch.eye(5)[net(z).detach().numpy().argmax(1)]
+
+    with torch.no_grad():
+        y = labels_only(images).argmax(1)
+    view = best_view(labels_only, images, y, (0.0, 1.0))
+    assert view.labels_only and not view.is_useful
+    attack = StandardAttack(WassersteinBall(0.5))
+    assert isinstance(attack.members(labels_only=view.labels_only)[-1], DecisionSearch)
+    result = DecisionSearch(WassersteinBall(0.5), queries=1000, directions=20)(labels_only, images, y)
+    assert int(result.success.sum()) >= 4 and audit(attack.ball, images, result.images).all_valid
+    assert int(result.queries.max()) <= 1000
 
 
 def test_random_answers_are_averaged_and_judged_by_majority(net: nn.Module, images: Tensor, labels: Tensor) -> None:

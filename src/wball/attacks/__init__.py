@@ -1,6 +1,7 @@
 """Attacks: search the ball for an image that the model gets wrong."""
 
 from wball.attacks.base import Attack
+from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.frank_wolfe import FrankWolfe
 from wball.attacks.minimal_radius import MinimalRadius, minimal_radius
@@ -14,6 +15,7 @@ __all__ = [
     "Attack",
     "AttackResult",
     "AttackStatus",
+    "DecisionSearch",
     "DualAveraging",
     "FrankWolfe",
     "GrowingRadius",

@@ -28,11 +28,12 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks import objectives
 from wball.attacks.batch import AttackBatch, State
+from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.progress import Bar, bar
 from wball.attacks.result import STATUSES, AttackResult, empty, joined
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
-from wball.model import Model, as_found
+from wball.model import Model, as_found, ask, reached
 from wball.plan import FactoredPlan, Plan
 from wball.solvers.problem import unit_of
 
@@ -51,6 +52,8 @@ class Attack(ABC):
         batch_size: images at a time; ``None`` takes all, and halves the batch whenever memory runs out.
         progress: show a bar on stderr; ``None`` shows it on long runs.
         proofs: return the plans that prove the distances, if the attack has them (``result.proof``).
+        levels: return examples whose pixels are multiples of ``1 / (levels - 1)``, so that they survive being stored
+            (256: as 8-bit images); the images must be on the levels, too (:mod:`wball.attacks.levels`).
     """
 
     ball: Ball
@@ -58,8 +61,11 @@ class Attack(ABC):
     batch_size: int | None = None
     progress: bool | None = None
     proofs: bool = False
+    levels: int | None = None
 
     def __post_init__(self) -> None:
+        if self.levels is not None:
+            inputs.check_count("levels", self.levels, 2)
         if not hasattr(self.ball, "project"):
             raise TypeError(f"ball must be a threat model such as WassersteinBall(0.1), got {self.ball!r}")
         if self.batch_size is not None:
@@ -115,6 +121,8 @@ class Attack(ABC):
         target = None if target is None else check_labels("target", target, x)
         inputs.check_eps_count(self.ball.eps, x.shape[0])
         x = x.to(result_dtype(x))
+        if self.levels is not None:
+            check_on_levels(x, self.levels)
         self.before(model, x, y)
         if generator is None:
             generator = torch.Generator(x.device).manual_seed(0)
@@ -141,7 +149,8 @@ class Attack(ABC):
                 progress.batch(start, index.numel())
             try:
                 part = None if target is None else target[index]
-                parts.append(self.take(index).attack_batch(model, x[index], y[index], part, generator, progress))
+                found = self.take(index).attack_batch(model, x[index], y[index], part, generator, progress)
+                parts.append(self.stored(found, model, x[index], y[index], part, self.ball.take(index)))
             except RuntimeError as error:
                 if not out_of_memory(error) or size == 1:
                     raise
@@ -155,6 +164,19 @@ class Attack(ABC):
             if x.is_cuda:
                 torch.cuda.empty_cache()
         return joined(parts)
+
+    def stored(
+        self, found: AttackResult, model: Model, x: Tensor, y: Tensor, target: Tensor | None, ball: Ball
+    ) -> AttackResult:
+        """What was found, on the levels if there are some."""
+        if self.levels is None:
+            return found
+
+        def judge(index: Tensor, images: Tensor) -> Tensor:
+            with torch.no_grad():
+                return reached(ask(model, images), y[index], None if target is None else target[index])
+
+        return to_levels(found, ball, x, self.levels, judge)
 
     def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
         long = images * self.n_gradients > PROGRESS_AFTER
@@ -218,7 +240,9 @@ class GradientAttack(Attack):
         objective = objectives.find(self.objective)
         if x.shape[0] == 0:
             return empty(x)
-        batch = AttackBatch(model, self.ball, x, y, target, objective, self.until_success, progress)
+        # Examples that will be rounded are climbed as high as they go: at the boundary rounding would undo them.
+        until = self.until_success and self.levels is None
+        batch = AttackBatch(model, self.ball, x, y, target, objective, until, progress)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
@@ -234,6 +258,17 @@ class GradientAttack(Attack):
 def spread(per_image: Tensor, like: Tensor) -> Tensor:
     """One value per image (or one for all), shaped to multiply ``like``."""
     return per_image.view(-1, *[1] * (like.ndim - 1))
+
+
+def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
+    """Standard normal noise like images, or ``count`` times that. The same on every device of the generator."""
+    shape = like.shape if count is None else (count, *like.shape)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(like)
+
+
+def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
+    """Images clipped to the box, if there is one."""
+    return images if box is None else images.clamp(*box)
 
 
 def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -> Tensor:

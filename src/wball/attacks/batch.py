@@ -180,6 +180,12 @@ class AttackBatch:
             self.queries += 1
             return self.loss(ask(self.model, z))
 
+    def succeeds(self, z: Tensor) -> Tensor:
+        """Which images meet the goal at ``z``, which is not offered as a candidate."""
+        with torch.no_grad():
+            self.queries += 1
+            return self.reached(ask(self.model, z))
+
     def offer(self, state: State) -> Tensor:
         """The candidate without its gradient. Returns its logits."""
         with torch.no_grad():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, plan_of_nothing, spread
+from wball.attacks.base import GradientAttack, normal, plan_of_nothing, spread
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.oracle import Oracle, oracle_of
 from wball.plan import FactoredPlan
@@ -85,8 +85,7 @@ class DualAveraging(GradientAttack):
         oracle = oracle_of(batch.ball, x, sweeps=self.sweeps, newton=self.newton)
         state = Potentials(x, batch.ball, x, torch.zeros_like(oracle.unit), proof, b=torch.zeros_like(x), oracle=oracle)
         if self.random_start > 0:
-            noise = torch.randn(x.shape, generator=generator, device=generator.device, dtype=torch.float32)
-            state.b = self.random_start * noise.to(x)
+            state.b = self.random_start * normal(x, generator)
             state.move()
         return state
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wball.attacks.base import spread, understood
+from wball.attacks.base import normal, spread, understood
 from wball.ball import Ball
 from wball.solvers.oracle import OraclePoint
 
@@ -61,3 +61,8 @@ def oracle_of(ball: Ball, x: Tensor, **options: Any) -> Oracle:
         return ProjectionOracle(ball, x)
     oracle: Oracle = own(x, **understood(own, **options))
     return oracle
+
+
+def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
+    """1 where the ball lets a pixel change: potentials that differ everywhere move mass wherever it can go."""
+    return (oracle_of(ball, x)(normal(x, generator)).z != x).to(x)

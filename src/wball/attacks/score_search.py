@@ -30,10 +30,10 @@ from torch.nn import functional as F
 
 from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.base import GradientAttack, lists_plans, plan_of_nothing, spread
+from wball.attacks.base import GradientAttack, into_box, lists_plans, normal, plan_of_nothing, spread
 from wball.attacks.batch import AttackBatch
 from wball.attacks.dual_averaging import Potentials, normalised
-from wball.attacks.oracle import oracle_of
+from wball.attacks.oracle import oracle_of, reachable_pixels
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
 
@@ -101,8 +101,7 @@ class ScoreSearch(GradientAttack):
         )  # fmt: skip
         if self.proofs and lists_plans(batch.ball):
             state.proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
-        # Potentials that differ everywhere move mass wherever it can go.
-        reachable = (oracle(_normal(x, generator)).z != x).to(x)
+        reachable = reachable_pixels(batch.ball, x, generator)
         state.noise = reachable * self._size(batch, state, reachable, generator)
         return state
 
@@ -125,11 +124,11 @@ class ScoreSearch(GradientAttack):
     def _size(self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator) -> Tensor:
         low, high = batch.ball.box or (0.0, 1.0)
         small, large = (size * (high - low) for size in NOISE)
-        u = reachable * _normal(batch.x, generator, max(1, self.directions // 2))
+        u = reachable * normal(batch.x, generator, max(1, self.directions // 2))
         batch.queries += 2 * u.shape[0]
 
         def change(size: float) -> Tensor:
-            asked = _within(batch.x + size * u, batch.ball.box)
+            asked = into_box(batch.x + size * u, batch.ball.box)
             return (_scores(batch.model, asked, state.classes) - state.logits_before).transpose(0, 1).flatten(1)
 
         agreement = F.cosine_similarity(change(small), change(large), dim=1)
@@ -138,7 +137,7 @@ class ScoreSearch(GradientAttack):
     def gradient(self, batch: AttackBatch, state: _Tracked, generator: torch.Generator) -> Tensor:
         logits = batch.offer(state)
         scores, z = logits.gather(1, state.classes), state.z
-        asked = _within(z + state.noise * _normal(z, generator, self.directions), batch.ball.box)
+        asked = into_box(z + state.noise * normal(z, generator, self.directions), batch.ball.box)
         answers = _scores(batch.model, asked, state.classes)
         batch.queries += self.directions
         moved = torch.cat([asked - z, (z - state.z_before)[None]]).transpose(0, 1).flatten(2)
@@ -170,15 +169,6 @@ def _tracked(jacobian: Tensor, moved: Tensor, changed: Tensor) -> Tensor:
     factor = torch.linalg.cholesky_ex(gram).L  # asks the device for nothing
     weights = torch.cholesky_solve(wrong.to(torch.float64), factor).to(jacobian)
     return jacobian + torch.einsum("bnk,bnd->bkd", weights, moved)
-
-
-def _normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
-    shape = like.shape if count is None else (count, *like.shape)
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(like)
-
-
-def _within(images: Tensor, box: tuple[float, float] | None) -> Tensor:
-    return images if box is None else images.clamp(*box)
 
 
 def _scores(model: Model, asked: Tensor, classes: Tensor) -> Tensor:

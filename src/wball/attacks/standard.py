@@ -24,7 +24,8 @@ members   objective                     step size  steps  remarks
 19        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
 
-The first 18 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch`. They look at the model as
+The first 18 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+:class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
 :mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 18 climb those of smooth stand-ins,
 and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15 answers decides.
 ``result.findings`` lists what that tells about the numbers (:mod:`wball.attacks.findings`).
@@ -48,6 +49,7 @@ from torch import Tensor
 
 from wball.attacks import checks, objectives
 from wball.attacks.base import Attack, GradientAttack
+from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.pgd import PGD
@@ -141,7 +143,7 @@ class StandardAttack(Attack):
             raise ValueError(f"version must be one of {', '.join(MEMBERS)}, got {self.version!r}")
 
     def members(
-        self, *, targeted: bool = False, classes: int | None = None, hidden: bool = False
+        self, *, targeted: bool = False, classes: int | None = None, hidden: bool = False, labels_only: bool = False
     ) -> tuple[GradientAttack, ...]:
         """The attacks that are run, in order.
 
@@ -149,11 +151,14 @@ class StandardAttack(Attack):
             targeted: leave out those that aim at a class of their own.
             classes: leave out runners-up that do not exist.
             hidden: as for a model that hides its gradients.
+            labels_only: as for a model that hides its scores as well.
         """
         most = 0 if targeted else math.inf if classes is None else classes - 1
         members = tuple(m.on(self.ball, self.proofs) for m in MEMBERS[self.version] if m.rank <= most)
         if self.version != "standard":
             return members
+        if labels_only:
+            return *members, DecisionSearch(self.ball, queries=QUERIES_IF_HIDDEN, progress=False)
         queries = QUERIES_IF_HIDDEN if hidden else QUERIES
         return *members, ScoreSearch(self.ball, queries=queries, progress=False, proofs=self.proofs)
 
@@ -184,12 +189,17 @@ class StandardAttack(Attack):
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
         left = torch.arange(x.shape[0], device=x.device)
         hidden = not view.own or not view.is_useful
-        members = self.members(targeted=target is not None, classes=outputs.shape[1], hidden=hidden)
+        members = self.members(
+            targeted=target is not None, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only
+        )
+        if self.levels is not None:
+            members = tuple(replace(member, until_success=False) for member in members)
         for number, member in enumerate(members):
             if best is not None and left.numel() == 0:
                 break
             goal = None if target is None else target[left]
             found = member.take(left).attack_batch(view.model, x[left], y[left], goal, generator, progress)
+            found = self.stored(found, model, x[left], y[left], goal, self.ball.take(left))
             found = _judged(found, view, model, y[left], goal)
             member_of[left[found.success]] = number
             best = found if best is None else _merged(best, left, found)
@@ -206,7 +216,7 @@ class StandardAttack(Attack):
         found = []
         if not view.is_useful and survived:
             found.append(Finding("masked-gradients", survived, count))
-        if isinstance(members[-1], ScoreSearch):
+        if isinstance(members[-1], (ScoreSearch, DecisionSearch)):
             found.append(Finding("black-box-stronger", int((member_of == len(members) - 1).sum()), count))
         if view.random:
             found.append(Finding("random-answers", count, count))

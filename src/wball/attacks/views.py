@@ -64,6 +64,7 @@ class View:
         own: whether gradients are the model's own, with no stand-in.
         random: whether answers differ from question to question.
         probabilities: whether the model's answers are probabilities.
+        labels_only: whether they name a class and say nothing else.
     """
 
     model: Model
@@ -71,6 +72,7 @@ class View:
     own: bool
     random: bool
     probabilities: bool
+    labels_only: bool = False
 
     @property
     def is_useful(self) -> bool:
@@ -94,6 +96,12 @@ def are_probabilities(outputs: Tensor) -> bool:
     """Whether every row lies in [0, 1] and sums to 1."""
     inside = (outputs >= 0).all() & (outputs <= 1).all()
     return bool(inside & ((outputs.sum(1) - 1).abs() < 1e-4).all())
+
+
+def are_labels(outputs: Tensor) -> bool:
+    """Whether the same few numbers answer for every image, as in one-hot rows."""
+    rows = outputs.sort(1).values
+    return rows.shape[0] > 1 and bool((rows == rows[:1]).all())
 
 
 def answers_differ(first: Tensor, again: Tensor) -> Tensor:
@@ -126,7 +134,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | Non
             better = 0.0
         if better > useful:
             return View(stand_in, better, False, random, probabilities)
-    return View(own, useful, True, random, probabilities)
+    return View(own, useful, True, random, probabilities, are_labels(outputs))
 
 
 def usefulness(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> float:
