@@ -133,7 +133,7 @@ def test_every_counted_example_passes_the_audit(shop: Workshop, monkeypatch: pyt
 
     honest = StandardAttack.__call__
     monkeypatch.setattr(StandardAttack, "__call__", leaves)
-    monkeypatch.setattr("wball.evaluation.run.CPU_BATCH", 80)
+    monkeypatch.setattr("wball.evaluation.batches.CPU_BATCH", 80)
     result, _ = measuring.evaluated(shop, halves(), x, y, [0.01])
     assert len(result.rejected) >= 5 and all(r["index"] >= 70 for r in result.rejected)
     assert not bool(result.broken_at(0.01)[far].any())
@@ -160,7 +160,7 @@ def test_papers_attack_gives_the_radius_of_each_image(shop: Workshop) -> None:
 
 def test_an_interrupted_measurement_resumes(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = images(20)
-    monkeypatch.setattr("wball.evaluation.run.CPU_BATCH", 5)
+    monkeypatch.setattr("wball.evaluation.batches.CPU_BATCH", 5)
     whole, _ = measuring.evaluated(shop, halves(), x, y, [0.05, 0.2])
     other, calls, work = Workshop(replace(shop.settings, out=shop.settings.out / "b")), 0, StandardAttack.__call__
 

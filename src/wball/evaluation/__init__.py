@@ -1,7 +1,8 @@
 """Evaluations: how robust a model is, as data that can be checked, resumed, compared and shown."""
 
+from wball.evaluation.folder import OtherSettings
 from wball.evaluation.result import CurvePoint, Evaluation, load_evaluation
-from wball.evaluation.run import OtherSettings, evaluate
+from wball.evaluation.run import evaluate
 from wball.evaluation.trust import Check, Decision, EvaluationWarning, Requirement, confidence_interval, exit_code
 from wball.storage.atomic import FolderInUse
 

@@ -54,8 +54,7 @@ def proved_by_plan(images: dict[str, Tensor]) -> NDArray[np.int64]:
 
 def check_exactly(
     ball: Ball,
-    x: Tensor,
-    adversarial: Tensor,
+    pairs: Callable[[Tensor], tuple[Tensor, Tensor]],
     images: dict[str, Tensor],
     chosen: NDArray[np.int64],
     rejected: list[dict[str, Any]],
@@ -69,8 +68,8 @@ def check_exactly(
     for part in np.array_split(chosen, math.ceil(len(chosen) / (16 * (os.cpu_count() or 1)))) if len(chosen) else ():
         index = torch.from_numpy(part)
         radius, promised = images["found_at"][index], images["distance"][index]
-        originals = x[index.to(x.device)].cpu()
-        report = audit_in_threads(ball.at(radius), originals, adversarial[index])
+        originals, adversarial = pairs(index)
+        report = audit_in_threads(ball.at(radius), originals, adversarial)
         images["distance"][index], images["proof"][index] = report.distance, PLAN + EXACT
         for k in (~report.valid).nonzero().squeeze(1).tolist():
             where = int(index[k])

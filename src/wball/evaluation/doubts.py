@@ -14,6 +14,7 @@ from torch import Tensor
 from wball.attacks.findings import Finding
 from wball.ball import Ball
 from wball.evaluation.result import Evaluation
+from wball.evaluation.stream import Images
 from wball.evaluation.trust import HARMLESS, EvaluationWarning
 from wball.model import Model, as_found, ask, top_class
 
@@ -44,7 +45,7 @@ def as_warnings(
 
 
 def look_for_missed(
-    result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: Ball
+    result: Evaluation, model: Model, x: Images, y: Images, ball: Ball
 ) -> tuple[EvaluationWarning, ...]:
     """Random points of the largest ball, and other images projected onto it: do they fool the model on survivors?
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from wball.attacks import PGD, DualAveraging
 from wball.attacks.base import GradientAttack
 from wball.ball import Ball
+from wball.evaluation.stream import Images
 from wball.model import Model, as_found, ask, top_class
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ RADII = 8
 STEPS = 20
 
 
-def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: Ball) -> dict[str, Tensor]:
+def make_exhibit(result: Evaluation, model: Model, x: Images, y: Images, ball: Ball) -> dict[str, Tensor]:
     """Images for a report.
 
     - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
@@ -53,7 +54,7 @@ def make_exhibit(result: Evaluation, model: Model, x: Tensor, y: Tensor, ball: B
         found = found.cpu()
         broken.append(read_as != result.images["label"][shown])
         for k, i in enumerate(shown.tolist()):  # the evaluation may have known better
-            if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps:
+            if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps and i in place:
                 found[k] = result.examples["adversarial"][place[i]]
                 read_as[k] = result.images["read_as"][i]
         images.append(found)

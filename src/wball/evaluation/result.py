@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,9 @@ COLUMNS: dict[str, torch.dtype] = {
     "proof": torch.long,
 }
 """One value per image. ``inf`` (in files: null) stands for "no example was found"."""
+
+REPORT_WRITERS: list[Callable[..., Path]] = []
+"""What writes reports: :mod:`wball.report` enters itself here, because evaluations are data and import no reports."""
 
 PLAN, EXACT = 1, 2
 """Places in :data:`PROOFS`."""
@@ -97,7 +100,8 @@ class Evaluation(Summarised):
         warnings: reasons not to believe the numbers, each with a stable code, what was seen and the remedy
             (:mod:`wball.evaluation.trust`, :mod:`wball.attacks.checks`). None of them: :attr:`reliable`.
         notes: harmless notices about the model, of the same kind.
-        examples: ``index``, ``original`` and ``adversarial`` images, for every valid example.
+        examples: ``index``, ``original`` and ``adversarial`` images, for every valid example, or for those that
+            ``settings["keep"]`` says.
         exhibit: images for a report: ``index`` and ``original`` of a selection, and under ``explorer`` the strongest
             image found for some of them at every radius.
         disagreements: images whose plan promised a smaller distance than exact transport found. Always empty, unless
@@ -312,9 +316,9 @@ class Evaluation(Summarised):
 
     def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
         """Write the report, one HTML file that needs nothing else; ``others`` are compared with this evaluation."""
-        from wball.report import write_report
-
-        return write_report([self, *others], path, title=title)
+        if not REPORT_WRITERS:
+            raise RuntimeError("reports are not loaded: import wball.report first (import wball does)")
+        return REPORT_WRITERS[-1]([self, *others], path, title=title)
 
     def table(self) -> Table:
         """The accuracies for a terminal."""
@@ -388,7 +392,8 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs], "certified": certified}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
     extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
-    if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"]):
+    every = content["settings"].get("keep") not in ("sample", "none")
+    if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"], every=every):
         raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
     told = [EvaluationWarning.read(stored) for stored in content["warnings"]]
     notes = [w for w in told if w.code in HARMLESS]  # earlier versions did not tell them apart

@@ -100,11 +100,15 @@ def check_content(content: Any) -> None:
         raise ValueError(f"images has columns of different lengths or none: {lengths}")
 
 
-def check_pictures(examples: Mapping[str, Tensor], exhibit: Mapping[str, Tensor], read_as: Tensor) -> str | None:
-    """What is wrong with the images beside the results; ``None`` if nothing is."""
+def check_pictures(
+    examples: Mapping[str, Tensor], exhibit: Mapping[str, Tensor], read_as: Tensor, *, every: bool = True
+) -> str | None:
+    """What is wrong with the images beside the results; ``None`` if nothing is. ``every``: all examples were kept."""
     if examples:
-        found = (read_as >= 0).nonzero().squeeze(1)
-        if not {"index", "original", "adversarial"} <= examples.keys() or not torch.equal(examples["index"], found):
+        if not {"index", "original", "adversarial"} <= examples.keys():
+            return "the examples are not complete"
+        found, valid = examples["index"], (read_as >= 0).nonzero().squeeze(1)
+        if not (torch.equal(found, valid) if every else bool(torch.isin(found, valid).all())):
             return "the examples are not those of the results"
         if not len(found) == len(examples["original"]) == len(examples["adversarial"]):
             return "there are not as many images as examples"

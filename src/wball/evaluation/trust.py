@@ -29,10 +29,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from wball.evaluation.result import Evaluation
+from typing import Any, Protocol
 
 CONFIDENCE = 0.95
 HARMLESS = frozenset({"train-mode", "few-classes"})
@@ -188,13 +185,38 @@ class Decision:
         return "\n".join(f"{'met' if check.met else 'NOT MET'}: {check.reason}" for check in self.checks)
 
 
-def decide(evaluation: Evaluation, requirements: Iterable[str | Requirement] | str | Requirement) -> Decision:
+class Measured(Protocol):
+    """What is asked of an evaluation here."""
+
+    @property
+    def reliable(self) -> bool: ...
+
+    @property
+    def warnings(self) -> tuple[EvaluationWarning, ...]: ...
+
+    @property
+    def rejected(self) -> tuple[Mapping[str, Any], ...]: ...
+
+    @property
+    def contradictions(self) -> list[int]: ...
+
+    @property
+    def disagreements(self) -> tuple[int, ...]: ...
+
+    def accuracy_at(self, eps: float) -> float: ...
+
+    def certified_at(self, eps: float) -> float | None: ...
+
+    def interval(self, share: float) -> Interval: ...
+
+
+def decide(evaluation: Measured, requirements: Iterable[str | Requirement] | str | Requirement) -> Decision:
     """See :meth:`wball.Evaluation.check`."""
     asked = [requirements] if isinstance(requirements, (str, Requirement)) else list(requirements)
     return Decision(tuple(_held(evaluation, Requirement.parse(one)) for one in asked))
 
 
-def _held(evaluation: Evaluation, wanted: Requirement) -> Check:
+def _held(evaluation: Measured, wanted: Requirement) -> Check:
     if wanted.certified:
         measured = evaluation.certified_at(wanted.eps)
     else:
@@ -211,10 +233,10 @@ def _held(evaluation: Evaluation, wanted: Requirement) -> Check:
     return Check(wanted, measured, (low, high), low >= wanted.share, said)
 
 
-def exit_code(evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()) -> int:
+def exit_code(evaluations: Sequence[Measured], requirements: Sequence[str | Requirement] = ()) -> int:
     """0; 3 if a claim did not hold; 6 if an evaluation is not reliable; 7 if one does not meet the requirements."""
     if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
         return EXIT_CLAIMS
     if not all(e.reliable for e in evaluations):
         return EXIT_UNRELIABLE
-    return 0 if all(e.check(requirements) for e in evaluations) else EXIT_REQUIREMENT
+    return 0 if all(decide(e, requirements) for e in evaluations) else EXIT_REQUIREMENT

@@ -9,8 +9,9 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wball.evaluation.result import REPORT_WRITERS, Evaluation
+
 if TYPE_CHECKING:
-    from wball.evaluation.result import Evaluation
     from wball.evaluation.trust import Requirement
 
 
@@ -87,3 +88,6 @@ def _for_script(data: Any) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+REPORT_WRITERS.append(write_report)

@@ -220,6 +220,8 @@ def _cards(e: Evaluation, name: str, run: int, count: int, scale: float) -> list
     examples = {int(i): k for k, i in enumerate(e.examples.get("index", torch.zeros(0)).tolist())}
     cards = []
     for k, i in enumerate(e.exhibit["index"].tolist()):
+        if int(e.images["read_as"][i]) >= 0 and i not in examples:
+            continue  # broken, and its example was not kept
         x = e.exhibit["original"][k]
         label, predicted = int(e.images["label"][i]), int(e.images["predicted"][i])
         outcome = "wrong" if label != predicted else "broken" if i in examples else "survived"

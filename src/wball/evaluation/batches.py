@@ -1,0 +1,389 @@
+"""The batches of an evaluation: how one of them is attacked, audited, certified and stored, and how they are joined.
+
+Whatever is random in a batch depends on the seed, the batch and the radius alone, so the result does not depend on who
+computes which batch, or on how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from wball.attacks import Attack, minimal_radius
+from wball.attacks.checks import ModelWarning, check_model
+from wball.attacks.findings import Finding, merged
+from wball.ball import Ball
+from wball.certificates import certified_radius, certify
+from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
+from wball.evaluation.doubts import as_warnings
+from wball.evaluation.result import (
+    COLUMNS,
+    EXACT,
+    PLAN,
+    Evaluation,
+)
+from wball.evaluation.stream import Images
+from wball.evaluation.trust import EvaluationWarning, as_code
+from wball.model import Model, as_found, ask, top_class
+from wball.plan import StoredPlan
+from wball.storage.files import Log, read_tensors, write_tensors
+
+CPU_BATCH = 50
+GPU_PIXELS = 4_000_000
+"""Pixels in a batch on a GPU, where small batches waste most of it."""
+KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
+"""What examples and their originals may take if all of them are stored, and if a sample is."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of an evaluation, and how one of them is worked off."""
+
+    model: Model
+    x: Images
+    y: Images
+    ball: Ball
+    attack: Attack
+    settings: dict[str, Any]
+    store: Path
+    log: Log
+
+    @property
+    def size(self) -> int:
+        return int(self.settings["batch_size"])
+
+    @property
+    def count(self) -> int:
+        return math.ceil(len(self.x) / self.size)
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.settings["mode"] == "minimal" else len(self.settings["radii"])
+
+    def path(self, batch: int) -> Path:
+        return self.store / f"batch-{batch:05d}.safetensors"
+
+    def run(self, rank: int, world: int, progress: bool) -> None:
+        """Work off every ``world``-th batch, from ``rank`` on."""
+        mine = range(rank, self.count, world)
+        size = int(self.settings["batch_size"])
+        with progress_bar(progress and rank == 0, self.settings["model"]["name"]) as (total, advance):
+            total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
+            for batch in mine:
+                self._work_off(batch, advance)
+
+    def _work_off(self, batch: int, advance: Callable[[int], None]) -> None:
+        size = int(self.settings["batch_size"])
+        part = slice(batch * size, (batch + 1) * size)
+        x, y = self.x[part], self.y[part]
+        state, notes = self._resume(batch, x, y)
+        advance(notes["done"] * len(x))
+        while notes["done"] < self.stages:
+            begun, stage = time.perf_counter(), int(notes["done"])
+            with self._randomness(batch, stage) as generator:
+                if self.settings["mode"] == "minimal":
+                    self._search(state, notes, x, y, generator)
+                else:
+                    self._attack(state, notes, x, y, float(self.settings["radii"][stage]), generator)
+                self._prove(state, x, y, stage)
+            notes["done"] = stage + 1
+            write_tensors(self.path(batch), state, notes)
+            self.log("batch", batch=batch, stage=stage, seconds=round(time.perf_counter() - begun, 3))
+            advance(len(x))
+
+    def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.path(batch).is_file():
+            try:
+                return self._read(batch, len(x))
+            except ValueError as error:
+                warnings.warn(f"{error}; the batch is computed again", stacklevel=2)
+                self.log("damaged", batch=batch, said=str(error))
+        infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
+        none = torch.full((len(x),), -1, dtype=torch.long)
+        predicted = predict(self.model, x).cpu()
+        state = {
+            "label": y.cpu(),
+            "predicted": predicted,
+            "read_as": none,
+            "distance": torch.where(predicted == y.cpu(), infinite, torch.zeros_like(infinite)),
+            "found_at": infinite.clone(),
+            "mass_error": infinite.clone(),
+            "box_violation": infinite.clone(),
+            "member": none.clone(),
+            "n_steps": torch.zeros_like(none),
+            "certified": torch.zeros_like(infinite),
+            "proof": torch.zeros_like(none),
+            "adversarial": x.cpu().clone(),
+        }
+        return state, {"batch": batch, "done": 0, "rejected": [], "findings": []}
+
+    def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state, notes = read_tensors(self.path(batch))
+        whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
+        if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
+            raise ValueError(f"{self.path(batch)} is no batch of this evaluation")
+        notes.setdefault("findings", [])  # earlier versions kept none
+        if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(self.stages + 1):
+            raise ValueError(f"{self.path(batch)} is no batch of this evaluation: its notes are {notes}")
+        return state, notes
+
+    def _finished(self, batch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A batch as it was stored; worked off once more if its file was damaged in the meantime."""
+        count = min(self.size, len(self.x) - batch * self.size)
+        try:
+            return self._read(batch, count)
+        except ValueError:
+            self._work_off(batch, lambda _: None)
+            return self._read(batch, count)
+
+    @contextmanager
+    def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
+        """A generator, and torch's own random state for models that are random, for this batch and stage alone."""
+        entropy = [int(self.settings["seed"]), batch, stage]
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        with torch.random.fork_rng(devices=[self.x.device] if self.x.is_cuda else []):
+            torch.manual_seed(seed)
+            yield torch.Generator(self.x.device).manual_seed(seed)
+
+    def _attack(
+        self,
+        state: dict[str, Tensor],
+        notes: dict[str, Any],
+        x: Tensor,
+        y: Tensor,
+        eps: float,
+        generator: torch.Generator,
+    ) -> None:
+        left = state["distance"].isinf().nonzero().squeeze(1)
+        if left.numel() == 0:
+            return
+        here = left.to(x.device)
+        attack = replace(self.attack.at(eps), proofs=self.settings["exact"] == "sample")
+        found = attack(self.model, x[here], y[here], generator=generator)
+        state["n_steps"][left] += found.n_steps.cpu()
+        notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
+        member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
+        radius = torch.full((len(left),), eps, dtype=torch.float64)
+        self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member, found.proof)
+
+    def _search(
+        self, state: dict[str, Tensor], notes: dict[str, Any], x: Tensor, y: Tensor, generator: torch.Generator
+    ) -> None:
+        left = state["distance"].isinf().nonzero().squeeze(1)
+        if left.numel() == 0:
+            return
+        here = left.to(x.device)
+        hi = float(self.settings["radii"][-1])
+        found = minimal_radius(self.model, x[here], y[here], self.attack, hi=hi, generator=generator)
+        state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
+        self._accept(
+            state, notes, left, x, y, found.success.cpu(), found.images, found.radius.cpu(), torch.zeros_like(left)
+        )
+
+    def _accept(
+        self,
+        state: dict[str, Tensor],
+        notes: dict[str, Any],
+        index: Tensor,
+        x: Tensor,
+        y: Tensor,
+        success: Tensor,
+        images: Tensor,
+        radius: Tensor,
+        member: Tensor,
+        proof: StoredPlan | None = None,
+    ) -> None:
+        """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault."""
+        index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
+        if index.numel() == 0:
+            return
+        read_as = predict(self.model, images).cpu()
+        plan = None if proof is None else proof.take(success.to(x.device))
+        begun = time.perf_counter()
+        report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
+        seconds, solved = round(time.perf_counter() - begun, 3), int(report.exact.sum())
+        self.log("audit", batch=notes["batch"], examples=len(report), exact=solved, seconds=seconds)
+        fooled = (read_as >= 0) & (read_as != y.cpu()[index])
+        good = fooled & report.valid.cpu()
+        start = int(self.settings["batch_size"]) * int(notes["batch"])
+        for k in (~good).nonzero().squeeze(1).tolist():
+            said = "has no answer to the stored image (NaN)" if read_as[k] < 0 else "classifies the stored image right"
+            reason = report.reasons[k] or f"the model {said}"
+            notes["rejected"].append({"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason})
+        where = index[good]
+        state["read_as"][where] = read_as[good]
+        state["distance"][where] = report.distance.cpu()[good]
+        state["found_at"][where] = radius[good]
+        state["mass_error"][where] = report.mass_error.cpu()[good]
+        state["box_violation"][where] = report.box_violation.cpu()[good]
+        state["member"][where] = member[good]
+        state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
+        state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
+
+    def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
+        """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
+        example check each other."""
+        if self.settings["certify"] is None:
+            return
+        assert isinstance(self.model, nn.Module)
+        method, right = self.settings["certify"]["method"], state["label"] == state["predicted"]
+        if self.settings["mode"] == "minimal":
+            index = right.nonzero().squeeze(1)
+            here, ball = index.to(x.device), self.ball.at(float(self.settings["radii"][-1]))
+            if index.numel():
+                state["certified"][index] = certified_radius(self.model, x[here], y[here], ball, method).cpu()
+            return
+        eps = float(self.settings["radii"][stage])
+        before = float(self.settings["radii"][stage - 1]) if stage else 0.0
+        index = (right & (state["certified"] >= before)).nonzero().squeeze(1)
+        if index.numel() == 0:
+            return
+        here = index.to(x.device)
+        proof = certify(self.model, x[here], y[here], self.ball.at(eps), method)
+        state["certified"][index[proof.certified.cpu()]] = eps
+
+    def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
+        """The whole result, once every batch is done."""
+        columns: list[dict[str, Tensor]] = []
+        rejected: list[dict[str, Any]] = []
+        findings: list[Finding] = []
+        for batch in range(self.count):
+            state, notes = self._finished(batch)
+            columns.append({name: values for name, values in state.items() if name != "adversarial"})
+            rejected += notes["rejected"]
+            findings += [Finding(*entry) for entry in notes["findings"]]
+        whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+        disagreements = self._check_sample(whole, rejected, progress)
+        whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
+        index, kept = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
+        size = self.size  # no more at a time than there was memory for
+        doubts, remarks = as_warnings(merged(findings), _model_warnings(self.model, self.x[:size], self.y[:size]))
+        original, adversarial = self.x[:1][:0].cpu(), self.x[:1][:0].cpu()
+        if len(index):
+            parts = [self.pairs(part) for part in index.split(size)]
+            original, adversarial = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return Evaluation(
+            {**self.settings, "keep": kept},
+            origin,
+            {name: whole[name] for name in COLUMNS},
+            tuple(rejected),
+            doubts,
+            {"index": index, "original": original, "adversarial": adversarial},
+            disagreements=tuple(disagreements),
+            notes=remarks,
+        )
+
+    def pairs(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Original and stored images at ascending positions; only the batches that hold them are read."""
+        found = []
+        for batch in (index // self.size).unique().tolist():
+            inside = index[index // self.size == batch] - batch * self.size
+            found.append(self._finished(batch)[0]["adversarial"][inside])
+        return self.x[index.to(self.x.device)].cpu(), torch.cat(found)
+
+    def _kept(self, found: Tensor) -> tuple[Tensor, str]:
+        """Which examples to store, and in a word: all, or a sample where they are too many."""
+        keep, image = self.settings.get("keep"), self.x[:1]
+        most = max(1, SAMPLE_BYTES // (2 * image.numel() * image.element_size()))
+        whole = 2 * len(found) * image.numel() * image.element_size() <= KEEP_BYTES
+        if keep is None and not whole:
+            warnings.warn(
+                f"the {len(found)} examples take more than a gigabyte: a sample of {most} is stored; say keep='all' to "
+                "store all of them",
+                stacklevel=2,
+            )
+        if keep == "all" or (keep is None and whole):
+            return found, "all"
+        if keep == "none":
+            return found[:0], "none"
+        random = np.random.default_rng([int(self.settings["seed"]), len(found)])
+        return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))], "sample"
+
+    def _check_sample(self, whole: dict[str, Tensor], rejected: list[dict[str, Any]], progress: bool) -> list[int]:
+        """Check plans against exact transport; see :mod:`wball.evaluation.check`. Nothing is stored before its end."""
+        disagreements: list[int] = []
+        for chosen in (lambda: draw_sample(whole, self.settings), lambda: proved_by_plan(whole)):
+            index, begun = chosen(), time.perf_counter()
+            with progress_bar(progress and len(index) > 0, "exact check", "examples") as (total, advance):
+                total(len(index))
+                wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, advance)
+            self.log("exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3))
+            disagreements += wrong
+            if not wrong:
+                break
+        return sorted(disagreements)
+
+
+def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> Tensor:
+    """The smallest radius that each example counts at: an exact distance below a smaller radius counts there, too."""
+    radius = torch.where(distance == 0, distance, found_at)
+    if settings["mode"] == "minimal":
+        return torch.minimum(radius, distance)
+    for eps in sorted(settings["radii"], reverse=True):
+        radius = torch.where((distance <= eps) & (eps < radius), eps, radius)
+    return radius
+
+
+@torch.no_grad()
+def predict(model: Model, x: Tensor) -> Tensor:
+    with as_found(model, x.device):
+        return torch.cat([top_class(ask(model, part)) for part in x.split(default_batch_size(x))])
+
+
+def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
+    """What the checks of the model say, harmless notices included."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_model(model, x, y)
+    return [
+        EvaluationWarning(as_code(w.category.__name__), str(w.message), str(getattr(w.category, "remedy", "")))
+        for w in caught
+        if issubclass(w.category, ModelWarning)
+    ]
+
+
+@contextmanager
+def progress_bar(
+    show: bool, title: str, unit: str = "images x radii"
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar on stderr with the time left."""
+    if not show:
+        yield lambda _: None, lambda _: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(escape(title), total=None)
+        yield lambda n: bar.update(task, total=n), lambda n: bar.advance(task, n)
+
+
+def default_batch_size(x: Tensor) -> int:
+    return max(1, GPU_PIXELS // x[0].numel()) if x.is_cuda else CPU_BATCH

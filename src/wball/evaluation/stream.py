@@ -1,0 +1,181 @@
+"""Data sets that are read batch by batch: memory is bounded by the batch in work, never by the data set.
+
+A :class:`Stream` looks like the pair of tensors that it stands for: ``stream.images[index]`` reads those items and no
+others, and so does ``stream.labels[index]``. The last reads are remembered, because images and labels come together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from wball import inputs
+from wball.data import to_tensors
+from wball.inputs import result_dtype
+
+Layout = Literal["NCHW", "NHWC"]
+Reader = Callable[[list[int]], tuple[Tensor, Tensor]]
+AT_ONCE = 64
+"""Items read at a time while all of them are looked at."""
+REMEMBERED = 2
+
+
+class Stream:
+    """Images and labels that are read when they are asked for.
+
+    Args:
+        count: how many items there are.
+        read: the items at a list of positions, as checked tensors.
+        box: the ball's box, which the pixels must keep.
+        device: where images and labels go.
+    """
+
+    def __init__(self, count: int, read: Reader, box: tuple[float, float] | None, device: torch.device) -> None:
+        self._count, self._read, self._box, self.device = count, read, box, device
+        self._recent: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
+        self.images, self.labels = View(self, 0), View(self, 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, index: list[int]) -> tuple[Tensor, Tensor]:
+        key = tuple(index)
+        if key not in self._recent:
+            x, y = self._read(index)
+            x = inputs.check_images("x", x, self._box)
+            self._recent[key] = x.to(self.device, result_dtype(x)), y.to(self.device)
+            while len(self._recent) > REMEMBERED:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(key)
+        return self._recent[key]
+
+    def survey(self) -> tuple[str, int, int]:
+        """The fingerprint of all data (that of the same data in tensors), and the least and largest label."""
+        digest, labels, shape = hashlib.sha256(), [], None
+        for start in range(0, self._count, AT_ONCE):
+            x, y = self.take(list(range(start, min(start + AT_ONCE, self._count))))
+            if shape is None:
+                shape = tuple(x.shape[1:])
+                digest.update(f"{(self._count, *shape)} {x.dtype};".encode())
+            elif tuple(x.shape[1:]) != shape:
+                raise ValueError(
+                    f"x has images of different shapes: {shape} at first, {tuple(x.shape[1:])} from item {start} on; "
+                    "resize them in the data set"
+                )
+            digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            labels.append(y.cpu())
+        every = torch.cat(labels)
+        digest.update(f"{tuple(every.shape)} {every.dtype};".encode())
+        digest.update(every.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest(), int(every.min()), int(every.max())
+
+
+class View:
+    """The images, or the labels, of a stream: indexed like a tensor, read on demand."""
+
+    def __init__(self, stream: Stream, which: Literal[0, 1]) -> None:
+        self._stream, self._which = stream, which
+
+    @property
+    def device(self) -> torch.device:
+        return self._stream.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __getitem__(self, index: slice | Tensor) -> Tensor:
+        at = range(len(self))[index] if isinstance(index, slice) else index.tolist()
+        if len(at) == 0:
+            return self._stream.take([0])[self._which][:0]
+        return self._stream.take(list(at))[self._which]
+
+
+Images = Tensor | View
+
+
+def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, layout: Layout = "NCHW") -> Stream | None:
+    """A stream for anything but tensors: arrays (also memory-mapped), ``.npz`` files, data sets, loaders."""
+    if layout not in ("NCHW", "NHWC"):
+        raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
+    device = next((p.device for p in model.parameters()), torch.device("cpu")) if isinstance(model, nn.Module) else None
+    device = device or torch.device("cpu")
+    if isinstance(x, (str, os.PathLike)):
+        x, y = _npz(Path(x), y)
+    if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], (Tensor, np.ndarray)):
+        x, y = x
+    if isinstance(x, Tensor) and (isinstance(y, Tensor) or y is None) and layout == "NCHW":
+        return None
+    if isinstance(x, (Tensor, np.ndarray)):
+        return _of_arrays(x, y, box, device, layout)
+    if isinstance(x, DataLoader):
+        return _of_loader(x, y, box, device)
+    if not (hasattr(x, "__getitem__") and hasattr(x, "__len__")):
+        raise TypeError(
+            f"x must be images (B, C, H, W), a data set with a length, a DataLoader of one, or an .npz file, "
+            f"got {type(x).__name__}; for an iterator give wball.to_tensors(x)"
+        )
+    _no_labels_beside(y)
+    return Stream(len(x), lambda index: to_tensors([x[i] for i in index]), box, device)
+
+
+def _npz(path: Path, y: Any) -> tuple[Any, Any]:
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: expected an .npz file with images and labels; open .npy files with numpy.load")
+    _no_labels_beside(y)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path}") from None
+    except Exception as error:  # zip, numpy and pickle each have their own
+        raise ValueError(f"{path} is no complete .npz file of arrays ({error})") from error
+    for images, labels in (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels")):
+        if {images, labels} <= found.keys():
+            return found[images], found[labels]
+    raise ValueError(f"{path} must hold arrays x and y (or images and labels), it has {', '.join(found) or 'none'}")
+
+
+def _no_labels_beside(y: Any) -> None:
+    if y is not None:
+        raise TypeError("y must be left out where the data bring their own labels; name other arguments: ball=...")
+
+
+def _of_arrays(x: Any, y: Any, box: tuple[float, float] | None, device: torch.device, layout: Layout) -> Stream:
+    if y is None:
+        raise TypeError("y is missing: the labels of the images in x")
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
+
+    def read(index: list[int]) -> tuple[Tensor, Tensor]:
+        # A run of neighbours is a slice, which memory-mapped files read at once.
+        run = slice(index[0], index[-1] + 1) if index == list(range(index[0], index[-1] + 1)) else index
+        images, labels = torch.from_numpy(np.array(x[run])), torch.from_numpy(np.array(y[run]))
+        return to_tensors((images.movedim(-1, 1) if layout == "NHWC" else images, labels))
+
+    return Stream(len(x), read, box, device)
+
+
+def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None, device: torch.device) -> Stream:
+    """The data set behind a loader, in its own order and joined by the loader's ``collate_fn``."""
+    data: Any = loader.dataset
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise TypeError(
+            "x is a DataLoader of an iterable data set, which cannot be resumed or shared; give a map-style data set, "
+            "or wball.to_tensors(x)"
+        )
+    _no_labels_beside(y)
+    collate = loader.collate_fn
+    return Stream(len(data), lambda index: to_tensors([collate([data[i] for i in index])]), box, device)

@@ -1,0 +1,180 @@
+"""Data that are read batch by batch give the results of data in memory, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import wball
+from wball.evaluation import Evaluation, evaluate, load_evaluation
+from wball.evaluation.stream import find_stream
+from wball.provenance import fingerprint
+
+BALL = wball.WassersteinBall(0.4)
+FILES = ("results.json", "examples.safetensors", "exhibit.safetensors")
+
+
+def problem(count: int = 14) -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 200, (count, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 4)).eval()
+    with torch.no_grad():
+        model[1].weight.copy_(torch.randn(4, 36, generator=generator))
+        model[1].bias.zero_()
+    return model, x, model(x.float() / 255).argmax(1)
+
+
+class Items(Dataset[Any]):
+    """Counts what is read, and how much of it at most is held."""
+
+    def __init__(self, x: Tensor, y: Tensor, form: str = "pair") -> None:
+        self.x, self.y, self.form, self.read = x, y, form, 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> Any:
+        self.read += 1
+        if self.form == "dictionary":
+            return {"image": self.x[k], "label": int(self.y[k])}
+        if self.form == "PIL":
+            image = pytest.importorskip("PIL.Image")
+            return image.fromarray(self.x[k, 0].numpy()), int(self.y[k])
+        return self.x[k].float() / 255, int(self.y[k])
+
+
+def run(x: Any, y: Any = None, out: Path | None = None, **more: Any) -> Evaluation:
+    model, _, _ = problem()
+    attack = wball.DualAveraging(BALL, steps=4, random_start=1.0)
+    return evaluate(
+        model, x, y, ball=BALL, radii=[0.1, 0.4], attack=attack, out=out, batch_size=4, name="m", command="c", **more
+    )
+
+
+def same(one: Path, two: Path) -> bool:
+    return all((one / name).read_bytes() == (two / name).read_bytes() for name in FILES)
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    _, x, y = problem()
+    run(x.float() / 255, y, folder)
+    return folder
+
+
+FORMS: dict[str, Any] = {
+    "pairs": lambda x, y, _: (Items(x, y),),
+    "dictionaries": lambda x, y, _: (Items(x, y, "dictionary"),),
+    "PIL images": lambda x, y, _: (Items(x, y, "PIL"),),
+    "loader": lambda x, y, _: (DataLoader(Items(x, y), batch_size=3, shuffle=True),),
+    "a pair of tensors": lambda x, y, _: ((x.float() / 255, y),),
+    "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
+    "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
+    "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
+    "npz": lambda x, y, folder: (_npz(x, y, folder),),
+}
+
+
+def _mapped(x: Tensor, folder: Path) -> Any:
+    np.save(folder / "x.npy", x.numpy())
+    return np.load(folder / "x.npy", mmap_mode="r")
+
+
+def _npz(x: Tensor, y: Tensor, folder: Path) -> Path:
+    np.savez(folder / "data.npz", images=x.numpy(), labels=y.numpy())
+    return folder / "data.npz"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_gives_the_same_bytes(tmp_path: Path, in_memory: Path, form: str) -> None:
+    _, x, y = problem()
+    run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o")
+    assert same(tmp_path / "o", in_memory)
+
+
+def test_nhwc_by_argument(tmp_path: Path, in_memory: Path) -> None:
+    _, x, y = problem()
+    run(x.movedim(1, -1).numpy(), y.numpy(), tmp_path, layout="NHWC")
+    assert same(tmp_path, in_memory)
+
+
+def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(tmp_path: Path, in_memory: Path) -> None:
+    _, x, y = problem()
+
+    class Breaks(Items):
+        def __getitem__(self, k: int) -> Any:
+            if self.read > 14 + 9:  # all once for the fingerprint, then the first two batches
+                raise OSError("the disk went away")
+            return super().__getitem__(k)
+
+    with pytest.raises(OSError, match="went away"):
+        run(Breaks(x, y), out=tmp_path)
+    assert list((tmp_path / "batches").glob("batch-*"))
+    run(Items(x, y), out=tmp_path)
+    assert same(tmp_path, in_memory)
+    items = Items(x, y)
+    run(items, out=tmp_path)  # finished: nothing but the fingerprint is read
+    assert items.read <= 14 + 2
+
+
+def test_fingerprints_are_those_of_the_tensors() -> None:
+    _, x, y = problem(130)
+    stream = find_stream(Items(x, y), None, None, (0.0, 1.0))
+    assert stream is not None
+    assert stream.survey() == (fingerprint(x.float() / 255, y), int(y.min()), int(y.max()))
+
+
+@pytest.mark.parametrize(("keep", "count"), [("all", None), ("sample", None), ("none", 0)])
+def test_examples_that_are_kept(tmp_path: Path, keep: Any, count: int | None, in_memory: Path) -> None:
+    _, x, y = problem()
+    result = run(x.float() / 255, y, tmp_path, keep=keep)
+    whole = load_evaluation(in_memory)
+    assert result.summary() == whole.summary() and result.settings["keep"] == keep
+    assert len(result.examples["index"]) == (len(whole.examples["index"]) if count is None else count)
+    assert result.report(tmp_path / "r.html").stat().st_size > 0
+
+
+def test_too_many_examples_are_sampled_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wball.evaluation.batches.KEEP_BYTES", 1000)
+    monkeypatch.setattr("wball.evaluation.batches.SAMPLE_BYTES", 1000)
+    _, x, y = problem()
+    with pytest.warns(UserWarning, match="a sample of 3 is stored"):
+        result = run(x.float() / 255, y, tmp_path)
+    kept = result.examples["index"]
+    assert len(kept) == 3 and bool((result.images["read_as"][kept] >= 0).all()) and result.settings["keep"] == "sample"
+
+
+def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
+    _, x, y = problem()
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([])
+
+    (tmp_path / "half.npz").write_bytes(b"PK")
+    np.savez(tmp_path / "other.npz", a=x.numpy())
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((DataLoader(Endless()),), "map-style data set"),
+        ((iter([]),), "to_tensors"),
+        ((tmp_path / "half.npz",), "half.npz is no complete .npz file"),
+        ((tmp_path / "other.npz",), "must hold arrays x and y"),
+        ((tmp_path / "none.npz",), "no file"),
+        ((x.numpy(),), "y is missing"),
+        ((x.float() / 255,), "y is missing"),
+        ((x.numpy(), y[:3].numpy()), "14 images and y has 3 labels"),
+        ((TensorDataset(x.float() / 255, y), y), "y must be left out"),
+        ((TensorDataset(x.float(), y),), "[0-9]"),
+        ((TensorDataset(x[:0], y[:0]),), "empty"),
+    ]
+    for given, message in cases:
+        with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
+            run(*given)
+    with pytest.raises(TypeError, match="ball is missing"):
+        evaluate(problem()[0], TensorDataset(x, y))
