@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan import EntropicPlan
@@ -147,3 +148,55 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     assert bool(((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()), "factors"
     assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool((plan.net_cost >= 0).all()), "costs"
     assert case.also(case, plan), "what this case is about"
+
+
+# Linear functions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A linear function ``a`` and images ``x``."""
+
+    a: Tensor
+    x: Tensor
+    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    eps: float = 0.2  # of the mass
+    best: float | None = None  # the maximum, where it is known
+
+
+MAXIMA = {
+    "random": LinearCase(noise(20, 1.0), random_images(20)),
+    "channels, one-way moves": LinearCase(
+        noise(21, 1.0, (1, 2, 3, 4)), random_images(21, shape=(1, 2, 3, 4)), cost=ONE_WAY
+    ),
+    "free moves": LinearCase(noise(22, 1.0), random_images(22), cost=FREE),
+    "more than can be spent": LinearCase(noise(23, 1.0), random_images(23), eps=9.0),
+    "nothing to spend": LinearCase(noise(24, 1.0), random_images(24), eps=0.0),
+    "a black image": LinearCase(noise(25, 1.0), torch.zeros(1, 1, 4, 5), best=0.0),
+    "a flat function": LinearCase(torch.full((1, 1, 4, 5), 0.5), torch.ones(1, 1, 4, 5), best=10.0),
+    # One unit of mass, half of which can be moved by one pixel: from value 0 to value 1.
+    "one lit pixel": LinearCase(spot(4, 5, 2, 3), spot(4, 5, 2, 2), eps=0.5, best=0.5),
+    "gains that are nearly equal": LinearCase(1.0 + noise(26, 1e-4), random_images(26)),
+    "huge values": LinearCase(noise(27, 1e6), random_images(27)),
+}
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("name", MAXIMA)
+def test_linear_maximum(kernel: str, name: str) -> None:
+    case = MAXIMA[name]
+    a, x = case.a.to(DEVICE), case.x.to(DEVICE)
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    budget = case.eps * x.double().sum((1, 2, 3))
+    found = dispatch.load("linear_maximum", kernel).linear_maximum(a, x, budget, moves, point=True)
+    size = 1e-6 * float((a.double().abs() * x.double()).sum() + a.abs().max())
+    ball = WassersteinBall(case.eps, case.cost, box=None)
+    exact = ball.support(x.double(), a.double(), tol=1e-9)
+    assert float(found.upper) >= float(exact.value) - size, "sound"
+    assert float(found.upper) <= float(exact.upper) + size, "tight"
+    assert case.best is None or float(found.upper) == pytest.approx(case.best, abs=1e-6)
+    assert found.z is not None
+    assert float((found.z.double() * a).sum()) == pytest.approx(float(exact.value), abs=size), "reached"
+    torch.testing.assert_close(found.z.double().sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
+    if case.eps > 0:
+        assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"

@@ -40,6 +40,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     },
     "linear_maximum": {
         "triton": "wball.kernels.linear_maximum.triton",
+        "cpu": "wball.kernels.linear_maximum.cpu",
         "torch": "wball.kernels.linear_maximum.reference",
     },
 }

@@ -37,7 +37,7 @@ from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 from wball.cost import DenseCost
 from wball.input_sets.rows import Rows
-from wball.kernels import dispatch
+from wball.kernels.linear_maximum import linear_maximum
 
 
 class LinfBounds:
@@ -139,8 +139,7 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")
     moves, budget = ball.cost.arcs(int(x.shape[-2]), int(x.shape[-1]), x), ball.budget(x)
     with torch.no_grad():
-        search = dispatch.load("linear_maximum", dispatch.choose("linear_maximum", x, moves)).linear_maximum
-        found = search(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
+        found = linear_maximum(g.detach(), x, budget, moves, point=True, max_iter=max_iter)
         assert found.z is not None
         moved = found.z.to(g.dtype) - x
     return (g * moved).flatten(1).sum(1)

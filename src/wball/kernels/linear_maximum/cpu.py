@@ -12,13 +12,16 @@ stays at some ``psi`` stays at every larger one and is not looked at again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, split
+from wball.kernels.compiled import why_not as why_not
+from wball.kernels.linear_maximum import LinearMaximum
+from wball.moves import StencilMoves
 
 if TYPE_CHECKING:
     from wball.input_sets.rows import Rows
@@ -28,6 +31,28 @@ _FAST = {"contract", "nsz", "reassoc"}
 _BLOCK = 512  # sources whose best option is held at once
 _TOL = 1e-6  # of what moving gains: the search may stop
 _DOWN = 0.55  # of the price, as long as the plan stays within the budget
+
+
+def linear_maximum(
+    a: Tensor, x: Tensor, budget: Tensor, moves: StencilMoves, *, point: bool = False, max_iter: int = 60
+) -> LinearMaximum:
+    """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
+    rows, image, limit = (
+        t.detach().to(torch.float64).contiguous().numpy() for t in (a, x, budget.clamp(min=0.0).to(torch.float64))
+    )
+    shifts = np.array(moves.offsets, dtype=np.int64)
+    ring = np.array([moves.distinct.index(cost) for cost in moves.costs], dtype=np.int64)
+    price = np.array(moves.distinct)
+    numbers, steps = np.empty((len(rows), 3)), np.empty(len(rows), dtype=np.int64)
+    z = np.zeros(rows.shape if point else (len(rows), 0, 0, 0))
+
+    def work(start: int, stop: int) -> None:
+        _maxima(rows, image, limit, shifts, ring, price, max_iter, start, stop, numbers, steps, z)
+
+    split(len(rows), work, x[:1].numel() * (len(moves) + 4 * len(price)))
+    upper, psi, cost = torch.from_numpy(numbers).unbind(1)
+    maximiser = torch.from_numpy(z).to(a.dtype) if point else None
+    return LinearMaximum(psi.to(a.dtype), upper, cost, maximiser, torch.from_numpy(steps))
 
 
 def largest(
@@ -74,6 +99,19 @@ def largest(
     height, width = rows.coeff.shape[2] + 2 * reach, rows.coeff.shape[3] + 2 * reach
     split(count, work, channels * height * width * (len(away) + 2 * len(prices)))
     return torch.from_numpy(out)
+
+
+class _Found(NamedTuple):
+    """The least bound that was found, at which price, and the prices on both sides with what their moves cost."""
+
+    value: float
+    psi: float
+    cost: float
+    low: float
+    cost_low: float
+    high: float
+    cost_high: float
+    steps: int
 
 
 @compiled(inner=True, fastmath=_FAST)
@@ -150,8 +188,8 @@ def _beyond(far, elsewhere, price, psi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=_FAST)
-def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds, best_of, paid):  # type: ignore[no-untyped-def]
-    """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found."""
+def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds, tol, best_of, paid):  # type: ignore[no-untyped-def]
+    """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and the bracket it is in."""
     high, base = 0.0, 0.0
     for k in range(price.shape[0]):  # a free move is as good as staying, at any price
         if price[k] == 0.0:
@@ -167,10 +205,11 @@ def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, round
     for s in range(count):
         base += stay[s] * mass[s]
     if high <= 0.0:
-        return base
+        return _Found(base, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
     still = base  # what staying is worth
     high *= 1.0 + 1e-6
     best, value_high, cost_high = base + budget * high, base + budget * high, 0.0
+    psi_best, cost_best, steps = high, 0.0, 0
     base = 0.0
     low, value_low, cost_low, bracketed = 0.0, 0.0, 0.0, False
     for k in range(rounds):
@@ -179,7 +218,7 @@ def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, round
             drop = slope_high - slope_low
             meet = (value_low - value_high + slope_high * high - slope_low * low) / drop if drop > 0.0 else high
             meet = min(max(meet, low), high)
-            if best - (value_low + slope_low * (meet - low)) <= _TOL * (best - still):
+            if best - (value_low + slope_low * (meet - low)) <= tol * (best - still):
                 break
             psi = 0.5 * (low + high) if k % 3 == 2 else meet
         else:
@@ -189,7 +228,9 @@ def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, round
             more, fees = _beyond(far, elsewhere, price, psi)
             value, cost = value + more, cost + fees
         value += base + budget * psi
-        best = min(best, value)
+        steps += 1
+        if value < best:
+            best, psi_best, cost_best = value, psi, cost
         if cost > budget:
             low, value_low, cost_low, bracketed = psi, value, cost, True
             count, rest = _leave(worth, stay, mass, count, price, psi)
@@ -198,7 +239,9 @@ def _search(worth, stay, mass, count, price, far, elsewhere, budget, step, round
             high, value_high, cost_high = psi, value, cost
             if psi == 0.0:
                 break
-    return best
+    if not bracketed:
+        low, cost_low = high, cost_high
+    return _Found(best, psi_best, cost_best, low, cost_low, high, cost_high, steps)
 
 
 @compiled(fastmath=_FAST)
@@ -281,4 +324,58 @@ def _rows(  # type: ignore[no-untyped-def]
                     if patched:
                         for s in range(first, count):
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
-        out[n] = _search(worth, stay, mass, count, price, far, elsewhere[n], budget[n], step, rounds, best, paid)
+        found = _search(worth, stay, mass, count, price, far, elsewhere[n], budget[n], step, rounds, _TOL, best, paid)
+        out[n] = found.value
+
+
+@compiled(inner=True)
+def _best_move(a, c, r, k, shifts, ring, price, psi):  # type: ignore[no-untyped-def]
+    """The cheapest of the best moves out of a pixel."""
+    best, choice = a[c, r, k], 0
+    for m in range(1, shifts.shape[0]):
+        down, across = r + shifts[m, 0], k + shifts[m, 1]
+        if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
+            score = a[c, down, across] - psi * price[ring[m]]
+            if score > best:
+                best, choice = score, m
+    return choice
+
+
+@compiled()
+def _maxima(a, x, budget, shifts, ring, price, rounds, start, stop, numbers, steps, z):  # type: ignore[no-untyped-def]
+    """Whole images: bounds, and where asked for the points that reach them."""
+    channels, height, width = a.shape[1:]
+    most = channels * height * width
+    worth, stay, mass = np.empty((price.shape[0], most)), np.empty(most), np.empty(most)
+    best, paid = np.empty(_BLOCK), np.empty(_BLOCK)
+    far, elsewhere = np.empty(channels), np.empty((channels, 0))
+    for n in range(start, stop):
+        count = 0
+        for c in range(channels):
+            for r in range(height):
+                for k in range(width):
+                    if x[n, c, r, k] <= 0.0:
+                        continue
+                    mass[count], stay[count] = x[n, c, r, k], a[n, c, r, k]
+                    for d in range(price.shape[0]):
+                        worth[d, count] = _NOWHERE
+                    for m in range(shifts.shape[0]):
+                        down, across = r + shifts[m, 0], k + shifts[m, 1]
+                        if 0 <= down < height and 0 <= across < width:
+                            worth[ring[m], count] = max(worth[ring[m], count], a[n, c, down, across])
+                    count += 1
+        found = _search(worth, stay, mass, count, price, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid)
+        numbers[n, 0], numbers[n, 1], numbers[n, 2] = found.value, found.psi, found.cost
+        steps[n] = found.steps
+        if z.shape[1] == 0:
+            continue
+        apart = found.cost_low - found.cost_high
+        blend = min(max((budget[n] - found.cost_high) / apart, 0.0), 1.0) if apart > 0.0 else 0.0
+        for c in range(channels):
+            for r in range(height):
+                for k in range(width):
+                    if x[n, c, r, k] > 0.0:
+                        m = _best_move(a[n], c, r, k, shifts, ring, price, found.high)
+                        z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += (1.0 - blend) * x[n, c, r, k]
+                        m = _best_move(a[n], c, r, k, shifts, ring, price, found.low)
+                        z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += blend * x[n, c, r, k]

@@ -1,4 +1,4 @@
-r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum.reference`) in Triton: one program per row.
+r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum`) in Triton: one program per row.
 
 Ring maxima are taken once and stay in registers; each evaluation of ``h`` is then a few comparisons a pixel and two
 sums, in float64. Rows are read in place, nothing is staged unless the maximiser is asked for.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.linear_maximum.reference import FLAT, LinearMaximum
+from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.triton_stencil import (
     INTERPRETED,
     is_halo,
@@ -39,25 +39,11 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 
 def linear_maximum(
-    a: Tensor,
-    x: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    *,
-    image: Tensor | None = None,
-    far: float | None = None,
-    point: bool = False,
-    max_iter: int = 60,
+    a: Tensor, x: Tensor, budget: Tensor, moves: StencilMoves, *, point: bool = False, max_iter: int = 60
 ) -> LinearMaximum:
-    """See :func:`wball.kernels.linear_maximum.reference.linear_maximum`."""
-    if point and far is not None:
-        raise ValueError("point=True needs far=None: a far move is a bound, it has no target")
-    if image is None and len(a) != len(x):
-        raise ValueError(f"a has {len(a)} rows for {len(x)} images; say with image= whose they are")
+    """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     table = stencil(moves, a)
     rows, device = a.shape[0], a.device
-    if image is None:
-        image = torch.arange(rows, device=device)
     psi = torch.empty(rows, dtype=torch.float32, device=device)
     upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device)
     n_iter = torch.empty(rows, dtype=torch.int32, device=device)
@@ -67,9 +53,9 @@ def linear_maximum(
     channels, height, width = table.shape
     if rows:
         _support_kernel[(rows,)](
-            a.contiguous(), x.contiguous(), budget.to(torch.float64), image, psi, upper, cost, n_iter, z, choice, mass,
-            table.offset, table.price, _steps(moves, device), 1, max_iter, 0.0 if far is None else far,
-            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends, FAR=far is not None,
+            a.contiguous(), x.contiguous(), budget.to(torch.float64), psi, upper, cost, n_iter, z, choice, mass,
+            table.offset, table.price, _steps(moves, device), 1, max_iter,
+            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
             POINT=point, BLOCK=block, num_warps=min(32, max(4, block // 128)), num_stages=1,
         )  # fmt: skip
     return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long())
@@ -103,24 +89,23 @@ def _at(rings, prices, x, psi, budget):
     return value + psi.to(tl.float64) * budget, cost
 
 
-@kernel("one", "max_iter", "far")
+@kernel("one", "max_iter")
 def _support_kernel(
-    a_ptr, x_ptr, budget_ptr, image_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
-    offset_ptr, price_ptr, step_ptr, one, max_iter, far,
+    a_ptr, x_ptr, budget_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
+    offset_ptr, price_ptr, step_ptr, one, max_iter,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    FAR: tl.constexpr, POINT: tl.constexpr, BLOCK: tl.constexpr,
+    POINT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
     n = tl.program_id(0).to(tl.int64)
-    image = tl.load(image_ptr + n)
     index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
     real = index < N
     row, column = index % (H * W) // W, index % W
     a_ptr += n * N
     a = tl.load(a_ptr + index, mask=real, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + image * N + index, mask=real, other=0.0).to(tl.float32)
-    budget = tl.maximum(tl.load(budget_ptr + image), 0.0)
+    x = tl.load(x_ptr + n * N + index, mask=real, other=0.0).to(tl.float32)
+    budget = tl.maximum(tl.load(budget_ptr + n), 0.0)
 
     prices = ring_prices(price_ptr, ENDS)
     rings = (a,)
@@ -132,13 +117,6 @@ def _support_kernel(
             shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
             best = tl.maximum(best, tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32))
         rings = rings + (best,)
-    if FAR:
-        away = tl.full([BLOCK], float("-inf"), tl.float32)
-        for channel in tl.static_range(C):
-            mine = index // (H * W) == channel
-            away = tl.where(mine, tl.max(tl.where(mine & real, a, float("-inf")), 0), away)
-        rings = rings + (away,)
-        prices = prices + (far,)
 
     # Above the steepest gain per unit of cost nobody moves.
     steepest = tl.zeros([BLOCK], tl.float32)
