@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
 from wball.input_sets.charges import Anchor, Charges
-from wball.input_sets.rows import Rows, transposed
+from wball.input_sets.rows import Rows, folded, transposed
 
 Moves = list[tuple[int, int, float]]
 
@@ -100,7 +100,11 @@ class ConvAnchor(Anchor):
         return self._transposed(weights, kernel)
 
     def _transposed(self, weights: Tensor, kernel: Tensor) -> Tensor:
-        raw = F.conv_transpose2d(weights, kernel, stride=self.stride)
+        raw = (
+            folded(weights, kernel, self.stride)
+            if weights.is_cuda
+            else F.conv_transpose2d(weights, kernel, stride=self.stride)
+        )
         top, left = (self.padding[k] + self.radius for k in (0, 1))
         bottom = self.shape[1] + top - raw.shape[2]
         right = self.shape[2] + left - raw.shape[3]

@@ -25,6 +25,9 @@ from wball.model import ask, check_classes, evaluating
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
 METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
 
+WIDE = 4.0
+"""Length in pixels below which moves are told apart where an image is still open; more hardly tightens a bound."""
+
 
 class CertificateStatus(Enum):
     """What a certificate says about an image. The value is the explanation, with the remedy where there is one."""
@@ -297,7 +300,7 @@ def _images_at_once(x: Tensor) -> int:
 
 def _numbers_at_once(x: Tensor) -> int:
     """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a GPU's free memory."""
-    return min(2**28, max(2**22, _free(x.device) // 2**7)) if x.is_cuda else 2**22
+    return min(2**29, max(2**22, _free(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
 class _Problem:
@@ -330,13 +333,12 @@ class _Problem:
         if source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method in ("anchored", "alpha-crown", "complete"):
-            self._tighten(margins, bounds, near=20.0)
-        wide = 4.0
+            self._tighten(margins, bounds, near=100.0)
         if method in ("anchored", "alpha-crown") and isinstance(source, TransportSet) and source.far is not None:
             # Listing more moves takes some 15 percent off what the ball costs, at three times the price.
-            self._tighten(margins, bounds, reach=wide, near=0.3)
+            self._tighten(margins, bounds, reach=WIDE, near=1.0)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, steps, reach=wide, near=1.0)
+            self._tighten(margins, bounds, steps, reach=WIDE, near=3.0)
         return margins.amin(1)
 
     def _tighten(self, margins: Tensor, bounds: Bounds, steps: int = 0, reach: float = 3.0, *, near: float) -> None:
@@ -367,7 +369,7 @@ class _Problem:
             if (steps or source.small) and bool(only.any()):
                 boxed = relaxation.margins(y, some, self.like, anchored=True, only=only, exact_box=True)
                 found = torch.maximum(found, boxed)
-        only = self._near(found, left, 1.0)
+        only = self._near(found, left, 3.0)
         if steps and bool(only.any()):
             climbed = relaxation.margins(y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only)
             found = torch.maximum(found, climbed)

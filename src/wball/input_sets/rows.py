@@ -165,3 +165,23 @@ def transposed(a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tup
         matrix = F.conv_transpose2d(every, weight, stride=stride, dilation=dilation, groups=groups)
         return (a.flatten(1) @ matrix.flatten(1)).reshape(count, *out)
     return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
+
+
+FOLDED = 2**27
+"""Numbers that a transposed convolution by folding may hold at a time."""
+
+
+def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+    """The transposed convolution without padding as a product and a sum over windows.
+
+    For GPUs and float64, where the product runs at full speed and the library's convolutions do not.
+    """
+    sides = (
+        (a.shape[2] - 1) * stride[0] + weight.shape[2],
+        (a.shape[3] - 1) * stride[1] + weight.shape[3],
+    )
+    kernel = (weight.shape[2], weight.shape[3])
+    matrix = weight.flatten(1).T  # (out * h * w, in)
+    step = max(1, FOLDED // (matrix.shape[0] * a.shape[2] * a.shape[3]))
+    parts = [F.fold(matrix @ part.flatten(2), sides, kernel, stride=stride) for part in a.split(step)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
