@@ -27,6 +27,9 @@ On a GPU the attacks on ResNet-18 in the stored CIFAR-10 results took their grad
 broken was decided in float32, and images that only bfloat16 took for broken were attacked again in float32; survivors
 were not, so those accuracies are upper bounds in this respect, too. Since then `wball reproduce` attacks in float32.
 
+The models are trained here, except in `authors-weights`, which attacks the weights that the authors published. All
+public models under one protocol are on the [leaderboard](leaderboard.md).
+
 How the models were trained is in their cards and in [Training](training.md#how-far-it-goes): those called *adv.
 training* follow the paper's recipe, but for fewer epochs.
 
