@@ -100,6 +100,19 @@ def test_values_that_leave_the_tensors_are_refused() -> None:
     refused(Peeking(), "allclose")
 
 
+def test_constants_in_the_form_of_a_tensor_are_constants() -> None:
+    class Fitted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest, self.mean = dense(), torch.full((1, 1, 1), 0.3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = (x - self.mean.to(x)) / self.mean.type_as(x).expand_as(x)
+            return self.rest(h + torch.ones_like(x) - x.new_full((x.shape[0], 1, 4, 4), 0.5))
+
+    followed(Fitted())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
 def test_casts_that_lose_digits_are_refused(dtype: torch.dtype) -> None:
     class Cast(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import wball
 from torture.cases import make
+from torture.networks import Counts
 from torture.operations import run
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
@@ -27,6 +28,14 @@ def test_cases(part: int) -> None:
         found = run(case)
         failed += [f"{case.label}\n    {line}" for line in found.lines]
     assert not failed, "\n".join(failed)
+
+
+def test_certificates_of_random_networks_hold_and_are_proved_again() -> None:
+    counts = Counts()
+    for seed in range(6):
+        counts.run(seed)
+    assert counts.numbers["certificates"] >= 12
+    assert counts.numbers["broken"] == counts.numbers["below"] == counts.numbers["unconfirmed"] == 0, counts.findings
 
 
 def test_a_case_is_the_same_each_time() -> None:

@@ -152,6 +152,10 @@ DESCRIPTIONS = _known("size", "dim", "ndimension", "__len__", "numel", "is_float
 ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda", "requires_grad", "layout", "is_sparse", "is_quantized")
 """What may be asked of a tensor without reading its values."""
 
+FITTED = _known("to", "type_as", "expand_as")
+MADE_LIKE = _known("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor")
+"""Functions that take the form of a tensor for a constant: of their second argument, of their first."""
+
 SUPPORTED = {
     "linear layers": (*LINEARS.values(), *CONVOLUTIONS.values(), "conv1d", "conv_transpose2d", "matmul"),
     "activations": (*RELUS.values(), *LEAKY_RELUS.values()),
@@ -208,6 +212,9 @@ class _Recorder(TorchFunctionMode):
             raise UnsupportedModule(f"{title} reads a tensor that was computed where no function call shows it")
         if any(id(t) in self.stale for t in sources):
             raise self._changed(title)
+        if len(sources) == 1 and self._reads_only_form(func, args, tensors):
+            plain, named = tree_map(lambda v: v.behind if isinstance(v, Valueless) else v, (args, kwargs))
+            return func(*plain, **named)  # a constant
         before = [_version(t) for t in tensors]
         shapes = [tuple(t.shape) for t in sources]
         result = func(*args, **kwargs)
@@ -232,6 +239,13 @@ class _Recorder(TorchFunctionMode):
             self.stale.update(key for key, t in self.held.items() if t is not result and memory(t) == mine)
         self._append(op, result)
         return result
+
+    def _reads_only_form(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
+        """Whether a call makes a constant in the shape, dtype or device of the one tensor that depends on the image."""
+        if sum(1 for t in tensors if id(t) in self.place) != 1 or not args:
+            return False
+        first = id(args[0]) in self.place
+        return func in MADE_LIKE if first else func in FITTED and len(args) > 1 and id(args[1]) in self.place
 
     def _append(self, op: Op | int, result: Tensor) -> None:
         """Remember what a tensor is: a new operation, or the value of an old one."""

@@ -1,0 +1,253 @@
+"""Certificates of random networks, attacked at their own radius: ``python -m tests.torture.networks --minutes 30``.
+
+Every case is a random network over the supported layers with unusual arguments, a random ball, dtype and method. Its
+images are certified as far as that goes, the certificate is attacked exactly there, and the independent checker proves
+it again. Wrong would be an example inside (*broken*), or a point of the ball whose margin is below the certified one
+(*below*); what the checker does not confirm is counted. The summary is written to ``results/torture_networks.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wball
+from wball import provenance
+from wball.certificates import VerificationStatus, verify
+
+ROOT = Path(__file__).parent.parent.parent
+IMAGES = 4
+METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown")
+
+
+class Step(nn.Module):
+    """A function as a module, with a name for the report."""
+
+    def __init__(self, name: str, function: Any) -> None:
+        super().__init__()
+        self.name, self.function = name, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(x)
+        return out
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+class Branches(nn.Module):
+    """Two ways from the same value, joined by a sum, a difference or side by side."""
+
+    def __init__(self, left: nn.Module, right: nn.Module, how: str) -> None:
+        super().__init__()
+        self.left, self.right, self.how = left, right, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.left(x), self.right(x)
+        return torch.cat([a, b], 1) if self.how == "cat" else a + b if self.how == "sum" else a - b
+
+
+def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
+    """A random layer for maps of a shape."""
+    channels, height, width = shape
+    small = min(height, width)
+    kernel = draw.randint(1, min(3, small))
+    out = draw.choice((1, 2, 4))
+    groups = draw.choice([g for g in (1, 2) if channels % g == 0 and out % g == 0])
+    mode = draw.choice(("zeros", "zeros", "reflect" if small > 2 else "zeros", "replicate"))
+    norm = nn.BatchNorm2d(channels, affine=draw.random() < 0.7)
+    nn.init.normal_(norm.running_mean, std=0.3)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.running_var, 0.2, 3.0)  # type: ignore[arg-type]
+    constant = torch.randn(channels, 1, 1)
+    pool = {"kernel_size": min(2, small), "stride": draw.choice((1, 2)), "ceil_mode": draw.random() < 0.5}
+    pad = draw.choice((0, 1)) if small >= 2 else 0
+    convolution = nn.Conv2d(
+        channels, out, kernel, stride=draw.choice((1, 1, 2)), padding=draw.randint(0, kernel - 1),
+        dilation=1 if kernel * 2 > small else draw.choice((1, 2)), groups=groups, bias=draw.random() < 0.8,
+        padding_mode=mode,
+    )  # fmt: skip
+    choices: list[nn.Module] = [
+        convolution,
+        convolution,
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(channels, out, 1)),
+        nn.ConvTranspose2d(channels, out, kernel, stride=draw.choice((1, 2))),
+        nn.ReLU(inplace=draw.random() < 0.5),
+        nn.ReLU(),
+        nn.LeakyReLU(draw.choice((0.0, 0.1, 1.0))),
+        norm,
+        nn.MaxPool2d(padding=pad if pool["kernel_size"] == 2 else 0, **pool),
+        nn.AvgPool2d(
+            padding=pad if pool["kernel_size"] == 2 else 0, count_include_pad=draw.random() < 0.5,
+            divisor_override=draw.choice((None, None, 1, 3)), **pool,
+        ),
+        nn.AdaptiveAvgPool2d(draw.choice((1, 2))),
+        nn.Upsample(scale_factor=2, mode=draw.choice(("nearest", "bilinear"))) if small <= 4 else nn.Identity(),
+        nn.Dropout(0.5),
+        Step("pad", lambda h: F.pad(h, (1, 0, 0, 1), value=0.3)),
+        Step("shift", lambda h: (h - 0.3) / constant.to(h).abs().clamp(min=0.3)),
+        Step("from", lambda h: 0.5 - 2 * h),
+        Step("plus", lambda h: torch.add(h, constant.to(h), alpha=-2)),
+        Step("mean", lambda h: h - h.mean((2, 3), keepdim=True)),
+        Step("in place", lambda h: h.mul(1.5).add_(constant.to(h)).relu_()),
+        Step("turn", lambda h: h.permute(0, 1, 3, 2).flip(2)),
+        Step("slice", lambda h: h[:, :, : max(1, height - 1)]),
+    ]  # fmt: skip
+    chosen = draw.choice(choices)
+    if draw.random() < 0.2:
+        same = nn.Conv2d(channels, channels, 3, padding=1)
+        return Branches(same, nn.Identity(), draw.choice(("sum", "difference", "cat")))
+    return chosen
+
+
+def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
+    """A random network for images of a shape, with three classes."""
+    parts: list[nn.Module] = []
+    h = torch.zeros(1, *shape)
+    for _ in range(draw.randint(1, 5)):
+        layer = layers(draw, (h.shape[1], h.shape[2], h.shape[3])).eval()
+        try:
+            after = layer(h.clone())
+        except RuntimeError:
+            continue
+        if not 0 < after[0].numel() <= 256:
+            continue
+        parts.append(layer)
+        h = after
+    parts.append(nn.Flatten())
+    width = h[0].numel()
+    for _ in range(draw.randint(0, 2)):
+        parts += [nn.Linear(width, 6), draw.choice((nn.ReLU(), nn.LeakyReLU(0.2)))]
+        width = 6
+    parts.append(nn.Linear(width, 3))
+    if draw.random() < 0.15:
+        mask = torch.tensor([0.0, 0.0, -1e6])
+        parts.append(Step("mask", lambda logits: logits + mask.to(logits)))
+    return nn.Sequential(*parts).eval()
+
+
+def a_ball(draw: random.Random) -> wball.WassersteinBall | wball.LinfBall:
+    box = draw.choice(((0.0, 1.0), (0.0, 1.0), (0.0, 2.0), None))
+    if draw.random() < 0.35:
+        return wball.LinfBall(0.02, box=box)
+    cost = wball.GridCost(draw.choice((3, 5)), p=draw.choice((1.0, 1.0, 2.0)))
+    return wball.WassersteinBall(0.02, cost, box=box, mass=draw.choice(("relative", "absolute")))
+
+
+@dataclass
+class Counts:
+    """What the cases came to."""
+
+    numbers: Counter[str] = field(default_factory=Counter)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, seed: int) -> None:
+        """One random network."""
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        side, channels = draw.choice((2, 3, 4, 5)), draw.choice((1, 1, 2))
+        dtype = draw.choice((torch.float32, torch.float32, torch.float64))
+        net, ball = network(draw, (channels, side, side)).to(dtype), a_ball(draw)
+        x = (torch.rand(IMAGES, channels, side, side) * torch.bernoulli(torch.full((IMAGES, 1, side, side), 0.8))).to(
+            dtype
+        )
+        if draw.random() < 0.15:
+            x = x.to(draw.choice((torch.float16, torch.bfloat16)))
+        method, plans = draw.choice(METHODS), draw.choice(("full", "full", "window"))
+        y = net(x.to(dtype)).argmax(1)
+        self.numbers["networks"] += 1
+        try:
+            radius = wball.certified_radius(
+                net, x, y, ball, method, plans, rounds=6, steps=5 if method == "alpha-crown" else None
+            )
+        except wball.certificates.UnsupportedModule as refusal:  # type: ignore[attr-defined]
+            self.numbers["refused"] += 1
+            self._note(seed, "refused", str(refusal))
+            return
+        held = radius > 0
+        if not bool(held.any()):
+            return
+        x, y, at = x[held], y[held], ball.at(radius[held])
+        proof = wball.certify(net, x, y, at, method, plans, steps=5 if method == "alpha-crown" else None)
+        self.numbers["certificates"] += int(proof.certified.sum())
+        self.numbers[f"certificates, {type(ball).__name__}"] += int(proof.certified.sum())
+        self.numbers[f"certificates, {dtype}".replace("torch.", "")] += int(proof.certified.sum())
+        self._attack(seed, net, x, y, at, proof)
+        found = verify(proof, net, x, y, at)
+        for status in found.status:
+            if status is not VerificationStatus.NOTHING:
+                self.numbers[status.name.lower()] += 1
+        if found.disagreements:
+            self._note(seed, "unconfirmed", f"{method}: {found.margin.tolist()} against {proof.margin.tolist()}")
+        if found.reason:
+            self._note(seed, "unfollowed", found.reason)
+
+    def _attack(self, seed: int, net: nn.Module, x: Tensor, y: Tensor, at: Any, proof: wball.CertificateResult) -> None:
+        kind = wball.PGD if isinstance(at, wball.LinfBall) else wball.DualAveraging
+        points = [kind(at, steps=10, objective="margin")(net, x, y).images]
+        points += [at.support(x, sign * torch.randn(x.shape).to(x)).point for sign in (1.0, -1.0)]
+        own = next(net.parameters()).dtype
+        for z in points:
+            logits = net(z.to(own)).detach().double()
+            margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -math.inf).amax(1)
+            size = 64 * torch.finfo(own).eps * logits.abs().amax(1)
+            self.numbers["points tried"] += z.shape[0]
+            if broken := int((proof.certified & (margin < -size)).sum()):
+                self.numbers["broken"] += broken
+                self._note(seed, "broken", str(margin.tolist()))
+            if below := int((margin < proof.margin - size).sum()):
+                self.numbers["below"] += below
+                self._note(seed, "below", f"{margin.tolist()} against {proof.margin.tolist()}")
+
+    def _note(self, seed: int, kind: str, text: str) -> None:
+        if sum(1 for f in self.findings if f["kind"] == kind) < 20:
+            self.findings.append({"seed": seed, "kind": kind, "text": text[:300]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.networks", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--networks", type=int, default=1_000_000, help="at most so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_networks.json")
+    options = parser.parse_args()
+    counts, began, noted = Counts(), time.time(), 0.0
+    for index in range(options.networks):
+        if time.time() - began > 60 * options.minutes:
+            break
+        counts.run(options.seed + index)
+        if time.time() - noted > 30:
+            noted = time.time()
+            _write(options, counts, noted - began)
+    _write(options, counts, time.time() - began)
+    print(json.dumps(dict(counts.numbers)))
+
+
+def _write(options: argparse.Namespace, counts: Counts, seconds: float) -> None:
+    summary = {
+        "command": f"python -m tests.torture.networks --networks {counts.numbers['networks']} --seed {options.seed}",
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "seconds": round(seconds),
+        **{name: counts.numbers[name] for name in ("networks", "certificates", "points tried", "broken", "below")},
+        **{name: counts.numbers[name] for name in ("confirmed", "unconfirmed", "unfollowed", "refused")},
+        "by kind": {k: v for k, v in sorted(counts.numbers.items()) if k.startswith("certificates, ")},
+        "findings": counts.findings,
+    }
+    options.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
