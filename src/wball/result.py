@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -38,7 +39,7 @@ class SupportResult:
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
         plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
-        kernel: which implementation computed it.
+        kernel: which implementations computed it, joined by ``+``.
     """
 
     point: Tensor
@@ -83,7 +84,7 @@ class ProjectionResult:
         n_iter: iterations used, per image.
         duals: dual variables for a warm start.
         plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
-        kernel: which implementation computed it.
+        kernel: which implementations computed it, joined by ``+``.
     """
 
     point: Tensor
@@ -104,3 +105,13 @@ class ProjectionResult:
 def converged(status: tuple[Status, ...]) -> Tensor:
     """Which images a solver vouches for, as a mask."""
     return torch.tensor([s in (Status.CONVERGED, Status.EXACT) for s in status], dtype=torch.bool)
+
+
+def joined_kernels(names: Iterable[str]) -> str:
+    """The kernels that served, each once.
+
+    >>> joined_kernels(["triton", "none", "triton", "torch"])
+    'torch+triton'
+    """
+    served = {name for joined in names for name in joined.split("+")} - {"none"}
+    return "+".join(sorted(served)) or "none"

@@ -112,6 +112,20 @@ def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(monkeypatch:
     assert dispatch.choose("entropic_path", elsewhere, MOVES) == "torch"
 
 
+def test_results_name_the_kernels_that_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
+    g, ball = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), WassersteinBall(0.2, GridCost(3))
+    assert ball.support(x, g).kernel == "cpu" and ball.project(x, x + g, reg=100.0).kernel == "cpu"
+    unboxed = WassersteinBall(0.2, GridCost(3), box=None)
+    assert unboxed.support(x, g, reg=100.0).kernel == "torch", "the price of a problem without a box is found in torch"
+    assert ball.project(torch.zeros_like(x), g).kernel == "none", "nothing to compute for black images"
+    pytest.importorskip("triton")
+    monkeypatch.setenv("WBALL_KERNEL", "triton")
+    assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-3).kernel == "triton"
+    finished = ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-9)
+    assert finished.kernel == "torch+triton", "single precision does not suffice, and torch goes on"
+
+
 @pytest.mark.gpu
 def test_exact_results_of_a_gpu_are_those_of_the_host() -> None:
     ball, x = WassersteinBall(0.3), torch.rand(3, 1, 9, 9)

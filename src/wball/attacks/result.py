@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from wball.attacks.findings import Finding, merged, reliable
 from wball.display import Summarised, percent
 from wball.plan import StoredPlan
+from wball.result import joined_kernels
 
 
 class AttackStatus(Enum):
@@ -110,13 +110,3 @@ def joined(parts: list[AttackResult]) -> AttackResult:
     findings = merged(finding for part in parts for finding in part.findings)
     status = sum((part.status for part in parts), ())
     return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)
-
-
-def joined_kernels(names: Iterable[str]) -> str:
-    """The kernels that served, each once.
-
-    >>> joined_kernels(["triton", "none", "triton", "torch"])
-    'torch+triton'
-    """
-    served = {name for joined in names for name in joined.split("+")} - {"none"}
-    return "+".join(sorted(served)) or "none"

@@ -54,11 +54,12 @@ from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
-from wball.attacks.result import AttackResult, AttackStatus, empty, joined_kernels
+from wball.attacks.result import AttackResult, AttackStatus, empty
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.views import View, best_view, plain_view
 from wball.ball import Ball
 from wball.model import Model, ask, check_classes
+from wball.result import joined_kernels
 
 Version = Literal["standard", "standard-1", "fast"]
 

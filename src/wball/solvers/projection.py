@@ -29,7 +29,7 @@ from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan
-from wball.result import Duals, ProjectionResult, Status, statuses
+from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
 from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 from wball.solvers.sinkhorn import paper_projection
 
@@ -96,14 +96,15 @@ def project(
     moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
     sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
-    parts = []
+    parts, served = [], set[str]()
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        problem = partial(_Projection, moves, box=ball.box, reg=reg, tol=tol, kernel=kernel)
+        problem = partial(_Projection, moves, box=ball.box, reg=reg, tol=tol, kernel=kernel, served=served)
         images, points, limit, most = grid[part], target[part], budget[part], spend[part]
         if not sweeps:
             parts.append(problem(images, points, limit).run(max_iter, warm, most))
             continue
+        served.add("cpu")
         solved = _swept(moves, images, points, limit, most, ball.box, reg, tol)
         left = torch.tensor([status is not Status.CONVERGED for status in solved.status]).nonzero().squeeze(1)
         if left.numel():
@@ -111,9 +112,6 @@ def project(
         parts.append(solved)
     joined = _join(parts, moves, grid)
     shape = x.shape
-    entropic = init is None and not math.isinf(reg)
-    if entropic and dispatch.choose("projected_sinkhorn", grid[:1].float(), moves) == "triton":
-        kernel = "triton"  # torch only judges its answer, and goes on where that will not do
     return ProjectionResult(
         point=as_given(joined.point, x, ball.box),
         objective=joined.objective,
@@ -123,7 +121,7 @@ def project(
         n_iter=joined.n_iter,
         duals=Duals(joined.beta.reshape(shape), joined.psi),
         plan=Plan(moves, joined.flow),
-        kernel=kernel,
+        kernel=joined_kernels(served),
     )
 
 
@@ -246,9 +244,10 @@ class _Projection:
         reg: float,
         tol: float,
         kernel: str,
+        served: set[str],
     ) -> None:
         self.moves, self.x, self.w, self.budget, self.box, self.tol = moves, x, w, budget, box, tol
-        self.kernel = kernel
+        self.kernel, self.served = kernel, served  # who follows the path; who did anything at all
         mass = x.flatten(1).sum(1)
         self.tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
         lo, hi = box if box is not None else (-math.inf, math.inf)
@@ -284,6 +283,8 @@ class _Projection:
         todo = (~single).nonzero().squeeze(1)
         if todo.numel() and init is None and bool(self.tau.any()):
             todo = self._sweep(todo, start, n_iter)
+        if todo.numel():
+            self.served.add(self.kernel)
         if todo.numel() and self.kernel != "torch":
             n_iter[todo] += self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
         elif todo.numel():
@@ -326,6 +327,7 @@ class _Projection:
             u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
             tol=max(SAFETY * self.tol, SWEEP_TOL), max_iter=SWEEPS,
         )  # fmt: skip
+        self.served.add(answer.kernel)
         u, psi, tau = answer.u.double(), answer.psi.double(), self.tau[todo]
         score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
         share = torch.softmax(torch.where(self.moves.allowed, score / per_image(tau, score), -math.inf), 2)

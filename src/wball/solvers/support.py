@@ -31,7 +31,7 @@ from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
 from wball.moves import Moves
 from wball.plan import Plan
-from wball.result import SupportResult, statuses
+from wball.result import SupportResult, joined_kernels, statuses
 from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def support(
         status=statuses(done),
         n_iter=torch.cat([s.n_iter for s in solved]),
         plan=Plan(moves, flow),
-        kernel=kernel,
+        kernel=joined_kernels(name for s in solved for name in s.served),
     )
 
 
@@ -120,7 +120,8 @@ class _Support:
         kernel: str,
     ) -> None:
         self.moves, self.x, self.g, self.budget, self.box, self.tol = moves, x, g, budget, box, tol
-        self.nothing, self.kernel = nothing, kernel  # a gap that counts as none, however small everything is
+        self.kernel, self.served = kernel, set[str]()  # who follows the path; who did anything at all
+        self.nothing = nothing  # a gap that counts as none, however small everything is
         mass = x.flatten(1).sum(1)
         self.tau = torch.full_like(mass, 0.0 if math.isinf(reg) else 1.0 / reg)
         self.flow = Plan.identity(moves, x).flow
@@ -139,10 +140,12 @@ class _Support:
         if todo.numel() and not bool(self.tau.any()) and self.kernel != "torch" and self.x.device.type == "cpu":
             self._follow_path(todo, max_iter)  # finds the kink first; a GPU finds it by itself
             return self
-        if todo.numel() and not bool(self.tau.any()):
-            self._kink(todo, max_iter)
-        elif todo.numel():
-            self._unboxed(todo)
+        if todo.numel():
+            self.served.add("torch")
+            if bool(self.tau.any()):
+                self._unboxed(todo)
+            else:
+                self._kink(todo, max_iter)
         left = (~self.done & ~self.single).nonzero().squeeze(1)
         if left.numel() and self.box is not None:
             self._follow_path(left, max_iter)
@@ -243,6 +246,7 @@ class _Support:
         g = self.g[index]
         spread = (g.flatten(1).amax(1) - g.flatten(1).amin(1)).clamp(min=1e-30)
         tau_start = torch.maximum(0.25 * spread, self.tau[index])
+        self.served.add(self.kernel)
         if self.kernel != "torch":
             self.n_iter[index] += self._follow_compiled(index, tau_start, max_iter)
             return

@@ -23,7 +23,8 @@ from foolbox.models import Model
 from torch import Tensor
 
 from wball.attacks.base import Attack
-from wball.attacks.result import AttackResult, joined_kernels
+from wball.attacks.result import AttackResult
+from wball.result import joined_kernels
 
 
 class FoolboxAttack(FoolboxBase):
