@@ -21,12 +21,14 @@ from wball.cost import GroundCost
 Array = NDArray[np.float64]
 
 OPERATIONS = {
-    "project": 0.36,
+    "project": 0.32,
     "support": 0.24,
     "distance": 0.08,
     "sample": 0.06,
     "plan": 0.06,
     "dual averaging": 0.08,
+    "score search": 0.02,
+    "decision search": 0.02,
     "pgd": 0.04,
     "frank-wolfe": 0.05,
     "certify": 0.02,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from wball.attacks import Attack
 from wball.plan import Plan
 from wball.solvers.problem import as_grid
 
@@ -183,7 +184,7 @@ def _model(case: Case) -> tuple[nn.Module, Tensor]:
 
 
 def _attack(
-    make: Callable[[Case, Tensor], wball.DualAveraging | wball.PGD | wball.FrankWolfe],
+    make: Callable[[Case, Tensor], Attack],
 ) -> Callable[[Case, Findings], None]:
     def attacked(case: Case, found: Findings) -> None:
         model, y = _model(case)
@@ -230,6 +231,23 @@ def _dual_averaging(case: Case, y: Tensor) -> wball.DualAveraging:
         case.ball, steps=int(rng.choice([1, 2, 3])), step_size=float(rng.choice([0.1, 3.0, 100.0, 1e4])),
         random_start=float(rng.choice([0.0, 2.0])), until_success=bool(rng.random() < 0.5),
         objective=str(rng.choice(["cross-entropy", "margin"])),
+    )  # fmt: skip
+
+
+def _score_search(case: Case, y: Tensor) -> wball.ScoreSearch:
+    rng = case.rng
+    directions = int(rng.choice([1, 3]))
+    return wball.ScoreSearch(
+        case.ball, queries=int(rng.choice([10, 30])), directions=directions, until_success=bool(rng.random() < 0.5),
+        step_size=float(rng.choice([0.1, 3.0, 100.0, 1e4])), objective=str(rng.choice(["cross-entropy", "margin"])),
+    )  # fmt: skip
+
+
+def _decision_search(case: Case, y: Tensor) -> wball.DecisionSearch:
+    rng = case.rng
+    return wball.DecisionSearch(
+        case.ball, queries=int(rng.choice([45, 60])), directions=2, until_success=bool(rng.random() < 0.5),
+        step_size=float(rng.choice([0.1, 3.0, 100.0])),
     )  # fmt: skip
 
 
@@ -298,6 +316,8 @@ OPERATIONS: dict[str, Callable[[Case, Findings], None]] = {
     "sample": _sample,
     "plan": _plan,
     "dual averaging": _attack(_dual_averaging),
+    "score search": _attack(_score_search),
+    "decision search": _attack(_decision_search),
     "pgd": _attack(_pgd),
     "frank-wolfe": _attack(_frank_wolfe),
     "certify": _certify,

@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from wball.model import Model, ask
 
-SHARPNESS = 10.0
-"""Slope of the sigmoid that stands for a comparison of pixel-sized numbers: the step becomes about 0.4 wide."""
+SHARPNESS = 4.0
+"""Of the sigmoid that stands for a comparison: its slope is at most that of the identity, and it spans pixel values."""
 LEAST_SLOPE = 0.05
 """Saturating functions never have less."""
 SHADOW = "_wball_shadow"
