@@ -13,13 +13,10 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from wball.ball import Ball
 
 PACKAGES = ("numpy", "POT", "safetensors", "scipy", "torch")
 
@@ -69,7 +66,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def collect(ball: Ball, x: Tensor, line: str | None = None) -> dict[str, Any]:
+class Served(Protocol):
+    """A threat model that knows which implementation serves it."""
+
+    def kernel(self, x: Tensor) -> str: ...
+
+
+def collect(ball: Served, x: Tensor, line: str | None = None) -> dict[str, Any]:
     """Everything above as plain data. ``line``: the command, if it is not this process's own."""
     return {
         "command": command() if line is None else line,

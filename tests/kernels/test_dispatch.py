@@ -48,9 +48,9 @@ def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.Mon
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
     ball = WassersteinBall(0.1, DenseCost(1 - torch.eye(4)))
     with pytest.raises(dispatch.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"):
-        TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
+        TransportOracle(ball.problem(torch.rand(1, 4)))(torch.rand(1, 4))
     monkeypatch.delenv("WBALL_KERNEL")
-    TransportOracle(ball, torch.rand(1, 4))(torch.rand(1, 4))
+    TransportOracle(ball.problem(torch.rand(1, 4)))(torch.rand(1, 4))
 
 
 def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -27,7 +26,6 @@ from problems import (
     reference_support,
 )
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall
-from wball.solvers.distance import distance
 
 
 def moved(p: Problem, seed: int = 0) -> Tensor:
@@ -65,7 +63,7 @@ def test_exact_distance_matches_clarabel_and_dense_pot(kind: str) -> None:
     for seed in range(42):  # 126 problems in all
         p = random_problem(seed, kind=kind, box=None, mass="relative" if seed % 2 else "absolute")  # type: ignore[arg-type]
         z = moved(p, seed)
-        got = float(distance(p.ball, p.x, z))
+        got = float(p.ball.distance(p.x, z))
         assert got == pytest.approx(dense_pot(p, z), rel=1e-9, abs=1e-12), p.label
         if seed % 3 == 0:
             assert got == pytest.approx(reference_distance(p.ball, p.x, z), rel=1e-6, abs=1e-7), p.label
@@ -78,9 +76,9 @@ def test_full_plans_match_the_dense_problem(p: float) -> None:
         z = moved(q, seed) if seed % 2 else torch.from_numpy(np.random.default_rng(seed).permutation(q.x.flatten()))
         z = z.reshape(q.x.shape) * (q.x.sum((2, 3), keepdim=True) / z.reshape(q.x.shape).sum((2, 3), keepdim=True))
         full = Problem(WassersteinBall(0.1, q.ball.cost.full(*q.x.shape[2:]), box=None), q.x, q.w, q.g, q.label)
-        got = float(distance(q.ball, q.x, z, plans="full"))
+        got = float(q.ball.distance(q.x, z, plans="full"))
         assert got == pytest.approx(dense_pot(full, z), rel=1e-9, abs=1e-12), q.label
-        assert got <= float(distance(q.ball, q.x, z)) * (1 + 1e-9) + 1e-12, q.label
+        assert got <= float(q.ball.distance(q.x, z)) * (1 + 1e-9) + 1e-12, q.label
 
 
 @settings(max_examples=150, deadline=None)
@@ -89,7 +87,7 @@ def test_closed_forms(case: Known) -> None:
     for mass in ("relative", "absolute"):
         ball = case.ball(mass=mass)
         want = case.relative if mass == "relative" else case.absolute
-        assert float(distance(ball, case.x, case.z)) == pytest.approx(want, rel=1e-9, abs=1e-12)
+        assert float(ball.distance(case.x, case.z)) == pytest.approx(want, rel=1e-9, abs=1e-12)
         assert bool(ball.contains(case.x, case.z)) == math.isfinite(want)
         if 0 < want < math.inf:
             assert not bool(ball.at(ball.eps * (1 - 3e-4)).contains(case.x, case.z))
@@ -100,10 +98,10 @@ def test_closed_forms(case: Known) -> None:
 def test_triangle_scaling_and_symmetry(p: Problem, seed: int) -> None:
     ball = WassersteinBall(0.1, GridCost(11, 1.0), box=None)  # covers the image: p = 1 is a metric
     y, z = moved(p, seed), moved(Problem(p.ball, moved(p, seed), p.w, p.g, p.label), seed + 1)
-    xy, yz, xz = (float(distance(ball, a, b)) for a, b in ((p.x, y), (y, z), (p.x, z)))
+    xy, yz, xz = (float(ball.distance(a, b)) for a, b in ((p.x, y), (y, z), (p.x, z)))
     assert xz <= xy + yz + 1e-9
-    assert float(distance(ball, y, p.x)) == pytest.approx(xy, rel=1e-9, abs=1e-12)
-    assert float(distance(ball, p.x, p.x + 0.3 * (y - p.x))) == pytest.approx(0.3 * xy, rel=1e-8, abs=1e-11)
+    assert float(ball.distance(y, p.x)) == pytest.approx(xy, rel=1e-9, abs=1e-12)
+    assert float(ball.distance(p.x, p.x + 0.3 * (y - p.x))) == pytest.approx(0.3 * xy, rel=1e-8, abs=1e-11)
 
 
 def test_common_mass_is_not_removed_inside_a_window() -> None:
@@ -111,27 +109,27 @@ def test_common_mass_is_not_removed_inside_a_window() -> None:
     ball = WassersteinBall(1.0, GridCost(3, 1.0))
     x = torch.tensor([[[[1.0, 1.0, 0.0]]]], dtype=torch.float64)
     z = torch.tensor([[[[0.0, 1.0, 1.0]]]], dtype=torch.float64)
-    assert float(distance(ball, x, z)) == pytest.approx(1.0)
+    assert float(ball.distance(x, z)) == pytest.approx(1.0)
     squared = WassersteinBall(1.0, GridCost(5, 2.0))
-    assert float(distance(squared, x, z)) == pytest.approx(1.0)  # two short moves (1 + 1), not one of 4
+    assert float(squared.distance(x, z)) == pytest.approx(1.0)  # two short moves (1 + 1), not one of 4
 
 
 def test_batch_equals_loop_and_dtype_and_histograms() -> None:
     ps = random_problems(6, shape=(5, 6), channels=3, kind="grid")
     x, z = torch.cat([p.x for p in ps]), torch.cat([moved(p, k) for k, p in enumerate(ps)])
     ball = WassersteinBall(0.1, GridCost(5, 2.0), box=None)
-    together = distance(ball, x, z)
-    alone = torch.cat([distance(ball, x[k : k + 1], z[k : k + 1]) for k in range(6)])
+    together = ball.distance(x, z)
+    alone = torch.cat([ball.distance(x[k : k + 1], z[k : k + 1]) for k in range(6)])
     assert torch.equal(together, alone)
     assert together.dtype == torch.float64
-    assert torch.allclose(distance(ball, x.float(), z.float()), together, rtol=1e-5)
+    assert torch.allclose(ball.distance(x.float(), z.float()), together, rtol=1e-5)
     matrix = torch.full((30, 30), math.inf, dtype=torch.float64)
     for i, j, c in arc_list(ball.cost, 5, 6):
         matrix[i, j] = c
     flat = WassersteinBall(0.1, DenseCost(matrix), box=None)
-    first = distance(flat, x[:, 0].reshape(6, 30), z[:, 0].reshape(6, 30))
-    assert torch.allclose(first, distance(ball, x[:, :1], z[:, :1]), rtol=1e-9)
-    assert distance(ball, x[:0], z[:0]).shape == (0,)
+    first = flat.distance(x[:, 0].reshape(6, 30), z[:, 0].reshape(6, 30))
+    assert torch.allclose(first, ball.distance(x[:, :1], z[:, :1]), rtol=1e-9)
+    assert ball.distance(x[:0], z[:0]).shape == (0,)
     assert ball.contains(x[:0], z[:0]).shape == (0,)
 
 
@@ -139,11 +137,11 @@ def test_directed_and_forbidden_moves() -> None:
     right = StencilCost(((math.inf, 0.0, 2.0),))
     ball = WassersteinBall(1.0, right)
     x = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
-    assert float(distance(ball, x, x.flip(3))) == 2.0
-    assert float(distance(ball, x.flip(3), x)) == math.inf
+    assert float(ball.distance(x, x.flip(3))) == 2.0
+    assert float(ball.distance(x.flip(3), x)) == math.inf
     one_way = DenseCost(torch.tensor([[0.0, 3.0], [math.inf, 0.0]]))
-    assert float(distance(WassersteinBall(1.0, one_way), x[0, 0], x.flip(3)[0, 0])) == 3.0
-    assert float(distance(WassersteinBall(1.0, one_way), x.flip(3)[0, 0], x[0, 0])) == math.inf
+    assert float(WassersteinBall(1.0, one_way).distance(x[0, 0], x.flip(3)[0, 0])) == 3.0
+    assert float(WassersteinBall(1.0, one_way).distance(x.flip(3)[0, 0], x[0, 0])) == math.inf
 
 
 def test_float32_islands_balance_up_to_rounding_and_lost_mass_is_far() -> None:
@@ -153,15 +151,15 @@ def test_float32_islands_balance_up_to_rounding_and_lost_mass_is_far() -> None:
     x[..., 1], x[..., 7] = 0.7, 0.3
     z = torch.zeros_like(x)
     z[..., 2], z[..., 7] = 0.7 * (1 + 1.2e-7), 0.3 * (1 - 1.2e-7)
-    assert float(distance(ball, x, z)) == pytest.approx(0.7, rel=1e-6)
+    assert float(ball.distance(x, z)) == pytest.approx(0.7, rel=1e-6)
     assert bool(ball.contains(x, z))
-    assert float(distance(ball, x, z * (1 + 5e-5))) == pytest.approx(0.7, rel=1e-3)
+    assert float(ball.distance(x, z * (1 + 5e-5))) == pytest.approx(0.7, rel=1e-3)
     assert not bool(ball.contains(x, z * (1 + 5e-5)))
-    assert float(distance(ball, x, z * 1.01)) == math.inf
+    assert float(ball.distance(x, z * 1.01)) == math.inf
     swapped = z.clone()
     swapped[..., 7] += 0.01  # same total, but the islands no longer balance
     swapped[..., 2] -= 0.01
-    assert float(distance(ball, x, swapped)) == math.inf
+    assert float(ball.distance(x, swapped)) == math.inf
 
 
 def test_mass_does_not_change_channel() -> None:
@@ -170,7 +168,7 @@ def test_mass_does_not_change_channel() -> None:
     z = x.clone()
     z[:, 0] += 0.1
     z[:, 1] -= 0.1
-    assert float(distance(ball, x, z)) == math.inf
+    assert float(ball.distance(x, z)) == math.inf
     assert not bool(ball.contains(x, z))
 
 
@@ -179,12 +177,11 @@ def test_black_images_and_negative_pixels() -> None:
     black = torch.zeros(1, 1, 3, 3)
     dot = black.clone()
     dot[..., 1, 1] = 0.5
-    assert distance(ball, black, black).tolist() == [0.0]
-    assert distance(ball, black, dot).tolist() == [math.inf]
+    assert ball.distance(black, black).tolist() == [0.0]
+    assert ball.distance(black, dot).tolist() == [math.inf]
     assert ball.contains(torch.cat([black, black]), torch.cat([black, dot])).tolist() == [True, False]
-    assert distance(ball, dot, dot - 3e-8).tolist()[0] < 1e-6
-    assert distance(ball, dot, dot - 0.1).tolist() == [math.inf]
-    assert distance(ball, black, black, reg=10.0).tolist() == [0.0]
+    assert ball.distance(dot, dot - 3e-8).tolist()[0] < 1e-6
+    assert ball.distance(dot, dot - 0.1).tolist() == [math.inf]
 
 
 def test_contains_sees_the_box_and_the_radius_per_image() -> None:
@@ -194,7 +191,7 @@ def test_contains_sees_the_box_and_the_radius_per_image() -> None:
     z = x.clone()
     z[..., 1, 1] -= 0.1
     z[..., 1, 2] += 0.1
-    assert distance(WassersteinBall(1.0), x, z).tolist() == pytest.approx([0.05, 0.05])
+    assert WassersteinBall(1.0).distance(x, z).tolist() == pytest.approx([0.05, 0.05])
     assert WassersteinBall([0.06, 0.04]).contains(x, z).tolist() == [True, False]
     over = x.clone()
     over[..., 1, 1] -= 0.1
@@ -208,58 +205,33 @@ def test_contains_sees_the_box_and_the_radius_per_image() -> None:
 def test_bad_arguments() -> None:
     ball, x = WassersteinBall(0.1), torch.full((1, 1, 3, 3), 0.5)
     with pytest.raises(ValueError, match="plans"):
-        distance(ball, x, x, plans="local")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reg"):
-        distance(ball, x, x, reg=0.0)
+        ball.distance(x, x, plans="local")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shape"):
-        distance(ball, x, x[..., :2])
+        ball.distance(x, x[..., :2])
     with pytest.raises(ValueError, match="NaN"):
-        distance(ball, x, x * math.nan)
+        ball.distance(x, x * math.nan)
     with pytest.raises(ValueError, match="tol"):
         ball.contains(x, x, tol=-1.0)
     with pytest.raises(ValueError, match="4 pixels"):
-        distance(WassersteinBall(0.1, DenseCost(torch.zeros(4, 4))), x, x)
+        WassersteinBall(0.1, DenseCost(torch.zeros(4, 4))).distance(x, x)
 
 
 def test_a_wrong_answer_of_the_flow_solver_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     p = random_problem(5, shape=(4, 4), channels=1)
     z, emd = moved(p), ot.emd
-    right = float(distance(p.ball, p.x, z))
+    right = float(p.ball.distance(p.x, z))
 
     def lossy(*args: object, **kwargs: object) -> object:
         plan, log = emd(*args, **kwargs)
         return plan * 0.9, log
 
     monkeypatch.setattr(ot, "emd", lossy)
-    assert float(distance(p.ball, p.x, z)) == pytest.approx(right, rel=1e-8)
-
-
-@pytest.mark.parametrize("reg", [1.0, 10.0, 100.0, 1e3, 1e5])
-def test_entropic_distance_matches_clarabel(reg: float) -> None:
-    for seed in range(8):
-        p = random_problem(seed, shape=((4, 4), (3, 5), (1, 6))[seed % 3], kind=KINDS[seed % 3], box=None)
-        z = moved(p, seed)
-        got = float(distance(p.ball, p.x, z, reg=reg))
-        assert got == pytest.approx(reference_distance(p.ball, p.x, z, reg), rel=1e-4, abs=1e-5), p.label
-
-
-def test_entropic_distance_falls_to_the_exact_one_without_overflow() -> None:
-    p = random_problem(2, shape=(6, 6), channels=3, kind="grid", box=None)
-    z = moved(p)
-    exact = float(distance(p.ball, p.x, z))
-    values = [float(distance(p.ball, p.x, z, reg=reg)) for reg in (1.0, 1e2, 1e4, 1e6, 1e8)]
-    assert all(math.isfinite(v) and v >= exact for v in values)
-    assert values[-1] == pytest.approx(exact, rel=1e-6)
-    assert all(b <= a + 1e-6 for a, b in itertools.pairwise(values))
-    far = torch.zeros(1, 1, 1, 9)
-    far[..., 0] = 1.0
-    assert distance(WassersteinBall(1.0), far, far.flip(3), reg=10.0).tolist() == [math.inf]
+    assert float(p.ball.distance(p.x, z)) == pytest.approx(right, rel=1e-8)
 
 
 def test_public_methods() -> None:
     p = random_problem(3)
     z = reference_support(p.ball, p.x, p.g).point
-    assert torch.equal(p.ball.distance(p.x, z), distance(p.ball, p.x, z))
     assert bool(p.ball.contains(p.x, z))
     assert float(p.ball.distance(p.x, z, plans="full")) <= float(p.ball.distance(p.x, z)) + 1e-9
     assert wball.audit(p.ball, p.x, z).all_valid

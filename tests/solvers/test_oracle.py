@@ -20,7 +20,7 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
 ) -> None:
     x, ball = load_sample("mnist")[0][:3], WassersteinBall(0.1)
     potentials = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    right = TransportOracle(ball, x)(potentials)
+    right = TransportOracle(ball.problem(x))(potentials)
     answer = oracle.entropic_plan
 
     def failing(*args: Any, **settings: Any) -> Any:
@@ -30,7 +30,7 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
         return replace(plan, **{field: broken})
 
     monkeypatch.setattr(oracle, "entropic_plan", failing)
-    point = TransportOracle(ball, x)(potentials)
+    point = TransportOracle(ball.problem(x))(potentials)
     assert torch.equal(point.z[1], x[1]) and bool(point.cost.isfinite().all()) and audit(ball, x, point.z).all_valid
     for i in (0, 2):
         assert torch.equal(point.z[i], right.z[i]) and point.cost[i] == right.cost[i]

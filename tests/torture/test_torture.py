@@ -15,7 +15,6 @@ from torture.networks import Counts
 from torture.operations import run
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
-from wball.solvers.problem import spendable
 
 CASES, PARTS = 400, 8
 
@@ -181,7 +180,7 @@ def test_large_potentials_lose_no_mass(kernel: str, monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(8)
     x = torch.zeros(4, 2, 6, 6)
     x[..., 2:4, 2:4] = torch.rand(4, 2, 2, 2, generator=generator)
-    oracle = TransportOracle(wball.WassersteinBall(1.0), x)
+    oracle = TransportOracle(wball.WassersteinBall(1.0).problem(x))
     for _ in range(3):
         point = oracle(3000 * torch.randn(x.shape, generator=generator))
         assert point.kernel == kernel
@@ -238,8 +237,8 @@ def test_rounding_holds_back_next_to_nothing_at_radii_in_use() -> None:
         for eps in (1e-3, 1e-2, 0.1):
             ball = wball.WassersteinBall(eps)
             budget = ball.budget(x)
-            assert torch.equal(spendable(ball, x), budget)
-            assert bool((spendable(ball, x, ROUNDINGS) >= (1 - 1e-4) * budget).all())
+            assert torch.equal(ball.problem(x).spendable(), budget)
+            assert bool((ball.problem(x).spendable(ROUNDINGS) >= (1 - 1e-4) * budget).all())
 
 
 # What users of other codes reported -----------------------------------------------------------------------------

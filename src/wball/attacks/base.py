@@ -35,7 +35,6 @@ from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
 from wball.plan import FactoredPlan, Plan
-from wball.solvers.problem import unit_of
 
 Kind = TypeVar("Kind", Plan, FactoredPlan)
 
@@ -275,7 +274,7 @@ def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -
     """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
     if plan is None:
         return ball.distance(x, z).to(torch.float64)
-    return plan.cancelled().cost().to(torch.float64) / unit_of(cast("WassersteinBall", ball), x)
+    return plan.cancelled().cost().to(torch.float64) / cast("WassersteinBall", ball).problem(x).unit
 
 
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:

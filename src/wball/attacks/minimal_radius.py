@@ -23,7 +23,6 @@ from wball.attacks.base import Attack, check_labels, lists_plans, spread
 from wball.display import Summarised
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
-from wball.solvers.problem import rounding_cost, unit_of
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -121,7 +120,8 @@ def minimal_radius(
         distance = torch.minimum(result.distance[success], eps[found]) * share
         if lists_plans(attack.ball):  # what was pulled back was rounded again
             ball = cast("WassersteinBall", attack.ball)
-            again = rounding_cost(ball, x[found]) / unit_of(ball, x[found])
+            problem = ball.problem(x[found])
+            again = problem.rounding_cost() / problem.unit
             distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
         missed = todo[~success]

@@ -156,10 +156,10 @@ class PGD(GradientAttack):
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         if self.growth is not None and state.n_steps % self.growth.every == 0:
             state.ball = state.ball.at(self.growth.at(state.eps, state.n_steps))
+            if state.fused is not None:
+                state.fused.within(cast("WassersteinBall", state.ball).problem(state.fused.x))
         w = self._ahead(state, gradient)
         if state.fused is not None:
-            if state.fused.ball is not state.ball:
-                state.fused.within(cast("WassersteinBall", state.ball))
             point = state.fused(w)
             state.z, state.distance, state.kernel = point.z, point.cost / state.fused.unit, point.kernel
             return state
@@ -176,10 +176,10 @@ class PGD(GradientAttack):
 
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
         """The projection without plans, where a kernel has it."""
-        if not lists_plans(ball) or not EntropicProjection.serves(cast("WassersteinBall", ball), x, self.reg):
+        if not lists_plans(ball) or not EntropicProjection.serves(cast("WassersteinBall", ball).problem(x), self.reg):
             return None
         options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
-        return EntropicProjection(cast("WassersteinBall", ball), x, self.reg, **options)
+        return EntropicProjection(cast("WassersteinBall", ball).problem(x), self.reg, **options)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         z = state.z

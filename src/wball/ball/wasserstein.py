@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.input_sets import Plans, TransportSet
 from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
-
-if TYPE_CHECKING:
-    from wball.solvers.oracle import TransportOracle
+from wball.solvers.distance import distance
+from wball.solvers.oracle import ROUNDINGS, TransportOracle
+from wball.solvers.problem import TransportProblem
+from wball.solvers.projection import project
+from wball.solvers.support import support
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,18 @@ class WassersteinBall:
         divisible = mass >= 1e6 * x[0:1].numel() * numbers.eps * numbers.smallest_normal
         return torch.where(divisible, eps * mass if self.mass == "relative" else eps.expand_as(mass), 0.0)
 
+    def problem(self, x: Tensor) -> TransportProblem:
+        """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
+        x = x.detach()
+        mass = x.to(torch.float64).flatten(1).sum(1)
+        unit = mass.clamp(min=torch.finfo(torch.float64).tiny) if self.mass == "relative" else torch.ones_like(mass)
+        return TransportProblem(x, self.cost, self.budget(x), self.box, unit)
+
     def support(
         self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        from wball.solvers.support import support
-
-        return support(self, x, g, reg=reg, tol=tol, max_iter=max_iter)
+        return support(self.problem(inputs.check_images("x", x, self.box)), g, reg=reg, tol=tol, max_iter=max_iter)
 
     def project(
         self,
@@ -99,15 +106,20 @@ class WassersteinBall:
         mode: Literal["exact", "paper"] = "exact",
     ) -> ProjectionResult:
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
-        from wball.solvers.projection import project
+        return project(
+            self.problem(inputs.check_images("x", x, self.box)),
+            w,
+            reg=reg,
+            tol=tol,
+            max_iter=max_iter,
+            init=init,
+            mode=mode,
+        )
 
-        return project(self, x, w, reg=reg, tol=tol, max_iter=max_iter, init=init, mode=mode)
-
-    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window", reg: float = math.inf) -> Tensor:
+    def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:
         """Transport distance from ``x`` to ``z`` in the unit of ``eps``; see :mod:`wball.solvers.distance`."""
-        from wball.solvers.distance import distance
-
-        return distance(self, x, z, plans=plans, reg=reg)
+        x = inputs.check_images("x", x, self.box).detach()
+        return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
 
     def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations:
         """Mass, box and distance of ``z``; see :mod:`wball.auditing.transport`.
@@ -146,25 +158,20 @@ class WassersteinBall:
 
     def oracle(self, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> TransportOracle:
         """Points of the ball from potentials, as attacks accumulate them; see :mod:`wball.solvers.oracle`."""
-        from wball.solvers.oracle import TransportOracle
-
-        return TransportOracle(self, x, sweeps=sweeps, newton=newton)
+        return TransportOracle(self.problem(x), sweeps=sweeps, newton=newton)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
 
         Pixels drift towards random neighbours, as far as the radius allows. Nothing larger than the images is made.
         """
-        from wball.solvers.oracle import ROUNDINGS
-        from wball.solvers.problem import spendable
-
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
         potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
         part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
         oracle = self.oracle(x)
-        oracle.budget = part * spendable(self, oracle.x, ROUNDINGS + 1)  # who mixes it with other points rounds again
+        oracle.budget = part * oracle.problem.spendable(ROUNDINGS + 1)  # who mixes it with other points rounds again
         return oracle(3 * potential).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:

@@ -64,7 +64,7 @@ def measure(shop: Workshop) -> Data:
 def _ways(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float) -> dict[str, Callable[[], ProjectionResult]]:
     """Projections of ``w``, by name."""
     return {
-        "Algorithm 2 in torch": lambda: paper_projection(ball, x, w, ball.budget(x), reg=reg, tol=1e-4, max_iter=400),
+        "Algorithm 2 in torch": lambda: paper_projection(ball.problem(x), w, reg=reg, tol=1e-4, max_iter=400),
         "its limit by our kernel, then its clamp": lambda: ball.project(x, w, reg, tol=1e-4, mode="paper"),
         "entropic, box inside": lambda: ball.project(x, w, reg, tol=1e-4),
         "exact (no entropy), box inside": lambda: ball.project(x, w, tol=1e-4),

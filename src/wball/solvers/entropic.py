@@ -14,7 +14,7 @@ the next: an attack moves its points slowly. Nothing is read back from the devic
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,17 +23,13 @@ from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
-from wball.moves import Moves
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
-from wball.solvers.problem import spendable, unit_of
+from wball.solvers.problem import TransportProblem
 from wball.solvers.projection import SWEEP_TOL
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
 
 
 class EntropicProjection:
-    """Points of ``ball`` around ``x`` near given images, with the state that makes the next call fast.
+    """Points of a ball near given images, with the state that makes the next call fast.
 
     ``mode="paper"`` solves without the box and clamps ``w - u``, as the original procedure does: such points are in no
     ball, and their ``cost`` is nan.
@@ -44,41 +40,42 @@ class EntropicProjection:
 
     def __init__(
         self,
-        ball: WassersteinBall,
-        x: Tensor,
+        problem: TransportProblem,
         reg: float,
         *,
         tol: float = 1e-3,
         max_iter: int = 100,
         mode: Literal["exact", "paper"] = "exact",
     ) -> None:
-        self.x, self.mode = x.detach(), mode
+        x = problem.x.detach()
+        self.x, self.mode = x, mode
         self._tol, self._max_iter = max(tol, SWEEP_TOL), max_iter
         self._grid = self.x.float() if x.ndim == 4 else self.x.float()[:, None, None, :]
-        self._moves = _moves(ball, self._grid)
+        self._moves = problem.moves(self._grid)
         mass = self._grid.double().flatten(1).sum(1)
-        self.unit = unit_of(ball, self.x)
+        self.unit = problem.unit
         self._tau = mass / reg
         self._u: Tensor | None = None
         self._psi = torch.full_like(mass, 0.1)
-        self.within(ball)
+        self.within(problem)
 
     @staticmethod
-    def serves(ball: WassersteinBall, x: Tensor, reg: float) -> bool:
+    def serves(problem: TransportProblem, reg: float) -> bool:
         """Whether a fused kernel is there for these images; on a CPU ``project`` is as fast and has plans."""
-        if isinstance(ball.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
+        x = problem.x
+        if isinstance(problem.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
             return False
         grid = x.float() if x.ndim == 4 else x.float()[:, None, None, :]
-        return dispatch.choose("projected_sinkhorn", grid, _moves(ball, grid)) == "triton"
+        return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
 
-    def within(self, ball: WassersteinBall) -> None:
-        """Points from now on are from ``ball``, which differs in its radius only."""
-        self.ball = ball
-        self.budget = ball.budget(self.x) if self.mode == "paper" else spendable(ball, self.x, ROUNDINGS)
+    def within(self, problem: TransportProblem) -> None:
+        """Points from now on solve ``problem``, which differs in its budget only."""
+        self.problem = problem
+        self.budget = problem.budget if self.mode == "paper" else problem.spendable(ROUNDINGS)
 
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
-        box = None if self.mode == "paper" else self.ball.box
+        box = None if self.mode == "paper" else self.problem.box
         answer = projected_sinkhorn(
             self._grid, target, self.budget, self._moves, box, self._tau,
             u=target - self._grid if self._u is None else self._u, psi=self._psi,
@@ -95,20 +92,16 @@ class EntropicProjection:
             share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
             z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z, answer.kernel)
             cost = share * answer.cost
-        if self.ball.box is not None:
-            z = z.clamp(*self.ball.box)
+        if self.problem.box is not None:
+            z = z.clamp(*self.problem.box)
         return OraclePoint(z.view(self.x.shape), cost, share, answer.kernel)
 
     def take(self, index: Tensor) -> EntropicProjection:
         """The projection of a subset of the images."""
         part = object.__new__(EntropicProjection)
         part.__dict__.update(self.__dict__)
-        part.ball = self.ball.take(index)
+        part.problem = self.problem.take(index)
         for name in ("x", "budget", "unit", "_grid", "_tau", "_psi"):
             setattr(part, name, getattr(self, name)[index])
         part._u = None if self._u is None else self._u[index]
         return part
-
-
-def _moves(ball: WassersteinBall, grid: Tensor) -> Moves:
-    return ball.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)

@@ -7,9 +7,9 @@ Given potentials ``b`` (what the attacker has learnt so far about where mass sho
 
 where ``P`` is the entropic plan of :mod:`wball.kernels` and ``bar P`` the same plan after opposite flows cancel: it has
 the same rows and columns and proves that ``W(x, P^T 1) <= cost(bar P)``; scaling the moved mass by ``t`` scales that
-bound, and ``delta`` covers what rounding does to the flows (what it does to ``z`` is held back from the budget, see
-:func:`wball.solvers.problem.spendable`). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a
-valid point, whatever ``b`` is.
+bound, and ``delta`` covers what rounding does to the flows (what it does to ``z`` is held back from the budget:
+``TransportProblem.spendable``). The plan keeps the box and ``x`` is in it, so ``z`` is: every answer is a valid point,
+whatever ``b`` is.
 
 Cancelling makes the point cheaper than the plan that was asked for, so the next plan is asked for at a raw budget
 ``kappa * budget``, with ``kappa`` adapted until the *net* cost is what the ball allows. ``psi``, the box potentials and
@@ -27,10 +27,10 @@ from torch import Tensor
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import entropic_plan
 from wball.plan import FactoredPlan
-from wball.solvers.problem import spendable, unit_of
+from wball.solvers.problem import TransportProblem
 
 if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
+    pass
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
@@ -76,19 +76,20 @@ def balanced(x: Tensor, z: Tensor, kernel: str) -> Tensor:
 
 
 class TransportOracle:
-    """Points of ``ball`` around ``x`` from potentials, with the state that makes the next call fast.
+    """Points of a ball from potentials, with the state that makes the next call fast.
 
     ``oracle(b)`` answers for all images, ``oracle.take(index)`` is the oracle of some of them. ``oracle.unit`` is
     what a cost is divided by to be in the unit of ``eps``.
     """
 
-    def __init__(self, ball: WassersteinBall, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> None:
-        self.ball, self.sweeps, self.newton = ball, sweeps, newton
+    def __init__(self, problem: TransportProblem, *, sweeps: int = 3, newton: int = 12) -> None:
+        self.problem, self.sweeps, self.newton = problem, sweeps, newton
+        x = problem.x
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
-        self.budget = spendable(ball, self.x, ROUNDINGS)
-        self.unit = unit_of(ball, self.x)
-        self._moves = ball.cost.arcs(int(self._grid.shape[-2]), int(self._grid.shape[-1]), self._grid)
+        self.budget = problem.spendable(ROUNDINGS)
+        self.unit = problem.unit
+        self._moves = problem.moves(self._grid)
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
         self._q = torch.zeros_like(self._grid)
         self._kappa = torch.ones_like(self.budget)
@@ -96,7 +97,7 @@ class TransportOracle:
     def __call__(self, b: Tensor) -> OraclePoint:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
         raw = self.budget * self._kappa
-        box = self.ball.box
+        box = self.problem.box
         plan = entropic_plan(
             self._grid, potentials, raw, self._moves, box,
             psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton,
@@ -122,7 +123,7 @@ class TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""
         part = object.__new__(TransportOracle)
         part.__dict__.update(self.__dict__)
-        part.ball = self.ball.take(index)
+        part.problem = self.problem.take(index)
         for name in ("x", "_grid", "budget", "unit", "_psi", "_q", "_kappa"):
             setattr(part, name, getattr(self, name)[index])
         return part

@@ -1,4 +1,4 @@
-"""What every solver does around its mathematics: layout, precision and memory.
+"""The problem that solvers get, and what each does around its mathematics: layout, precision and memory.
 
 Solvers work on ``(B, C, H, W)`` in float64 and in chunks of images; callers get their own shape and dtype back.
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wball.cost import DenseCost, GroundCost
 from wball.inputs import result_dtype
+from wball.moves import Moves
 from wball.plan import Plan
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
 
 ROUNDING_SHARE = 9e-5
 """Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
@@ -27,6 +25,64 @@ SUMS = 8
 
 MAX_ARC_ENTRIES = 12_000_000
 """Moves held at once by the reference solvers (about 100 MB per arc tensor in float64)."""
+
+
+@dataclass(frozen=True)
+class TransportProblem:
+    """The images reached from ``x`` by moving mass at a total cost of at most ``budget``, with pixels kept in ``box``.
+
+    Attributes:
+        x: the centres, ``(B, C, H, W)`` or ``(B, n)``.
+        cost: what moves cost.
+        budget: what may be spent, per image in mass x pixels, float64.
+        box: the lowest and highest value of a pixel, or ``None``.
+        unit: what a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1.
+    """
+
+    x: Tensor
+    cost: GroundCost
+    budget: Tensor
+    box: tuple[float, float] | None
+    unit: Tensor
+
+    def moves(self, grid: Tensor) -> Moves:
+        """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
+        return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
+
+    def take(self, index: Tensor) -> TransportProblem:
+        """The problem of a subset of the images (``index``: positions or a mask)."""
+        return replace(self, x=self.x[index], budget=self.budget[index], unit=self.unit[index])
+
+    def rounding_cost(self, roundings: int = 1) -> Tensor:
+        r"""How much dearer a point can become when it is rounded to the dtype of the results, in mass x pixels.
+
+        Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit
+        in the last place (denormal pixels change by a fixed amount instead). Scaled back to the mass of ``x``, the
+        deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]`` deviate by at most ``r u`` on average, so
+        at most
+
+        .. math:: r\, \tfrac{u}{2}\, m
+
+        of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it
+        belongs. One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a
+        window it may take several, see :func:`_moves_to_balance`. Float64 points are sums of flows in their own
+        precision, and each counts as :data:`SUMS` roundings.
+        """
+        x, numbers = self.x, torch.finfo(result_dtype(self.x))
+        roundings *= SUMS if numbers.bits == 64 else 1
+        mass = x.to(torch.float64).flatten(1).sum(1)
+        off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
+        return 0.5 * roundings * off * dearest_move(self.cost, x) * _moves_to_balance(self.cost, x)
+
+    def spendable(self, roundings: int = 1) -> Tensor:
+        """What a plan may cost so that its columns are in the ball even after rounding, per image.
+
+        A radius is kept to 1e-4. What rounding may cost beyond that is held back: nothing at the radii in use, some of
+        radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only
+        point.
+        """
+        held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
+        return (self.budget - held).clamp(min=0)
 
 
 def as_grid(values: Tensor) -> Tensor:
@@ -51,28 +107,6 @@ def dearest_move(cost: GroundCost, x: Tensor) -> float:
     return cost.moves(height, width)[-1][2]
 
 
-def rounding_cost(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
-    r"""How much dearer a point can become when it is rounded to the dtype of the results, per image in mass x pixels.
-
-    Rounding multiplies each pixel by ``1 + t_j`` with ``|t_j| <= r u``, for ``r`` roundings and ``u`` half a unit in
-    the last place (denormal pixels change by a fixed amount instead). Scaled back to the mass of ``x``, the
-    deviations of ``t`` from its mean remain. Numbers in ``[-r u, r u]`` deviate by at most ``r u`` on average, so
-    at most
-
-    .. math:: r\, \tfrac{u}{2}\, m
-
-    of the mass is in wrong pixels: half of what deviates is too much somewhere, and the other half is where it belongs.
-    One move each, at most the dearest, puts it right: so much is proved where every move is allowed. In a window it may
-    take several, see :func:`_moves_to_balance`. Float64 points are sums of flows in their own precision, and each
-    counts as :data:`SUMS` roundings.
-    """
-    numbers = torch.finfo(result_dtype(x))
-    roundings *= SUMS if numbers.bits == 64 else 1
-    mass = x.to(torch.float64).flatten(1).sum(1)
-    off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
-    return 0.5 * roundings * off * dearest_move(ball.cost, x) * _moves_to_balance(ball.cost, x)
-
-
 def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     """How many moves lie between pixels whose rounding errors make up for each other, per image, at least 1.
 
@@ -92,17 +126,6 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     equal = (values / largest).sum(1).square() / (values / largest).square().sum(1).clamp(min=1)
     apart = 0.5 * torch.sqrt(values.shape[1] / equal.clamp(min=1))
     return (apart.clamp(min=math.sqrt(long / short)) / reach).clamp(min=1)
-
-
-def spendable(ball: WassersteinBall, x: Tensor, roundings: int = 1) -> Tensor:
-    """What a plan may cost so that its columns are in the ball even after rounding, per image.
-
-    A radius is kept to 1e-4. What rounding may cost beyond that is held back: nothing at the radii in use, some of
-    radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only point.
-    """
-    budget = ball.budget(x)
-    held = (rounding_cost(ball, x, roundings) - ROUNDING_SHARE * budget).clamp(min=0)
-    return (budget - held).clamp(min=0)
 
 
 def held_back(
@@ -125,11 +148,3 @@ def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:
     size = max(1, MAX_ARC_ENTRIES // max(1, entries_per_image))
     for start in range(0, batch, size):
         yield slice(start, min(batch, start + size))
-
-
-def unit_of(ball: WassersteinBall, x: Tensor) -> Tensor:
-    """What a cost is divided by to be in the unit of ``eps``: the image's mass, or 1."""
-    mass = x.to(torch.float64).flatten(1).sum(1)
-    if ball.mass == "absolute":
-        return torch.ones_like(mass)
-    return mass.clamp(min=torch.finfo(torch.float64).tiny)

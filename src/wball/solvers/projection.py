@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,11 +30,8 @@ from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
-from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
+from wball.solvers.problem import TransportProblem, as_given, as_grid, chunks, held_back
 from wball.solvers.sinkhorn import paper_projection
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
 
 _EVERYWHERE = (-math.inf, math.inf)
 SWEEPS, SWEEP_TOL = 200, 3e-5
@@ -46,8 +43,7 @@ PAPER_TOL = 0.01
 
 
 def project(
-    ball: WassersteinBall,
-    x: Tensor,
+    problem: TransportProblem,
     w: Tensor,
     *,
     reg: float = math.inf,
@@ -56,11 +52,10 @@ def project(
     init: Duals | None = None,
     mode: Literal["exact", "paper"] = "exact",
 ) -> ProjectionResult:
-    """The point of ``ball`` around ``x`` nearest to ``w``.
+    """The point of the ball nearest to ``w``.
 
     Args:
-        ball: the threat model.
-        x: centres, ``(B, C, H, W)`` or ``(B, n)``.
+        problem: centres, moves, budget and box.
         w: points to project, any finite values of the same shape.
         reg: the paper's lambda in mass-1 units; ``inf`` is the exact projection.
         tol: relative duality gap at which an image is done.
@@ -75,7 +70,7 @@ def project(
         the optimum. The second term is for points inside the ball, where ``d`` vanishes; where ``d`` is below 3 % of
         ``d`` and the entropy together, that share of them counts instead.
     """
-    x = inputs.check_images("x", x, ball.box).detach()
+    x, budget = problem.x, problem.budget
     w = inputs.check_like("w", w, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
@@ -86,34 +81,33 @@ def project(
         if not isinstance(init, Duals):
             raise TypeError(f"init must be the duals of a projection (result.duals), got {type(init).__name__}")
         inputs.check_like("init.beta", init.beta, x)
-    budget = ball.budget(x)
     if mode == "paper":
         if math.isinf(reg):
             raise ValueError('mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)')
-        return _paper(ball, x, w, budget, reg, tol, max_iter)
+        return _paper(problem, w, reg, tol, max_iter)
 
-    grid, target, spend = as_grid(x), as_grid(w), spendable(ball, x)
-    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    grid, target, spend = as_grid(x), as_grid(w), problem.spendable()
+    moves = problem.moves(grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
     sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
     parts, served = [], set[str]()
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        problem = partial(_Projection, moves, box=ball.box, reg=reg, tol=tol, kernel=kernel, served=served)
+        solver = partial(_Projection, moves, box=problem.box, reg=reg, tol=tol, kernel=kernel, served=served)
         images, points, limit, most = grid[part], target[part], budget[part], spend[part]
         if not sweeps:
-            parts.append(problem(images, points, limit).run(max_iter, warm, most))
+            parts.append(solver(images, points, limit).run(max_iter, warm, most))
             continue
         served.add("cpu")
-        solved = _swept(moves, images, points, limit, most, ball.box, reg, tol)
+        solved = _swept(moves, images, points, limit, most, problem.box, reg, tol)
         left = torch.tensor([status is not Status.CONVERGED for status in solved.status]).nonzero().squeeze(1)
         if left.numel():
-            solved.replace(left, problem(images[left], points[left], limit[left]).run(max_iter, None, most[left]))
+            solved.replace(left, solver(images[left], points[left], limit[left]).run(max_iter, None, most[left]))
         parts.append(solved)
     joined = _join(parts, moves, grid)
     shape = x.shape
     return ProjectionResult(
-        point=as_given(joined.point, x, ball.box),
+        point=as_given(joined.point, x, problem.box),
         objective=joined.objective,
         gap=joined.gap,
         residual=joined.residual,
@@ -125,12 +119,11 @@ def project(
     )
 
 
-def _paper(
-    ball: WassersteinBall, x: Tensor, w: Tensor, budget: Tensor, reg: float, tol: float, max_iter: int
-) -> ProjectionResult:
+def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int) -> ProjectionResult:
     """Where Algorithm 2 ends: ``w - u`` of the problem without a box, clamped. A kernel that is faster there serves."""
+    x, budget = problem.x, problem.budget
     grid, target = as_grid(x), as_grid(w)
-    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    moves = problem.moves(grid)
     mass = grid.flatten(1).sum(1)
     still = per_image((budget <= 0) | (mass <= 0), grid)
     if dispatch.choose("projected_sinkhorn", grid.float(), moves) == "triton":
@@ -141,7 +134,7 @@ def _paper(
         )  # fmt: skip
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
-            point=as_given(point, x, ball.box),
+            point=as_given(point, x, problem.box),
             objective=answer.objective + _offset(grid, mass / reg),
             gap=answer.gap,
             residual=(answer.z - point).flatten(1).abs().amax(1),
@@ -151,13 +144,13 @@ def _paper(
             kernel=answer.kernel,
         )
     if dispatch.choose("entropic_path", grid, moves) == "torch":
-        found = paper_projection(ball, x, w, budget, reg=reg, tol=tol, max_iter=max_iter)
+        found = paper_projection(problem, w, reg=reg, tol=tol, max_iter=max_iter)
         return replace(found, objective=found.objective + _offset(grid, mass / reg))
-    found = project(replace(ball, box=None), x, w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
+    found = project(replace(problem, box=None), w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))
     residual = (as_grid(found.point) - point).flatten(1).abs().amax(1)
-    return replace(found, point=as_given(point, x, ball.box), residual=residual, plan=None)
+    return replace(found, point=as_given(point, x, problem.box), residual=residual, plan=None)
 
 
 @dataclass

@@ -14,8 +14,6 @@ function) is computed from ``y`` itself, so that nothing overflows at any ``lamb
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -24,14 +22,11 @@ from wball.kernels.projected_sinkhorn.reference import wright_omega
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, statuses
-from wball.solvers.problem import as_given, as_grid
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
+from wball.solvers.problem import TransportProblem, as_given, as_grid
 
 
 def paper_projection(
-    ball: WassersteinBall, x: Tensor, w: Tensor, budget: Tensor, *, reg: float, tol: float, max_iter: int
+    problem: TransportProblem, w: Tensor, *, reg: float, tol: float, max_iter: int
 ) -> ProjectionResult:
     """Algorithm 2 followed by a clamp to the box, as the original procedure does. For comparison only.
 
@@ -39,8 +34,9 @@ def paper_projection(
     entropic problem without a box, at the unclamped point; ``residual`` is the largest difference between the
     point and the columns of the plan. No plan is handed out, because none proves this point.
     """
+    x, budget = problem.x, problem.budget
     grid, target = as_grid(x), as_grid(w)
-    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    moves = problem.moves(grid)
     batch = grid.shape[0]
     mass = grid.flatten(1).sum(1)
     tau = mass.clamp(min=1e-300) / reg
@@ -90,7 +86,7 @@ def paper_projection(
     residual = torch.where(still, torch.zeros_like(primal), (z - point).flatten(1).abs().amax(1))
     ok = gap <= tol * (primal - 2 * tau * entropy)
     return ProjectionResult(
-        point=as_given(point, x, ball.box),
+        point=as_given(point, x, problem.box),
         objective=primal,
         gap=gap,
         residual=residual,

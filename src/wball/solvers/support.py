@@ -20,7 +20,6 @@ problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,21 +31,17 @@ from wball.kernels.entropic_path.reference import dot, per_image
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import SupportResult, joined_kernels, statuses
-from wball.solvers.problem import as_given, as_grid, chunks, held_back, spendable
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
+from wball.solvers.problem import TransportProblem, as_given, as_grid, chunks, held_back
 
 
 def support(
-    ball: WassersteinBall, x: Tensor, g: Tensor, *, reg: float = math.inf, tol: float = 1e-6, max_iter: int = 200
+    problem: TransportProblem, g: Tensor, *, reg: float = math.inf, tol: float = 1e-6, max_iter: int = 200
 ) -> SupportResult:
-    """``max <g, z>`` over ``ball`` around ``x``.
+    """``max <g, z>`` over the ball.
 
     Args:
-        ball: the threat model.
-        x: centres, ``(B, C, H, W)`` or ``(B, n)``.
-        g: directions of the same shape.
+        problem: centres, moves, budget and box.
+        g: directions, of the shape of the centres.
         reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
         tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
         max_iter: steps per image, of the search for the kink and of the path each.
@@ -55,28 +50,28 @@ def support(
         A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
         maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
     """
-    x = inputs.check_images("x", x, ball.box).detach()
+    x, budget = problem.x, problem.budget
     g = inputs.check_like("g", g, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
-    budget, spend = ball.budget(x), spendable(ball, x)
+    spend = problem.spendable()
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
     scaled, nothing = direction / per_image(size, direction), 1e-300 / size
-    moves = ball.cost.arcs(grid.shape[-2], grid.shape[-1], grid)
+    moves = problem.moves(grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
     solved = [
-        _Support(moves, grid[part], scaled[part], budget[part], ball.box, reg, tol, nothing[part], kernel)
+        _Support(moves, grid[part], scaled[part], budget[part], problem.box, reg, tol, nothing[part], kernel)
         .run(max_iter)
         .hold_back(spend[part])
         for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
     ]
     if not solved:
-        solved = [_Support(moves, grid, scaled, budget, ball.box, reg, tol, nothing, kernel)]
+        solved = [_Support(moves, grid, scaled, budget, problem.box, reg, tol, nothing, kernel)]
     flow = torch.cat([s.flow for s in solved])
-    point = as_given(Plan(moves, flow).columns(), x, ball.box)
+    point = as_given(Plan(moves, flow).columns(), x, problem.box)
     value = dot(direction, as_grid(point))
     upper = torch.maximum(size * torch.cat([s.upper for s in solved]), value)
     done = torch.cat([s.done for s in solved])

@@ -35,7 +35,7 @@ def can_replay(attack: Attack, x: Tensor) -> bool:
     """Whether ``attack`` on images like ``x`` may be recorded."""
     if isinstance(attack, PGD):
         fused = lists_plans(attack.ball) and EntropicProjection.serves(
-            cast("WassersteinBall", attack.ball), x, attack.reg
+            cast("WassersteinBall", attack.ball).problem(x), attack.reg
         )
         return x.is_cuda and fused and attack.step != "wasserstein" and not attack.random_start
     return x.is_cuda and isinstance(attack, DualAveraging)
