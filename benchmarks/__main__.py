@@ -2,7 +2,8 @@
 
 ``validity`` audits test sets, ``soundness`` attacks certificates. ``proving`` and ``auditing`` measure what proofs and
 checks cost, ``exact`` what compiled exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what
-an adversary of a few steps misses, ``epochs`` how long training takes. Each has a ``--help`` of its own.
+an adversary of a few steps misses, ``epochs`` how long training takes, ``streaming`` the peak memory of a large
+data set. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks import (
     report,
     separation,
     soundness,
+    streaming,
     strength,
     targets,
     threads,
@@ -42,6 +44,7 @@ OTHERS = {
     "exact": exact.main,
     "separation": separation.main,
     "strength": strength.main,
+    "streaming": streaming.main,
     "epochs": epochs.main,
 }
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,23 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
             run(*given)
     with pytest.raises(TypeError, match="ball is missing"):
         evaluate(problem()[0], TensorDataset(x, y))
+
+
+def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
+    """Of 600 images the stream holds at no time more than a few batches, and nothing else holds them either."""
+    model, x, y = problem(600)
+    held: set[int] = set()
+    most = 0
+
+    class Counted(Items):
+        def __getitem__(self, k: int) -> Any:
+            nonlocal most
+            image, label = super().__getitem__(k)
+            held.add(id(image))
+            weakref.finalize(image, held.discard, id(image))
+            most = max(most, len(held))
+            return image, label
+
+    attack = wball.PGD(wball.LinfBall(0.01), steps=1)
+    evaluate(model, Counted(x, y), ball=attack.ball, attack=attack, batch_size=10, out=tmp_path, keep="none")
+    assert most <= 300  # the survey and the gallery read 64 and 200 at once

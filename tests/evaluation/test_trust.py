@@ -171,3 +171,13 @@ def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path
     (warning,) = result.warnings
     assert warning.code == "loss-still-rising" and warning.message.startswith("the loss of 40 of 40")
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6
+
+
+def test_names_inside_files_do_not_command_the_terminal(sound: Evaluation) -> None:
+    from rich.console import Console
+
+    settings = {**sound.settings, "model": {**sound.settings["model"], "name": "evil\x1b]0;title\x07 \x1b[31mred"}}
+    console = Console(record=True, width=200, force_terminal=False)
+    console.print(replace(sound, settings=settings).table())
+    shown = console.export_text()
+    assert "evil" in shown and "\x1b" not in shown and "\x07" not in shown

@@ -26,6 +26,7 @@ from wball.evaluation.trust import (
     decide,
 )
 from wball.storage.files import read_json, read_tensors, sealed, unsealed, write_json, write_tensors
+from wball.storage.names import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -325,9 +326,9 @@ class Evaluation(Summarised):
         from rich.markup import escape
         from rich.table import Table
 
-        heading = f"{self.name}: {len(self)} images of {self.settings['data']['name']}"
+        heading = printable(f"{self.name}: {len(self)} images of {self.settings['data']['name']}")
         table = Table(title=escape(heading), title_justify="left")
-        table.add_column(f"eps ({self.unit})", justify="right")
+        table.add_column(f"eps ({printable(self.unit)})", justify="right")
         table.add_column("accuracy", justify="right")
         table.add_column("95 % interval", justify="right")
         proved = self.settings["certify"] is not None

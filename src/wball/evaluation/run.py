@@ -170,6 +170,7 @@ def evaluate(
                 doubts = claim_warnings(len(result.rejected), len(result.contradictions), len(result.disagreements))
                 doubts += look_for_missed(result, model, x, y, ball) + weaker_at_larger(result)
                 replace(result, warnings=result.warnings + doubts).save(folder)
+                del result  # what is returned is read back, and both would be in memory
                 log("finish")
         if rank == 0:
             clear(folder, results=False)

@@ -96,8 +96,13 @@ def _tell_once() -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) -> None:
     """Tensors, and plain data beside them, as one safetensors file with a checksum."""
-    # clone: safetensors refuses tensors that share memory
-    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    seen: set[int] = set()
+    for name, value in plain.items():  # safetensors refuses tensors that share memory
+        memory = value.untyped_storage()
+        if memory.data_ptr() in seen or memory.nbytes() != value.numel() * value.element_size():
+            plain[name] = value.clone()
+        seen.add(memory.data_ptr())
     header = json.dumps({"notes": notes, CHECKSUM: tensor_checksum(plain, notes)})
     write_whole(path, save(plain, metadata={_HEADER: header}))
 
