@@ -157,6 +157,11 @@ def test_published_and_measured() -> None:
     own = {"rows": [{"name": "wong2019-mnist-adversarial", "text": points, "scripts": points}]}
     told = claims(content, own)
     assert told is not None and [r[3] for r in told.rows] == ["70.0 % (text); 70.0 % (scripts)", None, None, None]
+    other = {"curve": [{"eps": 0.0, "accuracy": 0.2}]}
+    name = "wong2019-mnist-binarized"
+    both = [{"name": n, "text": c, "scripts": c} for n, c in ((name, points), (f"{name}-before", other))]
+    told = claims({"rows": [row(name, *[0.0] * 5)]}, {"rows": both})
+    assert told is not None and told.rows[0][3] == "20.0 % (text); 20.0 % (scripts)"  # thresholded before the attack
     assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
 
 
