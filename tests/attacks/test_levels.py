@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wball import PGD, DualAveraging, LinfBall, StandardAttack, WassersteinBall, audit
+from wball import PGD, DualAveraging, LinfBall, StandardAttack, WassersteinBall, audit, evaluate
 from wball.attacks import Attack
 from wball.attacks.levels import rounded
 
@@ -57,3 +57,10 @@ def test_images_must_be_on_the_levels(net: nn.Module, images: Tensor, labels: Te
         DualAveraging(WassersteinBall(0.1), levels=256)(net, images, labels)
     with pytest.raises(ValueError, match="levels"):
         DualAveraging(WassersteinBall(0.1), levels=1)
+
+
+def test_an_evaluation_of_stored_images(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    images, ball = stored(images), WassersteinBall(0.3)
+    attack = DualAveraging(ball, steps=20)
+    result = evaluate(net, images, labels, ball, attack=attack, levels=256)
+    assert not result.rejected and result.accuracy_at(0.3) < 0.5

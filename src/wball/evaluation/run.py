@@ -68,6 +68,7 @@ def evaluate(
     progress: bool = False,
     keep: Literal["all", "sample", "none"] | None = None,
     layout: Layout = "NCHW",
+    levels: int | None = None,
 ) -> Evaluation:
     """How robust is ``model`` on images ``x`` with labels ``y``?
 
@@ -100,6 +101,8 @@ def evaluate(
         keep: which examples to store: all, a sample, or none (default: all while they take less than a gigabyte, then
             a sample, which is said).
         layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
+        levels: examples have pixels that are multiples of ``1 / (levels - 1)``, with exactly the same mass (256: stored
+            as 8-bit images and read back, they are still in the ball and still adversarial). The images must have, too.
 
     Under ``torchrun``, or in a process group of your own, each process takes its share of the batches (``out`` is then
     a folder all of them see), and all return the whole result.
@@ -119,6 +122,7 @@ def evaluate(
     first = x[:2]
     mode, points = _radii(radii, ball)
     chosen = _attack(attack, ball.at(points[-1]))
+    chosen = chosen if levels is None else replace(chosen, levels=levels)
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
