@@ -1,9 +1,9 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates. ``proving`` and ``auditing`` measure what proofs and
-checks cost, ``exact`` what compiled exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what
-an adversary of a few steps misses, ``epochs`` how long training takes, ``streaming`` the peak memory of a large
-data set. Each has a ``--help`` of its own.
+``validity`` audits test sets, ``soundness`` attacks certificates, ``deciding`` runs complete verification. ``proving``
+and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation``
+how far apart digits are, ``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes,
+``streaming`` the peak memory of a large data set. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import (
     auditing,
+    deciding,
     epochs,
     exact,
     oracle,
@@ -40,6 +41,7 @@ OTHERS = {
     "validity": validity.main,
     "soundness": soundness.main,
     "proving": proving.main,
+    "deciding": deciding.main,
     "auditing": auditing.main,
     "exact": exact.main,
     "separation": separation.main,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from wball.certificates.graph import MaxPool
+from wball.certificates.graph import Curved, MaxPool
 from wball.input_sets.rows import Rows
 
 
@@ -58,3 +58,20 @@ def relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tup
     out = out.scatter_add(2, source[image], kept)
     constant = ((flat - kept) * ceiling).flatten(1).sum(1)
     return constant, Rows(out.reshape(-1, *op.before), image)
+
+
+def relax_curve(op: Curved, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows, Tensor]:
+    """The line below a curve where a row's coefficient is positive, the one above where it is negative.
+
+    The last one is the sum of the magnitudes that entered the constant.
+    """
+    dtype, lines = rows.coeff.dtype, op.lines(lower.double(), upper.double())
+    positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
+
+    def read(part: Tensor) -> Tensor:
+        return rows.read(part.to(dtype))
+
+    below, above = positive * read(lines.low_shift), negative * read(lines.up_shift)
+    size = (below.detach().abs() + above.detach().abs()).flatten(1).sum(1)
+    out = rows.like(positive * read(lines.low_slope) + negative * read(lines.up_slope))
+    return (below + above).flatten(1).sum(1), out, size

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certificates.anchor import ImageConvolution, image_convolution
-from wball.certificates.graph import Activation, Graph
+from wball.certificates.graph import Activation, Curved, Graph
 from wball.input_sets import InputSet, TransportSet
 
 MARGIN = 5
@@ -41,7 +41,9 @@ class FirstLayer:
         if not isinstance(source, TransportSet) or source.power is None:
             return
         for position in graph.relaxed():
-            found = image_convolution(graph, position) if isinstance(graph.ops[position], Activation) else None
+            found = (
+                image_convolution(graph, position) if isinstance(graph.ops[position], (Activation, Curved)) else None
+            )
             if found is not None:
                 self.layers[position] = found
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball.certificates.curves import CURVES, DIPS, ROOM, Lines, clamped_lines, curved_lines
 from wball.input_sets.rows import Rows, add, transposed, trim
 
 Shape = tuple[int, ...]
@@ -227,6 +228,31 @@ class Activation(Op):
 
 
 @dataclass(frozen=True)
+class Curved(Op):
+    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate, or ``clamp`` to ``ends``."""
+
+    kind: str
+    ends: tuple[float, float] = (-math.inf, math.inf)
+
+    def value(self, h: Tensor) -> Tensor:
+        return h.clamp(*self.ends) if self.kind == "clamp" else CURVES[self.kind].function(h)
+
+    def lines(self, low: Tensor, up: Tensor) -> Lines:
+        """Lines below and above the curve when the input is between ``low`` and ``up``."""
+        return clamped_lines(self.ends, low, up) if self.kind == "clamp" else curved_lines(self.kind, low, up)
+
+    def interval(self, low: Tensor, up: Tensor) -> Interval:
+        """The interval of the output when the input is between ``low`` and ``up``, with room for rounding."""
+        least, most = self.value(low), self.value(up)
+        if self.kind in DIPS:  # not monotone: lowest between the ends
+            least = torch.minimum(least, most)
+            inside = (low < 0) & (up > -10)
+            least = torch.where(inside, least.clamp(max=-DIPS[self.kind]), least)
+            most = torch.maximum(self.value(low), self.value(up))
+        return (least + most) / 2, (most - least) / 2 + ROOM * (1 + least.abs() + most.abs())
+
+
+@dataclass(frozen=True)
 class MaxPool(Op):
     before: Shape
     kernel: tuple[int, int]
@@ -282,7 +308,7 @@ class Graph:
 
     def relaxed(self) -> list[int]:
         """Positions of the operations that need bounds on what they read, in order."""
-        return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, MaxPool))]
+        return [k for k, op in enumerate(self.ops) if isinstance(op, (Activation, Curved, MaxPool))]
 
     @torch.no_grad()
     def values(self, x: Tensor) -> dict[int, Tensor]:
@@ -332,6 +358,8 @@ class Graph:
                 held[position] = op.forward(*sources)
             elif isinstance(op, Activation):
                 held[position] = F.leaky_relu(sources[0], op.leak)
+            elif isinstance(op, Curved):
+                held[position] = op.value(sources[0])
             else:
                 assert isinstance(op, MaxPool)
                 held[position] = op.windows(sources[0]).amax(-1)

@@ -26,12 +26,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, relax_max_pool, upper_line
+from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.collector import Collector
 from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
-from wball.certificates.graph import Activation, Affine, Graph, Input, Interval, MaxPool, back
+from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, MaxPool, back
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.charges import Anchor
@@ -182,6 +182,11 @@ class Relaxation:
             op = self.graph.ops[position]
             if isinstance(op, MaxPool):
                 return relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
+            if isinstance(op, Curved):
+                constant, rows, size = relax_curve(op, rows, bounds.lower[position], bounds.upper[position])
+                if scale is not None:
+                    scale.append(size)
+                return constant, rows
             assert isinstance(op, Activation)
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
@@ -450,7 +455,7 @@ class Relaxation:
                 if isinstance(op, MaxPool):
                     low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
                     found = (low + up) / 2, (up - low) / 2
-                elif isinstance(op, Activation):
+                elif isinstance(op, (Activation, Curved)):
                     found = op.interval(low, up)
                     # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
                     found = found if bool(torch.isfinite(found[1]).all()) else None

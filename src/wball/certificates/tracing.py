@@ -11,6 +11,7 @@ precision.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from wball.certificates import trust
 from wball.certificates.graph import (
     Activation,
     Conv2d,
+    Curved,
     Diagonal,
     Generic,
     Graph,
@@ -129,6 +131,8 @@ DROPOUTS = _known("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropo
 RESHAPES = _known("flatten", "reshape", "view", "squeeze", "unsqueeze", "unflatten", "view_as", "reshape_as")
 RELUS = _known("relu", "relu_")
 LEAKY_RELUS = _known("leaky_relu", "leaky_relu_")
+CURVES = _known("sigmoid", "tanh", "silu", "gelu")
+CLAMPS = _known("clamp", "clip", "hardtanh", "relu6")
 MAX_POOLS = _known("max_pool2d")
 PLUS = _known("add", "add_", "__add__", "__radd__", "__iadd__")
 MINUS = _known("sub", "sub_", "subtract", "subtract_", "__sub__", "__isub__")
@@ -158,7 +162,7 @@ MADE_LIKE = _known("zeros_like", "ones_like", "full_like", "new_zeros", "new_one
 
 SUPPORTED = {
     "linear layers": (*LINEARS.values(), *CONVOLUTIONS.values(), "conv1d", "conv_transpose2d", "matmul"),
-    "activations": (*RELUS.values(), *LEAKY_RELUS.values()),
+    "activations": (*RELUS.values(), *LEAKY_RELUS.values(), *CURVES.values(), *CLAMPS.values()),
     "pooling": (*POOLS.values(), "adaptive_avg_pool2d", *MAX_POOLS.values(), "mean", "sum"),
     "normalisation in evaluation mode": tuple(NORMS.values()),
     "arithmetic": (*PLUS.values(), *MINUS.values(), *FROM.values(), *TIMES.values(), *OVER.values()),
@@ -314,7 +318,8 @@ class _Call:
     def refuse(self, why: str = "") -> UnsupportedModule:
         return UnsupportedModule(
             f"no bound is known for {self.title}{why and ': ' + why}. Supported: Linear, Conv2d, ReLU, LeakyReLU, "
-            "average and max pooling, BatchNorm (evaluation mode), Flatten, sums, arithmetic with constants, Dropout, "
+            "Sigmoid, Tanh, GELU, SiLU, clamp, average and max pooling, BatchNorm (evaluation mode), Flatten, sums, "
+            "arithmetic with constants, Dropout, "
             "Identity"
         )
 
@@ -343,6 +348,10 @@ class _Call:
                 return Activation(self.name, self.inputs, self.shape, 0.0)
             if func in LEAKY_RELUS:
                 return self._leaky_relu()
+            if func in CURVES:
+                return self._curve(CURVES[func])
+            if func in CLAMPS:
+                return self._clamp(CLAMPS[func])
             if func in MAX_POOLS:
                 return self._max_pool()
             if func in POOLS:
@@ -372,6 +381,29 @@ class _Call:
         if not 0 <= slope <= 1:
             raise self.refuse(f"the negative slope must be in [0, 1], got {slope}")
         return Activation(self.name, self.inputs, self.shape, slope)
+
+    def _curve(self, kind: str) -> Op:
+        settings = self.bound("input", inplace=False, approximate="none")
+        if settings["approximate"] != "none":
+            raise self.refuse("an approximation has other bounds")
+        return Curved(self.name, self.inputs, self.shape, kind)
+
+    def _clamp(self, kind: str) -> Op:
+        if kind == "relu6":
+            self.bound("input", inplace=False)
+            ends: tuple[Any, Any] = (0.0, 6.0)
+        elif kind == "hardtanh":
+            settings = self.bound("input", min_val=-1.0, max_val=1.0, inplace=False)
+            ends = settings["min_val"], settings["max_val"]
+        else:
+            settings = self.bound("input", min=None, max=None)
+            ends = settings["min"], settings["max"]
+        if any(isinstance(end, Tensor) for end in ends):
+            raise self.refuse("the ends must be numbers")
+        low, high = -math.inf if ends[0] is None else float(ends[0]), math.inf if ends[1] is None else float(ends[1])
+        if not low <= high:
+            raise self.refuse(f"the ends must be in order, got {low} and {high}")
+        return Curved(self.name, self.inputs, self.shape, "clamp", (low, high))
 
     def _max_pool(self) -> Op:
         settings = self.bound(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, relax_max_pool, upper_line
+from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
 from wball.certificates.anchor import UnitAnchor
 from wball.certificates.complete.nodes import Nodes, State
-from wball.certificates.graph import Activation, Graph, MaxPool, back
+from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.certificates.relaxation import ROUNDING, Bounds
 from wball.input_sets import InputSet
 from wball.input_sets.charges import Anchor
@@ -130,6 +130,11 @@ def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.floa
         low, up = problems.bounds.lower[position].to(dtype), problems.bounds.upper[position].to(dtype)
         if isinstance(op, MaxPool):
             return relax_max_pool(op, rows, low, up)
+        if isinstance(op, Curved):
+            ends = problems.bounds.lower[position], problems.bounds.upper[position]
+            constant, rows, size = relax_curve(op, rows, *ends)
+            sizes.append(size)
+            return constant, rows
         assert isinstance(op, Activation)
         rows = rows.dense(op.shape)
         sign = state["sign", position].to(dtype)
@@ -243,6 +248,9 @@ def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Ten
             static = line.coeff.abs() * line.depth.clamp(min=0)
             score = (loose * static).sqrt() + 1e-6 * static
             scores.append(torch.where(line.crossing, score, -torch.ones_like(score)).flatten(1))
+        if not scores:
+            nothing = torch.zeros_like(nodes.problem)
+            return nothing, nothing, nothing > 0, z.detach()
         every = torch.cat(scores, 1)
         best, place = every.max(1)
         layers, unit = torch.zeros_like(place), place.clone()

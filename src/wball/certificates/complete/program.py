@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from wball.certificates.complete.bound import Problems
 from wball.certificates.complete.nodes import Nodes
-from wball.certificates.graph import Activation, Graph, MaxPool, back
+from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.certificates.relaxation import ROUNDING
 from wball.input_sets.rows import Rows, units
 
@@ -62,7 +62,8 @@ class Program:
     @staticmethod
     def serves(problems: Problems) -> bool:
         size = sum(math.prod(problems.graph.ops[k].shape) for k in problems.graph.relaxed())
-        return problems.source.small and size <= MOST_UNITS
+        straight = not any(isinstance(op, Curved) for op in problems.graph.ops)
+        return straight and problems.source.small and size <= MOST_UNITS
 
     def __init__(self, problems: Problems) -> None:
         self.problems, graph = problems, problems.graph
