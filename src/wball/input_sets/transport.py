@@ -418,11 +418,18 @@ class TransportSet(InputSet):
 
     def take(self, index: Tensor) -> TransportSet:
         cost, box, plans = self._given
-        return TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
+        part = TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
+        # Anchors list gains pixel by pixel, in the order of the whole batch: a part must not pack its pixels anew.
+        part._active = None if self._active is None else (self._active[0][index], self._active[1][index])
+        return part
 
     def finer(self, reach: float) -> TransportSet:
         cost, box, plans = self._given
-        return self if self.far is None else TransportSet(self._x, cost, self.budget, box, plans, reach)
+        if self.far is None:
+            return self
+        finer = TransportSet(self._x, cost, self.budget, box, plans, reach)
+        finer._active = self._active  # equal masses may be listed in another order
+        return finer
 
     def constraints(self, image: int) -> Constraints:
         if self.far is not None:
