@@ -266,6 +266,8 @@ class _Projection:
         x, w = self.x, self.w
         scale = (w - x).flatten(1).abs().amax(1).clamp(min=1e-12)
         start = w - x if init is None else init.beta
+        if init is not None:
+            self.psi = init.psi.clone()
         tau_start = torch.maximum((0.25 if init is None else 0.02) * scale, self.tau)
         n_iter = torch.zeros_like(scale, dtype=torch.long)
         # Without mass or budget the centre is the answer, and the only point unless there are free moves.
@@ -279,7 +281,7 @@ class _Projection:
         if todo.numel():
             self.served.add(self.kernel)
         if todo.numel() and self.kernel != "torch":
-            n_iter[todo] += self._follow_compiled(todo, start[todo], tau_start[todo], max_iter)
+            n_iter[todo] += self._follow_compiled(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
         elif todo.numel():
             problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
 
@@ -329,7 +331,7 @@ class _Projection:
         n_iter[todo] = answer.n_iter
         return todo[~done]
 
-    def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int) -> Tensor:
+    def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int, *, warm: bool) -> Tensor:
         """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep.
 
         It works on the host, wherever the images are.
@@ -342,7 +344,7 @@ class _Projection:
         tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(tau), self._floor(todo).cpu())
         n_iter: Tensor = kernel.follow_path(
             x, self.moves, budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
-            max_iter, tolerance, best, linear=False,
+            max_iter, tolerance, best, linear=False, warm=warm,
         )  # fmt: skip
         for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
             book[todo] = better.to(book.device)

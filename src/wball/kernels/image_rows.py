@@ -1,0 +1,471 @@
+r"""One image as the compiled exact solvers see it: rows with mass, columns within their reach, and plans between them.
+
+A column beyond reach stays at ``z = 0``, and its dual variable has a closed form (``u = w``, or ``u = g``). A minimum
+is sought throughout: the support function is the minimum of ``-<g, z>``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wball.kernels.compiled import compiled, split
+from wball.moves import StencilMoves
+
+
+class Window(NamedTuple):
+    """The moves as arrays."""
+
+    down: NDArray[np.int64]
+    across: NDArray[np.int64]
+    price: NDArray[np.float64]
+    reverse: NDArray[np.int64]  # the move that goes back, or -1
+    stay: int
+
+
+class Goal(NamedTuple):
+    """What is minimised over which columns (``-<g, z>`` if linear), and how long that may take."""
+
+    lo: float
+    hi: float
+    linear: bool
+    tol: float
+    parts: float
+    max_iter: int
+    repair_sweeps: int
+
+
+class Images(NamedTuple):
+    """A batch of problems; see :func:`wball.kernels.entropic_path.cpu.follow_path`."""
+
+    x: Any
+    budget: Any
+    target: Any
+    start: Any
+    tau_start: Any
+    tau_end: Any
+    offset: Any
+    floor: Any
+
+
+class Known(NamedTuple):
+    """The arrays of :class:`Best`, and the steps used."""
+
+    flow: Any
+    primal: Any
+    dual: Any
+    hard: Any
+    u: Any
+    psi: Any
+    n_iter: Any
+
+
+@dataclass(frozen=True)
+class Best:
+    """What is known about each image, in float64 and improved in place; a minimum is sought.
+
+    Attributes:
+        flow: the best plan, ``(B, C, K, H, W)``.
+        primal: its objective.
+        dual: the best lower bound of the optimum.
+        hard: the best lower bound of the optimum without entropy.
+        u: column potentials of that bound, ``(B, C, H, W)``.
+        psi: price of that bound.
+    """
+
+    flow: Tensor
+    primal: Tensor
+    dual: Tensor
+    hard: Tensor
+    u: Tensor
+    psi: Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """When an image is done.
+
+    That is, when ``primal - dual <= tol * max(|primal - entropy + offset|, parts * (primal - 2 entropy)) + floor``.
+    """
+
+    tol: float
+    parts: float
+    offset: Tensor
+    floor: Tensor
+
+
+def improve(
+    loop: Callable[..., None],
+    settings: NamedTuple,
+    images: tuple[Tensor, ...],
+    moves: StencilMoves,
+    box: tuple[float, float],
+    max_iter: int,
+    tolerance: Tolerance,
+    best: Best,
+    *,
+    linear: bool,
+) -> Tensor:
+    """Improve ``best`` by a compiled ``loop(images, moves, goal, settings, known)`` over parts of the batch.
+
+    ``images`` are ``(x, budget, target, start, tau_start, tau_end)``. Returns the steps used per image.
+    """
+    from wball import plan
+
+    goal = Goal(float(box[0]), float(box[1]), linear, tolerance.tol, tolerance.parts, max_iter, plan.REPAIR_SWEEPS)
+    batch = images[0].shape[0]
+    given = [t.detach().to(torch.float64).contiguous().numpy() for t in (*images, tolerance.offset, tolerance.floor)]
+    n_iter = np.zeros(batch, dtype=np.int64)
+    known = [t.numpy() for t in (best.flow, best.primal, best.dual, best.hard, best.u, best.psi)] + [n_iter]
+    arrays = window(moves)
+
+    def work(first: int, last: int) -> None:
+        part = slice(first, last)
+        loop(Images(*(a[part] for a in given)), arrays, goal, settings, Known(*(a[part] for a in known)))
+
+    split(batch, work, entries=1_000_000)
+    return torch.from_numpy(n_iter)
+
+
+def window(moves: StencilMoves) -> Window:
+    """The moves, cheapest first, as arrays."""
+    down, across, price = (np.asarray(column) for column in zip(*moves, strict=True))
+    reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
+    return Window(down, across, price.astype(np.float64), reverse, 0)
+
+
+class ImageProblem(NamedTuple):
+    """One image: rows with mass, columns within reach."""
+
+    mass: Any  # (R,)
+    home: Any  # (R,): the row's own column
+    row: Any  # (J,): the column's own row, or -1
+    end: Any  # (R, K): column where the move ends, or -1
+    price: Any  # (K,)
+    reverse: Any  # (K,)
+    stay: int
+    target: Any  # (J,)
+    lo: float
+    hi: float
+    budget: float
+    linear: bool
+    beyond: float  # value of the columns out of reach
+
+
+# Loops instead of array expressions: numba takes seconds to compile each of those.
+
+
+@compiled(inner=True)
+def fill(values, number):  # type: ignore[no-untyped-def]
+    flat = values.reshape(-1)
+    for i in range(flat.size):
+        flat[i] = number
+
+
+@compiled(inner=True)
+def copy(source, into):  # type: ignore[no-untyped-def]
+    a, b = source.reshape(-1), into.reshape(-1)
+    for i in range(a.size):
+        b[i] = a[i]
+
+
+@compiled(inner=True)
+def columns_of(p, flow, z):  # type: ignore[no-untyped-def]
+    fill(z, 0.0)
+    for a in range(flow.shape[0]):
+        for k in range(flow.shape[1]):
+            if flow[a, k] > 0.0:
+                z[p.end[a, k]] += flow[a, k]
+
+
+@compiled(inner=True)
+def cancel(p, flow):  # type: ignore[no-untyped-def]
+    """Of opposite flows only the difference moves."""
+    for a in range(flow.shape[0]):
+        for k in range(flow.shape[1]):
+            if flow[a, k] > 0.0 and p.reverse[k] >= 0:
+                b = p.row[p.end[a, k]]
+                if b > a:
+                    common = min(flow[a, k], flow[b, p.reverse[k]])
+                    flow[a, k] -= common
+                    flow[b, p.reverse[k]] -= common
+                    flow[a, p.stay] += common
+                    flow[b, p.stay] += common
+
+
+@compiled(inner=True)
+def shrink(p, flow, share):  # type: ignore[no-untyped-def]
+    """Scale all that moves."""
+    for a in range(flow.shape[0]):
+        for k in range(flow.shape[1]):
+            if k != p.stay:
+                flow[a, p.stay] += (1 - share) * flow[a, k]
+                flow[a, k] *= share
+
+
+@compiled(inner=True)
+def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
+    """Send excess back along the moves it came by, recall what drained pixels sent: see ``Plan.repair``."""
+    n_rows, n_moves = flow.shape
+    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+    rounding = 1e-13 * max(1.0, p.hi)
+    n, tiny = z.size, 2.2250738585072014e-308
+    easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
+    for sweep in range(sweeps + 1):
+        columns_of(p, flow, z)
+        over, under = 0, 0
+        for j in range(n):
+            over += int(z[j] > p.hi + rounding)
+            under += int(z[j] < p.lo - rounding)
+        if over + under == 0:
+            return
+        if sweep == sweeps:
+            break
+        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+        more = 2.0 ** max(0, sweep - sweeps + 40)
+        fill(easy, 0.0)
+        fill(full, 0.0)
+        for a in range(n_rows):
+            room = max(p.hi - z[p.home[a]], 0.0)
+            for k in range(n_moves):
+                if flow[a, k] > 0.0 and k != p.stay:
+                    easy[p.end[a, k]] += min(flow[a, k], room)
+                    full[p.end[a, k]] += flow[a, k]
+        for j in range(n):
+            excess = more * (z[j] - p.hi) if z[j] > p.hi + rounding else 0.0
+            enough = easy[j] >= excess
+            rate[j] = excess / max(easy[j], tiny) if enough else 0.0
+            rest[j] = 0.0 if enough else excess / max(full[j], tiny)
+        for a in range(n_rows):
+            room, own = max(p.hi - z[p.home[a]], 0.0), z[p.home[a]]
+            recall, recall_rest = 0.0, 0.0
+            if own < p.lo - rounding:
+                lack, plenty, sent = more * (p.lo - own), 0.0, 0.0
+                for k in range(n_moves):
+                    if flow[a, k] > 0.0 and k != p.stay:
+                        plenty += min(flow[a, k], max(z[p.end[a, k]] - p.lo, 0.0))
+                        sent += flow[a, k]
+                if plenty >= lack:
+                    recall = lack / max(plenty, tiny)
+                else:
+                    recall_rest = lack / max(sent, tiny)
+            for k in range(n_moves):
+                if flow[a, k] > 0.0 and k != p.stay:
+                    j, f = p.end[a, k], flow[a, k]
+                    back = min(f, room) * rate[j] + f * rest[j]
+                    called = min(f, max(z[j] - p.lo, 0.0)) * recall + f * recall_rest
+                    returned = min(max(back, called), f)
+                    flow[a, k] -= returned
+                    flow[a, p.stay] += returned
+    shrink(p, flow, 0.0)
+
+
+@compiled(inner=True)
+def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def]
+    """The feasible plan near the shares, in ``flow``; returns its objective and its entropy term."""
+    for a in range(flow.shape[0]):
+        for k in range(flow.shape[1]):
+            flow[a, k] = p.mass[a] * share[a, k]
+    if tau_end == 0.0:  # opposite flows are waste, but the entropy asks for them
+        cancel(p, flow)
+    if p.hi < math.inf or p.lo > 0.0:
+        into_box(p, flow, sweeps, z)
+    cost = 0.0
+    for a in range(flow.shape[0]):
+        for k in range(flow.shape[1]):
+            cost += flow[a, k] * p.price[k]
+    if cost > p.budget:
+        shrink(p, flow, p.budget / cost)
+    columns_of(p, flow, z)
+    value = p.beyond
+    for j in range(z.size):
+        value += -p.target[j] * z[j] if p.linear else 0.5 * (p.target[j] - z[j]) ** 2
+    entropy = 0.0
+    if tau_end > 0.0:
+        for a in range(flow.shape[0]):
+            for k in range(flow.shape[1]):
+                if flow[a, k] > 0.0:
+                    entropy += flow[a, k] * math.log(flow[a, k] / p.mass[a])
+    return value + tau_end * entropy, tau_end * entropy
+
+
+@compiled(inner=True)
+def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
+    """Lower bounds of the optimum at ``tau_end`` and without entropy, sound for any ``u`` and ``psi >= 0``."""
+    hard, soft, size = 0.0, 0.0, 0.0
+    for a in range(p.end.shape[0]):
+        top = -math.inf
+        for k in range(p.end.shape[1]):
+            if p.end[a, k] >= 0:
+                top = max(top, u[p.end[a, k]] - psi * p.price[k])
+        hard += p.mass[a] * top
+        size += p.mass[a] * abs(top)
+        if tau_end > 0.0:
+            total = 0.0
+            for k in range(p.end.shape[1]):
+                if p.end[a, k] >= 0:
+                    total += math.exp((u[p.end[a, k]] - psi * p.price[k] - top) / tau_end)
+            soft += p.mass[a] * (top + tau_end * math.log(total))
+    value = p.beyond - psi * p.budget
+    for j in range(u.size):
+        if p.linear:
+            excess = p.target[j] - u[j]
+            value -= (p.hi if excess > 0.0 else p.lo) * excess
+        else:
+            z = min(max(p.target[j] - u[j], p.lo), p.hi)
+            value += 0.5 * (p.target[j] - z) ** 2 + u[j] * z
+    # float64 sums of n terms: widen by far more than they can be off.
+    rounding = 1e-13 * (size + abs(value)) if p.linear else 0.0
+    plain = value - hard - rounding
+    entropic = value - soft if tau_end > 0.0 else plain
+    return entropic if math.isfinite(entropic) else -math.inf, plain if math.isfinite(plain) else -math.inf
+
+
+@compiled(inner=True)
+def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
+    """Each row's best move at the price ``psi``, the cheapest of several; returns their cost and ``h(psi)``."""
+    cost, value = 0.0, psi * p.budget
+    for a in range(p.mass.size):
+        top = -math.inf
+        for k in range(p.price.size):  # cheapest first
+            if p.end[a, k] >= 0 and p.target[p.end[a, k]] - psi * p.price[k] > top:
+                top = p.target[p.end[a, k]] - psi * p.price[k]
+                choice[a] = k
+        cost += p.mass[a] * p.price[choice[a]]
+        value += p.mass[a] * top
+    return cost, value
+
+
+@compiled(inner=True)
+def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
+    """The support function without box: the kink of ``h``, a plan there in ``share``, and a sound upper bound.
+
+    Two lines bracket the kink; they are intersected until they meet. See :mod:`wball.solvers.support`.
+    """
+    n_rows = p.mass.size
+    at_low, at_high, trial = (np.empty(n_rows, np.int64), np.empty(n_rows, np.int64), np.empty(n_rows, np.int64))
+    least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
+    for k in range(p.price.size):
+        least = min(least, p.price[k]) if p.price[k] > 0.0 else least
+    for j in range(p.target.size):
+        smallest, largest = min(smallest, p.target[j]), max(largest, p.target[j])
+    for a in range(n_rows):
+        size += p.mass[a] * abs(p.target[p.home[a]])
+    low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
+    cost_low, h_low = best_moves(p, low, at_low)
+    cost_high, h_high = best_moves(p, high, at_high)
+    upper, blend, steps = min(h_low, h_high), 0.0, 1
+    if cost_low <= p.budget:
+        copy(at_low, at_high)
+    else:
+        for step in range(max_iter):
+            # Slopes budget - cost: negative on the left, not negative on the right.
+            lines = h_low - h_high + (p.budget - cost_high) * high - (p.budget - cost_low) * low
+            psi = lines / max(cost_low - cost_high, 1e-300)
+            if step % 3 == 2 or not (low < psi < high):  # every third step halves, against creeping brackets
+                psi = 0.5 * (low + high)
+            cost, h = best_moves(p, psi, trial)
+            line = max(h_low + (p.budget - cost_low) * (psi - low), h_high - (p.budget - cost_high) * (high - psi))
+            flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
+            upper = min(upper, h)
+            steps += 1
+            if cost <= p.budget:
+                high, cost_high, h_high = psi, cost, h
+                copy(trial, at_high)
+            else:
+                low, cost_low, h_low = psi, cost, h
+                copy(trial, at_low)
+            if flat and step % 3 < 2 or high - low <= 4e-16 * high:
+                break
+        if cost_low > cost_high:
+            blend = min(max((p.budget - cost_high) / (cost_low - cost_high), 0.0), 1.0)
+    fill(share, 0.0)
+    for a in range(n_rows):
+        share[a, at_high[a]] += 1 - blend
+        share[a, at_low[a]] += blend
+    return upper + 1e-14 * (abs(upper) + size), steps
+
+
+@compiled(inner=True)
+def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-def]
+    """Rows, columns and moves of an image; fills ``cell`` with the pixel of each column."""
+    down, across, price = moves.down, moves.across, moves.price
+    channels, height, width = x.shape
+    number = np.empty(x.size, dtype=np.int64)
+    fill(number, -1)
+    n_rows = 0
+    for c in range(channels):
+        for r in range(height):
+            for j in range(width):
+                if x[c, r, j] > 0.0:
+                    n_rows += 1
+                    for k in range(price.size):
+                        rr, jj = r + down[k], j + across[k]
+                        if 0 <= rr < height and 0 <= jj < width:
+                            number[(c * height + rr) * width + jj] = 0
+    n_columns, beyond = 0, 0.0
+    for i in range(x.size):
+        w = target[i // (height * width), i // width % height, i % width]
+        if number[i] == 0:
+            number[i] = n_columns
+            cell[n_columns] = i
+            n_columns += 1
+        elif not goal.linear:
+            beyond += 0.5 * w * w
+    mass, home, row = np.empty(n_rows), np.empty(n_rows, dtype=np.int64), np.empty(n_columns, dtype=np.int64)
+    end, wanted = np.empty((n_rows, price.size), dtype=np.int64), np.empty(n_columns)
+    fill(row, -1)
+    fill(end, -1)
+    a = 0
+    for i in range(x.size):
+        c, r, j = i // (height * width), i // width % height, i % width
+        if number[i] >= 0:
+            wanted[number[i]] = target[c, r, j]
+        if x[c, r, j] > 0.0:
+            mass[a], home[a], row[number[i]] = x[c, r, j], number[i], a
+            for k in range(price.size):
+                rr, jj = r + down[k], j + across[k]
+                if 0 <= rr < height and 0 <= jj < width:
+                    end[a, k] = number[(c * height + rr) * width + jj]
+            a += 1
+    return ImageProblem(
+        mass, home, row, end, price, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond
+    )
+
+
+@compiled(inner=True)
+def recall(values, cell, count):  # type: ignore[no-untyped-def]
+    """The entries of an image at its columns."""
+    out, height, width = np.empty(count), values.shape[1], values.shape[2]
+    for t in range(count):
+        i = cell[t]
+        out[t] = values[i // (height * width), i // width % height, i % width]
+    return out
+
+
+@compiled(inner=True)
+def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """Write what was found about image ``m``, where it is better. ``found``: primal, dual, hard bound, price."""
+    flow, u = known.flow[m], known.u[m]
+    _, height, width = target.shape
+    area = height * width
+    if found[0] < known.primal[m]:
+        fill(flow, 0.0)
+        for a in range(p.mass.size):
+            i = cell[p.home[a]]
+            for k in range(p.price.size):
+                flow[i // area, k, i // width % height, i % width] = best_flow[a, k]
+    if found[1] > known.dual[m]:
+        # Out of reach nothing arrives: u = w makes z(u) = 0, and u = g costs nothing.
+        copy(target, u)
+        for t in range(best_u.size):
+            i = cell[t]
+            u[i // area, i // width % height, i % width] = best_u[t]
+    known.primal[m], known.dual[m], known.hard[m], known.psi[m] = found[0], found[1], found[2], found[3]

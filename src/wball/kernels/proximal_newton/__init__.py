@@ -1,0 +1,1 @@
+"""Exact plans by a proximal Newton method."""

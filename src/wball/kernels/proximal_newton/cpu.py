@@ -1,0 +1,387 @@
+r"""Exact plans on a CPU: a proximal point method whose steps are solved by Newton's method, compiled by numba.
+
+The projection minimises ``1/2 |w - z|^2`` over the plans ``P_ij = x_i pi_ij`` of a ball (see
+:mod:`wball.kernels.entropic_path.reference`). Instead of an entropy, a step from the shares ``pi^k`` adds
+
+.. math:: \frac{1}{2 \sigma} \sum_i x_i \sum_j (\pi_{ij} - \pi^k_{ij})^2.
+
+Rows and columns are then eliminated in closed form: with potentials ``u`` of the columns and a price ``psi`` of cost,
+
+.. math::
+    \pi_i = \mathrm{proj}_{simplex}\big(\pi^k_i + \sigma (u - \psi C_i)\big), \qquad
+    z_j(u) = \mathrm{clip}(w_j - u_j),
+
+which leaves a smooth concave dual in ``(u, psi)`` whose gradient is piecewise linear. Its generalised Hessian is the
+columns' curvature plus, for each row, ``sigma x_i`` times a projection on the few moves in use: two or three a row
+from the first step on, so that conjugate gradients walk over those alone. Unlike the entropic path there is no
+temperature to lower. The centre ``pi^k`` moves to the solution of its own step, which converges for any ``sigma``; a
+step that Newton's method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
+
+After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal term: both are sound.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from wball.kernels.compiled import compiled
+from wball.kernels.image_rows import (
+    Best,
+    Tolerance,
+    copy,
+    fill,
+    improve,
+    lay_out,
+    lower_bounds,
+    recall,
+    repaired,
+    store,
+)
+from wball.moves import StencilMoves
+
+FIRST = 0.8
+"""The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much."""
+WARM = 8.0
+"""What the first ``sigma`` is multiplied by where ``u`` is the solution of a similar problem."""
+GROWTH, QUICK, SLOW, SHRINK = 1.7, 6, 12, 4.0
+"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more than ``SLOW``;
+it shrinks after steps that were not solved."""
+INNER = 20
+"""Newton steps at most for one proximal step."""
+SETTLED, SPENT = 0.1, 0.02
+"""A step is solved when the columns' residual is this fraction of what the plan moved, and the cost is that near."""
+CG_TOL, CG_MAX = 1e-2, 300
+DAMPING = 1e-3
+"""Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
+else leave directions without curvature."""
+HALVINGS = 25
+LEAST = 1e-9
+"""Below this multiple of the first ``sigma`` a solver is stuck."""
+
+
+class _Settings(NamedTuple):
+    first: float
+    growth: float
+    quick: int
+    slow: int
+    shrink: float
+    inner: int
+    settled: float
+    spent: float
+    cg_tol: float
+    cg_max: int
+    damping: float
+    halvings: int
+    least: float
+    warm: bool
+
+
+class _Step(NamedTuple):
+    """The proximal step of one image: its length, and the shares it starts from."""
+
+    sigma: float
+    centre: Any  # (R, K)
+
+
+def proximal_newton(
+    x: Tensor,
+    moves: StencilMoves,
+    budget: Tensor,
+    target: Tensor,
+    box: tuple[float, float],
+    start: Tensor,
+    max_iter: int,
+    tolerance: Tolerance,
+    best: Best,
+    *,
+    warm: bool = False,
+) -> Tensor:
+    """Improve ``best`` for every image; returns the Newton steps used.
+
+    The arguments are those of :func:`wball.kernels.entropic_path.cpu.follow_path`. ``warm`` says that ``start`` and
+    ``best.psi`` solve a similar problem.
+    """
+    settings = _Settings(
+        FIRST * (WARM if warm else 1.0), GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING,
+        HALVINGS, LEAST, warm,
+    )  # fmt: skip
+    images = (x, budget, target, start, budget, budget)  # there are no temperatures
+    return improve(_solve_images, settings, images, moves, box, max_iter, tolerance, best, linear=False)
+
+
+@compiled(inner=True)
+def _project_row(row):  # type: ignore[no-untyped-def]
+    """The threshold ``t`` with ``sum max(0, row - t) = 1``: Newton's method from the left, where it is monotone."""
+    top = -math.inf
+    for k in range(row.size):
+        top = max(top, row[k])
+    t, used = top - 1.0, 0
+    while True:
+        total, count = 0.0, 0
+        for k in range(row.size):
+            if row[k] > t:
+                total += row[k]
+                count += 1
+        if count == used or count == 0:
+            return t
+        used = count
+        t = max(t, (total - 1.0) / count)
+
+
+@compiled(inner=True)
+def _column(p, j, u):  # type: ignore[no-untyped-def]
+    """The column at potential ``u``, its curvature, and ``min 1/2 (w - z)^2 + u z``."""
+    free = p.target[j] - u
+    # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
+    z = max(min(free, p.hi), p.lo) if p.lo > 0.0 else min(free, p.hi)
+    return z, 1.0 if free < p.hi and (free > p.lo or p.lo <= 0.0) else 0.0, 0.5 * (p.target[j] - z) ** 2 + u * z
+
+
+@compiled(inner=True, fastmath={"contract", "nsz"})
+def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-untyped-def]
+    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, and how far the plan moved."""
+    n_rows, n_moves = p.end.shape
+    fill(columns, 0.0)
+    cost, rows, moved, sigma = 0.0, 0.0, 0.0, step.sigma
+    for a in range(n_rows):
+        row, centre, end = share[a], step.centre[a], p.end[a]
+        for k in range(n_moves):
+            row[k] = centre[k] + sigma * (u[end[k]] - psi * p.price[k]) if end[k] >= 0 else -math.inf
+        t = _project_row(row)
+        value, away, paid, m, total = 0.0, 0.0, 0.0, p.mass[a], 0.0
+        for k in range(n_moves):
+            part = row[k] - t
+            if part > 0.0:
+                j = end[k]
+                row[k] = part
+                total += part
+                value += (u[j] - psi * p.price[k]) * part
+                paid += p.price[k] * part
+                columns[j] += m * part
+                part -= centre[k]
+            else:
+                row[k] = 0.0
+                part = centre[k]
+            away += part * part
+        cost += m * paid
+        rows += m * (value - away / (2.0 * sigma))
+        moved += m * m * away
+    dual = -psi * p.budget - rows
+    for j in range(u.size):
+        z, _, value = _column(p, j, u[j])
+        dual += value
+        gradient[j] = z - columns[j]
+    slope = cost - p.budget
+    if psi <= 0.0 and slope <= 0.0:
+        slope = 0.0
+    return dual, slope, math.sqrt(moved)
+
+
+@compiled(inner=True)
+def _norm(values):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for j in range(values.size):
+        total += values[j] * values[j]
+    return math.sqrt(total)
+
+
+@compiled(inner=True)
+def _range(values):  # type: ignore[no-untyped-def]
+    low, high = math.inf, -math.inf
+    for j in range(values.size):
+        low, high = min(low, values[j]), max(high, values[j])
+    return max(high - low, 1e-300)
+
+
+@compiled(inner=True, fastmath={"contract", "nsz"})
+def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: ignore[no-untyped-def]
+    """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner; returns that of ``psi``."""
+    n_rows, n_moves = p.end.shape
+    n = u.size
+    first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
+    price, weight, inverse = np.empty(n_rows * n_moves), np.empty(n_rows), np.empty(n_rows)
+    diagonal, column = np.zeros(n), np.empty(n)
+    used, count, curvature = 0, 0, 0.0
+    first[0] = 0
+    for a in range(n_rows):
+        ways, total, square = 0, 0.0, 0.0
+        for k in range(n_moves):
+            if share[a, k] > 0.0:
+                end[count + ways], price[count + ways] = p.end[a, k], p.price[k]
+                total += p.price[k]
+                square += p.price[k] * p.price[k]
+                ways += 1
+        if ways > 1:  # rows with one move have no choice
+            stiff = step.sigma * p.mass[a]
+            for e in range(count, count + ways):
+                diagonal[end[e]] += stiff * (1.0 - 1.0 / ways)
+            curvature += stiff * (square - total * total / ways)
+            weight[used], inverse[used] = stiff, 1.0 / ways
+            count += ways
+            used += 1
+            first[used] = count
+    largest = 1e-300
+    for j in range(n):
+        column[j] = _column(p, j, u[j])[1]
+        diagonal[j] += column[j]
+        largest = max(largest, diagonal[j])
+    ridge = max(1e-12 * largest, settings.damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
+    free = psi > 0.0 or slope > 0.0
+    diagonal_psi = curvature if free and curvature > 0.0 else 1.0
+
+    r, q, h = np.empty(n), np.empty(n), np.empty(n)
+    r_psi = slope if free else 0.0
+    q_psi = r_psi / diagonal_psi
+    size, d_psi = r_psi * q_psi, 0.0
+    for j in range(n):
+        column[j] += ridge
+        diagonal[j] = 1.0 / (diagonal[j] + ridge)
+        d[j] = 0.0
+        r[j] = gradient[j]
+        q[j] = r[j] * diagonal[j]
+        size += r[j] * q[j]
+    goal = settings.cg_tol * settings.cg_tol * size
+    for _ in range(settings.cg_max):
+        for j in range(n):
+            h[j] = column[j] * q[j]
+        h_psi = 1e-12 * diagonal_psi * q_psi
+        for a in range(used):
+            mean = 0.0
+            for e in range(first[a], first[a + 1]):
+                mean += q[end[e]] - q_psi * price[e]
+            mean *= inverse[a]
+            for e in range(first[a], first[a + 1]):
+                change = weight[a] * (q[end[e]] - q_psi * price[e] - mean)
+                h[end[e]] += change
+                h_psi -= change * price[e]
+        if not free:
+            h_psi = 0.0
+        curve = q_psi * h_psi
+        for j in range(n):
+            curve += q[j] * h[j]
+        if not (curve > 0.0 and size > goal):
+            break
+        length = size / curve
+        d_psi += length * q_psi
+        r_psi -= length * h_psi
+        new = r_psi * r_psi / diagonal_psi
+        for j in range(n):
+            d[j] += length * q[j]
+            r[j] -= length * h[j]
+            new += r[j] * r[j] * diagonal[j]
+        if new <= goal:
+            break
+        turn = new / size
+        for j in range(n):
+            q[j] = r[j] * diagonal[j] + turn * q[j]
+        q_psi = r_psi / diagonal_psi + turn * q_psi
+        size = new
+    return d_psi
+
+
+@compiled(inner=True)
+def _first_price(p, step, u, share, columns, gradient):  # type: ignore[no-untyped-def]
+    """About the price at which the first step's plan costs the budget, from above."""
+    low, high = 0.0, 0.0
+    for attempt in range(80):
+        if _evaluate(p, step, u, high, share, columns, gradient)[1] <= 0.0:
+            break
+        low, high = high, 4.0 * high if attempt > 0 else 1e-3 * _range(u)
+    for _ in range(30):
+        if high - low <= 0.02 * high:
+            break
+        middle = 0.5 * (low + high)
+        if _evaluate(p, step, u, middle, share, columns, gradient)[1] > 0.0:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@compiled(inner=True)
+def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """One image from ``u`` and ``psi`` (negative if unknown). ``found``: primal, dual, hard bound, and its price."""
+    n, shape = u.size, p.end.shape
+    columns, gradient, share = np.empty(n), np.empty(n), np.empty(shape)
+    new_u, new_columns, new_gradient, new_share = np.empty(n), np.empty(n), np.empty(n), np.empty(shape)
+    d, z, flow, centre, steps = np.empty(n), np.empty(n), np.empty(shape), np.zeros(shape), 0
+    for a in range(p.mass.size):
+        centre[a, p.stay] = 1.0
+    sigma = settings.first / _range(u)
+    least, step = settings.least * sigma, _Step(sigma, centre)
+    if psi < 0.0:
+        psi = _first_price(p, step, u, share, columns, gradient)
+    while steps < goal.max_iter:
+        dual, slope, moved = _evaluate(p, step, u, psi, share, columns, gradient)
+        solved, taken, ascends = False, 0, True
+        while taken < settings.inner and steps < goal.max_iter and ascends:
+            solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
+            if solved:
+                break
+            d_psi = _direction(p, step, settings, u, psi, share, gradient, slope, d)
+            steps += 1
+            taken += 1
+            # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+            length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
+            ascends = False
+            for _ in range(settings.halvings):
+                new_psi = max(psi + length * d_psi, 0.0)
+                promised = slope * (new_psi - psi)
+                for j in range(n):
+                    new_u[j] = u[j] + length * d[j]
+                    promised += gradient[j] * (new_u[j] - u[j])
+                new_dual, new_slope, new_moved = _evaluate(
+                    p, step, new_u, new_psi, new_share, new_columns, new_gradient
+                )
+                if new_dual >= dual + 1e-4 * promised - 1e-14 * abs(dual):
+                    ascends = True
+                    break
+                length *= 0.5
+            if ascends:
+                u, new_u = new_u, u
+                columns, new_columns = new_columns, columns
+                gradient, new_gradient = new_gradient, gradient
+                share, new_share = new_share, share
+                psi, dual, slope, moved = new_psi, new_dual, new_slope, new_moved
+
+        primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
+        if primal < found[0]:
+            found[0] = primal
+            copy(flow, best_flow)
+        bound, _ = lower_bounds(p, u, psi, 0.0)
+        if bound > found[1]:
+            found[1], found[3] = bound, psi
+            copy(u, best_u)
+        found[2] = max(found[2], bound)
+        if found[0] - found[1] <= goal.tol * found[0] + floor:
+            break
+        if solved:
+            copy(share, centre)
+            if taken <= settings.quick:
+                sigma *= settings.growth
+            elif taken > settings.slow:
+                sigma /= settings.growth
+        else:
+            sigma /= settings.shrink
+            if sigma < least:
+                break
+        step = _Step(sigma, centre)
+    return steps
+
+
+@compiled()
+def _solve_images(images, moves, goal, settings, known):  # type: ignore[no-untyped-def]
+    cell = np.empty(images.x[0].size, dtype=np.int64)
+    found = np.empty(4)
+    for m in range(images.x.shape[0]):
+        p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
+        u = recall(images.start[m], cell, p.target.size)
+        best_u, best_flow = np.empty(u.size), np.zeros(p.end.shape)
+        found[0], found[1], found[2], found[3] = known.primal[m], known.dual[m], known.hard[m], known.psi[m]
+        psi = found[3] if settings.warm else -1.0
+        known.n_iter[m] = _solve(p, goal, settings, u, psi, images.floor[m], best_flow, best_u, found)
+        store(known, m, p, cell, images.target[m], best_flow, best_u, found)
