@@ -17,15 +17,20 @@ class Status(Enum):
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
     MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
+    STALLED = (
+        "no further progress above the tolerance: the point is in the ball, but max_iter does not help; loosen tol"
+    )
     EXACT = "closed form: nothing was iterated"
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(converged: Tensor) -> tuple[Status, ...]:
-    """One status per image from a mask of those that met the tolerance."""
-    return tuple(Status.CONVERGED if c else Status.MAX_ITER for c in converged.tolist())
+def statuses(converged: Tensor, stalled: Tensor | None = None) -> tuple[Status, ...]:
+    """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``."""
+    early = [False] * len(converged) if stalled is None else stalled.tolist()
+    missed = (Status.STALLED if e else Status.MAX_ITER for e in early)
+    return tuple(Status.CONVERGED if c else m for c, m in zip(converged.tolist(), missed, strict=True))
 
 
 @dataclass(frozen=True)

@@ -280,15 +280,17 @@ class _Projection:
             todo = self._sweep(todo, start, n_iter)
         if todo.numel():
             self.served.add(self.kernel)
+        steps = torch.full_like(n_iter, max_iter)
         if todo.numel() and self.kernel != "torch":
-            n_iter[todo] += self._follow_compiled(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
+            steps[todo] = self._follow_compiled(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
         elif todo.numel():
             problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
 
             def accept(index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
                 return self.accept(todo[index], plan, duals)
 
-            n_iter[todo] += path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
+            steps[todo] = path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
+        n_iter[todo] += steps[todo]
         best, self.primal = held_back(Plan(self.moves, self.flow), self.budget, spend, self.primal, self._primal)
         self.flow = best.flow
         gap = (self.primal - self.dual).clamp(min=0)
@@ -296,7 +298,7 @@ class _Projection:
         lo, hi = self.box if self.box is not None else (0.0, math.inf)
         residual = (point - (w - self.beta).clamp(lo, hi)).flatten(1).abs().amax(1)
         residual = torch.where(single, torch.zeros_like(residual), residual)
-        status = statuses(gap <= self.allowed(self.primal, self.flow))
+        status = statuses(gap <= self.allowed(self.primal, self.flow), steps < max_iter)
         objective = self.primal + self.offset
         return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
 

@@ -74,7 +74,7 @@ def support(
     point = as_given(Plan(moves, flow).columns(), x, problem.box)
     value = dot(direction, as_grid(point))
     upper = torch.maximum(size * torch.cat([s.upper for s in solved]), value)
-    done = torch.cat([s.done for s in solved])
+    done, n_iter = torch.cat([s.done for s in solved]), torch.cat([s.n_iter for s in solved])
     if math.isinf(reg):
         # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
         weight = direction.abs()
@@ -85,8 +85,8 @@ def support(
         point=point,
         value=value,
         upper=upper,
-        status=statuses(done),
-        n_iter=torch.cat([s.n_iter for s in solved]),
+        status=statuses(done, n_iter < max_iter),
+        n_iter=n_iter,
         plan=Plan(moves, flow),
         kernel=joined_kernels(name for s in solved for name in s.served),
     )

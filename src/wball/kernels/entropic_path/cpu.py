@@ -42,6 +42,10 @@ __all__ = ["Best", "Tolerance", "follow_path", "why_not"]
 
 SPARSE = 32.0
 """Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of float64's rounding."""
+DAMPING = 1e-3
+"""As in the torch version, but less: much more makes steps crawl where points to project are far from the box."""
+LINGER = 60
+"""Newton steps after which a level is left in any case: rounding may keep its residual from falling."""
 
 
 class _Levels(NamedTuple):
@@ -53,6 +57,7 @@ class _Levels(NamedTuple):
     cg_max: int
     damping: float
     halvings: int
+    linger: int
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -100,7 +105,7 @@ def follow_path(
     """
     if not linear and not bool(tau_end.any()):
         return proximal_newton(x, moves, budget, target, box, start, max_iter, tolerance, best, warm=warm)
-    levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, path.DAMPING, path.MAX_HALVINGS)
+    levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, DAMPING, path.MAX_HALVINGS, LINGER)
     images = (x, budget, target, start, tau_start, tau_end)
     return improve(_follow_images, levels, images, moves, box, max_iter, tolerance, best, linear=linear)
 
@@ -356,7 +361,7 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
     tau = tau_start
     psi = _price_root(p, u, tau, share, columns, gradient)
     dual, slope, residual = _evaluate(p, u, psi, tau, share, columns, gradient)
-    stuck, steps, best_entropy, total, largest = 0, 0, 0.0, 0.0, 0.0
+    stuck, lingered, steps, best_entropy, total, largest = 0, 0, 0, 0.0, 0.0, 0.0
     for a in range(p.mass.size):
         total += p.mass[a]
     for j in range(n):
@@ -364,6 +369,8 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
     for _ in range(goal.max_iter):
         final = tau <= tau_end * (1 + 1e-9)
         settled = residual <= min(max(tau, 1e-9), levels.level_tol) and not final or stuck >= 3
+        settled = settled or lingered >= levels.linger and not final
+        lingered = 0 if settled else lingered + 1
         copy(gradient, rhs)
         rhs_psi = slope
         if settled:

@@ -60,7 +60,11 @@ DAMPING = 1e-3
 else leave directions without curvature."""
 HALVINGS = 25
 LEAST = 1e-9
-"""Below this multiple of the first ``sigma`` a solver is stuck."""
+"""Below this multiple of the first ``sigma`` an image is given up."""
+MOST = 1e8
+"""The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of their sums."""
+PATIENCE = 12
+"""Likewise after so many proximal steps that did not narrow the gap."""
 
 
 class _Settings(NamedTuple):
@@ -77,6 +81,8 @@ class _Settings(NamedTuple):
     damping: float
     halvings: int
     least: float
+    patience: int
+    most: float
     warm: bool
 
 
@@ -107,7 +113,7 @@ def proximal_newton(
     """
     settings = _Settings(
         FIRST * (WARM if warm else 1.0), GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING,
-        HALVINGS, LEAST, warm,
+        HALVINGS, LEAST, PATIENCE, MOST, warm,
     )  # fmt: skip
     images = (x, budget, target, start, budget, budget)  # there are no temperatures
     return improve(_solve_images, settings, images, moves, box, max_iter, tolerance, best, linear=False)
@@ -152,13 +158,12 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
         for k in range(n_moves):
             row[k] = centre[k] + sigma * (u[end[k]] - psi * p.price[k]) if end[k] >= 0 else -math.inf
         t = _project_row(row)
-        value, away, paid, m, total = 0.0, 0.0, 0.0, p.mass[a], 0.0
+        value, away, paid, m = 0.0, 0.0, 0.0, p.mass[a]
         for k in range(n_moves):
             part = row[k] - t
             if part > 0.0:
                 j = end[k]
                 row[k] = part
-                total += part
                 value += (u[j] - psi * p.price[k]) * part
                 paid += p.price[k] * part
                 columns[j] += m * part
@@ -182,6 +187,18 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
 
 
 @compiled(inner=True)
+def _normalise(p, share):  # type: ignore[no-untyped-def]
+    """Rows that sum to 1 up to rounding, wherever their thresholds were rounded to."""
+    for a in range(share.shape[0]):
+        total = 0.0
+        for k in range(share.shape[1]):
+            total += share[a, k]
+        sound = 0.5 < total < 2.0
+        for k in range(share.shape[1]):
+            share[a, k] = share[a, k] / total if sound else 1.0 if k == p.stay else 0.0
+
+
+@compiled(inner=True)
 def _norm(values):  # type: ignore[no-untyped-def]
     total = 0.0
     for j in range(values.size):
@@ -194,7 +211,9 @@ def _range(values):  # type: ignore[no-untyped-def]
     low, high = math.inf, -math.inf
     for j in range(values.size):
         low, high = min(low, values[j]), max(high, values[j])
-    return max(high - low, 1e-300)
+    # Where all are equal (an image of one pixel) any positive number will do.
+    span = max(high - low, 1e-3 * max(abs(low), abs(high)))
+    return span if span > 1e-200 else 1.0
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
@@ -312,7 +331,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
     for a in range(p.mass.size):
         centre[a, p.stay] = 1.0
     sigma = settings.first / _range(u)
-    least, step = settings.least * sigma, _Step(sigma, centre)
+    least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre), 0, math.inf
     if psi < 0.0:
         psi = _first_price(p, step, u, share, columns, gradient)
     while steps < goal.max_iter:
@@ -348,6 +367,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 share, new_share = new_share, share
                 psi, dual, slope, moved = new_psi, new_dual, new_slope, new_moved
 
+        _normalise(p, share)
         primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
         if primal < found[0]:
             found[0] = primal
@@ -359,10 +379,14 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
         found[2] = max(found[2], bound)
         if found[0] - found[1] <= goal.tol * found[0] + floor:
             break
+        idle = 0 if found[0] - found[1] < 0.999 * narrow else idle + 1
+        narrow = found[0] - found[1]
+        if idle > settings.patience:
+            break
         if solved:
             copy(share, centre)
             if taken <= settings.quick:
-                sigma *= settings.growth
+                sigma = min(sigma * settings.growth, settings.most / _range(u))
             elif taken > settings.slow:
                 sigma /= settings.growth
         else:
