@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from wball.evaluation.result import REPORT_WRITERS, Evaluation
 
@@ -47,6 +48,8 @@ def write_report(
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    # Names of files that the locale has no letters for come as stand-ins of their bytes.
+    environment.filters["urlencode"] = lambda text: quote(text, errors="surrogateescape")
     environment.filters["percent"] = lambda part: "–" if part is None else f"{100 * part:.1f} %"
     environment.filters["interval"] = lambda ends: f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
     environment.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}g}"
