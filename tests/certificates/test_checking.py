@@ -32,7 +32,7 @@ class Varied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.over(self.norm(self.first((x - 0.2) / 0.4)))
         h = F.leaky_relu(self.second(h) + h, 0.1)
-        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1)
+        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1).permute(0, 1, 3, 2)
         return self.head(h.flatten(1))
 
 

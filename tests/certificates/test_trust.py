@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import wball
 from wball.certificates import UnsupportedModule, certified_radius, certify
 from wball.certificates.graph import Diagonal
-from wball.certificates.tracing import trace
+from wball.certificates.tracing import supported_table, trace
 
 BALL = wball.LinfBall(0.3, box=(0.0, 2.0))
 
@@ -432,3 +433,18 @@ def test_nothing_is_broken_at_the_certified_radius() -> None:
     assert bool(held.any())
     found = wball.PGD(BALL.at(radius[held]), steps=10, objective="margin")(net, x[held], y[held])
     assert not bool(found.success.any())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown"])
+def test_models_with_broken_weights_certify_nothing(bad: float, method: Any) -> None:
+    net, x = dense(), images()
+    with torch.no_grad():
+        net[1].weight[0, 0] = bad
+    for ball in (wball.WassersteinBall(0.1), BALL):
+        assert not bool(certify(net, x, torch.zeros(4, dtype=torch.long), ball, method).certified.any())
+
+
+def test_the_documentation_lists_what_is_supported() -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "certificates.md"
+    assert supported_table() in page.read_text(encoding="utf-8")

@@ -94,9 +94,11 @@ class BoxProgram:
         """
         from scipy.optimize import linprog
 
-        gain = [worth[self.listed]] + ([out, into] if self.far else [])
+        gain = np.concatenate([worth[self.listed]] + ([out, into] if self.far else []))
+        if not np.isfinite(gain).all():
+            return None  # of a network that overflows: nothing is certified there
         result = linprog(
-            -np.concatenate(gain),
+            -gain,
             A_ub=self.below,
             b_ub=self.below_to,
             A_eq=self.equal,

@@ -112,7 +112,14 @@ class Abstract(Tensor):
 
     @staticmethod
     def __new__(cls, zeros: Tensor, tape: Tape, step: int, shared: list[int] | None = None) -> Abstract:
-        made: Abstract = Tensor._make_wrapper_subclass(cls, zeros.shape, dtype=zeros.dtype, device=zeros.device)
+        made: Abstract = Tensor._make_wrapper_subclass(
+            cls,
+            zeros.shape,
+            strides=zeros.stride(),
+            storage_offset=zeros.storage_offset(),
+            dtype=zeros.dtype,
+            device=zeros.device,
+        )
         made.zeros, made.tape, made.step, made.shared = zeros, tape, step, shared if shared is not None else [0]
         made.shared[0] += 1
         return made
@@ -235,7 +242,7 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], network: Net
         if any(isinstance(v, torch.dtype) and v not in (torch.float32, torch.float64) for v in kwargs.values()):
             raise Unfollowed(f"{name} in another dtype")
         options = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
-        operation = getattr(torch.ops.aten, name)
+        operation = getattr(torch.ops.aten, "reshape" if name in ("view", "_unsafe_view") else name)
 
         def run(t: Tensor) -> Tensor:
             result: Tensor = operation(t, *rest, **options)
