@@ -299,7 +299,7 @@ def test_bench_runs_the_checkouts_benchmarks(
         monkeypatch.delitem(sys.modules, name)  # that another test has imported
     monkeypatch.setitem(sys.modules, "benchmarks", None)
     code, _, err = said(capsys, "bench")
-    assert code == 2 and "checkout" in err and err.count("\n") == 1
+    assert code == 2 and "clone" in err and err.count("\n") == 1
     words: list[str] = []
     fakes = {name: ModuleType(name) for name in ("benchmarks", "benchmarks.__main__", "benchmarks.oracle")}
     fakes["benchmarks.__main__"].main = words.extend  # type: ignore[attr-defined]

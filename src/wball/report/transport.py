@@ -30,7 +30,7 @@ class Moves:
 
     Attributes:
         arrows: ``(row, column, row, column, mass)`` of the largest moves, as lists.
-        moved: share of the image's mass that moves at all.
+        moved: fraction of the image's mass that moves.
         farthest: the longest move that carries a thousandth of what moves, in pixels.
     """
 
