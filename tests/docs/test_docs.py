@@ -112,6 +112,15 @@ def test_every_documented_name_resolves() -> None:
             pytest.fail(f"the documentation names {name}")
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    import wball
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in wball.__all__:
+        module = getattr(wball, name).__module__
+        assert re.search(rf"\b{name}\b", text) or f"::: {module}\n" in text, f"docs/api.md lacks {module}.{name}"
+
+
 def test_formulas_become_mathml() -> None:
     pytest.importorskip("latex2mathml")
     sys.path.insert(0, str(ROOT / "tools" / "docs"))

@@ -95,7 +95,7 @@ def bench(
         importlib.import_module("benchmarks.oracle")  # somebody else's package of that name has none
     except ImportError:
         raise typer.BadParameter(
-            "there is no benchmarks package here: it is not installed with wball; run `wball bench` in a clone of the repository"
+            "there is no benchmarks package here: it is not installed with wball; run `wball bench` in a clone"
         ) from None
     words = ["--device", choices.device(device).type, "--seconds", str(seconds), "--seed", str(seed)]
     words += ["--data", str(data_dir)] if data_dir is not None else []
