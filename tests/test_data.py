@@ -164,8 +164,8 @@ def test_damaged_idx(tmp_path: Path, zipped: bool) -> None:
         (good + b"\0", "but it has more"),
         (good[:10], "inside its header"),
         (b"", "starts with nothing"),
-        (b"<html>not found</html>", "no idx file.*error page"),
-        (b"\0\0\x0d\x01" + good[4:], "no idx file of bytes"),  # floats
+        (b"<html>not found</html>", "not an idx file.*error page"),
+        (b"\0\0\x0d\x01" + good[4:], "not an idx file of bytes"),  # floats
         (struct.pack(">BBBB3I", 0, 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated or corrupted"),
     ]
     for content, message in cases[: -1 if zipped else None]:
@@ -206,7 +206,7 @@ def test_damaged_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     path = tmp_path / "test_batch.bin"
     good = path.read_bytes()
     for content, message in [
-        (good[:-1], "12291 bytes are no multiple"),
+        (good[:-1], "12291 bytes are not a multiple"),
         (good[: 2 * 3073], "2 images instead of 4"),
         (b"", "0 bytes"),
         (b"\xff" + good[1:], "label 255"),
@@ -656,8 +656,8 @@ def test_bad_cifar10_archives(tmp_path: Path, server: Server, small_cifar10: dic
     rest = {k: v for k, v in small_cifar10.items() if k != first}
     cases = [
         (tar(rest), f"{first} not in it"),
-        (tar(rest | {first: b"short"}), "is no file of"),
-        (tar(rest, links={first: "/etc/hostname"}), "is no file of"),
+        (tar(rest | {first: b"short"}), "is not a file of"),
+        (tar(rest, links={first: "/etc/hostname"}), "is not a file of"),
         (tar(small_cifar10)[:2000], "truncated or corrupted"),
     ]
     for archive, message in cases:

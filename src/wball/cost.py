@@ -120,7 +120,7 @@ def _stencil_moves(
 
 
 class DenseCost:
-    """An arbitrary ``n x n`` cost: histograms that are no images, or full plans on small images (``n = H * W``).
+    """An arbitrary ``n x n`` cost: histograms that are not images, or full plans on small images (``n = H * W``).
 
     ``matrix[i, j]`` is the cost of moving from ``i`` to ``j``; ``inf`` forbids a move, the diagonal is 0.
 

@@ -125,7 +125,7 @@ def load_dataset(
     if not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
     if not Path(root).is_dir():
-        raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder; {_remedy(info, root)}")
+        raise FileNotFoundError(f"root {os.fspath(root)!r} is not a folder; {_remedy(info, root)}")
     pixels, labels = _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
     top = int(labels.max()) if len(labels) else 0
     if top >= len(info.classes):
@@ -184,7 +184,7 @@ def load_folder(
         raise ImportError("load_folder needs Pillow: pip install wball[images]") from error
     root = Path(root)
     if not root.is_dir():
-        raise FileNotFoundError(f"root {os.fspath(root)!r} is no folder")
+        raise FileNotFoundError(f"root {os.fspath(root)!r} is not a folder")
     # What a file is, is told by its content, and Pillow hands EPS over to another program, which executes it.
     endings = Image.registered_extensions()  # loads the formats
     formats = sorted(set(Image.OPEN) - {"EPS"})
@@ -202,7 +202,7 @@ def load_folder(
         without = next(p for p in folders if not found[p])
         raise ValueError(
             f"{without} has no images directly inside it, but class numbers follow the folders: put images there, or "
-            "move the folder out if it is no class"
+            "move the folder out if it is not a class"
         )
     names = _class_names([p.name for p in folders])
     numbers = {name: k for k, name in enumerate(names)}
@@ -372,7 +372,7 @@ def read_idx(path: PathLike) -> Tensor:
             magic = file.read(4)
             if len(magic) < 4 or magic[:3] != b"\x00\x00\x08" or not 1 <= magic[3] <= 4:
                 raise ValueError(
-                    f"{path} is no idx file of bytes: it starts with {magic.hex() or 'nothing'}, not 000008; "
+                    f"{path} is not an idx file of bytes: it starts with {magic.hex() or 'nothing'}, not 000008; "
                     "it may be an error page saved under that name: delete it and download it again"
                 )
             header = file.read(4 * magic[3])
@@ -400,7 +400,7 @@ def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
     content = np.fromfile(path, np.uint8)
     if len(content) == 0 or len(content) % _CIFAR10_BYTES:
         raise ValueError(
-            f"{os.fspath(path)} is truncated or corrupted: {len(content)} bytes are no multiple of the "
+            f"{os.fspath(path)} is truncated or corrupted: {len(content)} bytes are not a multiple of the "
             f"{_CIFAR10_BYTES} bytes of an image; delete it and download it again"
         )
     rows = torch.from_numpy(content).view(-1, _CIFAR10_BYTES)

@@ -239,7 +239,7 @@ def _unpack_cifar10(archive: Path, folder: Path) -> None:
                     continue
                 if not member.isfile() or member.size != _CIFAR10_BATCH_BYTES:
                     raise ValueError(
-                        f"{archive} is not CIFAR-10: {member.name} is no file of {_CIFAR10_BATCH_BYTES} bytes"
+                        f"{archive} is not CIFAR-10: {member.name} is not a file of {_CIFAR10_BATCH_BYTES} bytes"
                     )
                 content, part = tar.extractfile(member), target.with_name(f"{target.name}.part")
                 assert content is not None

@@ -427,10 +427,10 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
         write_whole(tmp_path / "a", b"new")
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
     (tmp_path / "b.json").write_text('{"a": ')
-    with pytest.raises(ValueError, match="no complete JSON"):
+    with pytest.raises(ValueError, match="not a complete JSON"):
         read_json(tmp_path / "b.json")
     (tmp_path / "c.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ValueError, match="no complete safetensors"):
+    with pytest.raises(ValueError, match="not a complete safetensors"):
         read_tensors(tmp_path / "c.safetensors")
 
 
@@ -485,7 +485,7 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
         whole = (tmp_path / name).read_bytes()
         for text in texts:
             (tmp_path / name).write_text(text)
-            with pytest.raises(ValueError, match=f"{name} is no .*overwrite"):
+            with pytest.raises(ValueError, match=f"{name} is not? .*overwrite"):
                 evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
         (tmp_path / name).write_bytes(whole)
     (tmp_path / "results.json").write_text("{}")

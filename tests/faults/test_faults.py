@@ -155,7 +155,7 @@ def test_a_gpu_without_memory() -> None:
     x, y = worker.problem(10)
     attack = wball.DualAveraging(worker.BALL, steps=5)
     model = Small()
-    with pytest.warns(RuntimeWarning, match="out of memory: going on with batches of"):
+    with pytest.warns(RuntimeWarning, match="out of memory: continuing with batches of"):
         tight = attack(model, x, y)
     roomy = attack(worker.Halves(), x, y)
     assert model.largest <= 3
@@ -174,7 +174,7 @@ def test_damaged_batches_are_named_and_computed_again(tmp_path: Path, undisturbe
     assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
     path = tmp_path / "batches" / "batch-00001.safetensors"
     path.write_bytes(damaged(path.read_bytes(), damage))
-    with pytest.warns(UserWarning, match=r"batch-00001.safetensors is no complete.*the batch is computed again"):
+    with pytest.warns(UserWarning, match=r"batch-00001.safetensors is not a complete.*the batch is computed again"):
         worker.run(str(tmp_path))
     assert same(tmp_path, undisturbed)
 

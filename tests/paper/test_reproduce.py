@@ -224,7 +224,7 @@ def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
     card = folder / "cifar10-linf-provable.json"
     for wrong in ([], {"name": 1}, {"architecture": None}):
         write_json(card, wrong)
-        with pytest.raises(ValueError, match="no card of a model"):
+        with pytest.raises(ValueError, match="not a model card"):
             Workshop(shop.settings).subject("cifar10-linf-provable")
     card.unlink()
     found = shop.subjects("cifar10-linf-provable", "cifar10-standard")
@@ -264,7 +264,7 @@ def test_words_that_make_no_sense_are_refused(tmp_path: Path, capsys: pytest.Cap
         (["six-pixels", "--images", "0"], "greater than or equal to 1"),
         (["six-pixels", "--jobs", "0"], "greater than or equal to 1"),
         (["six-pixels", "--seed", "-1"], "'--seed'"),
-        (["six-pixels", "--models", str(tmp_path / "nowhere")], "is no folder"),
+        (["six-pixels", "--models", str(tmp_path / "nowhere")], "is not a folder"),
     ):
         assert main([*words, "--device", "cpu", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 2
         err = capsys.readouterr().err

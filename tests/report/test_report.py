@@ -321,6 +321,29 @@ def wait(condition: Any, seconds: float = 20.0) -> None:
 
 @pytest.mark.slow
 @pytest.mark.browser
+@pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
+def test_the_first_screen_ranks_and_shows_the_chart(browser: Any, page: Path, width: int, height: int) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        browser.get(page.as_uri())
+        wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "true")
+
+        def top(selector: str) -> float:
+            find = f"return document.querySelector({selector!r}).getBoundingClientRect().top"
+            return float(browser.execute_script(find))
+
+        assert top(".ranking") < height / 2 and top("#chart") < 1.2 * height
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width, (
+            "the page scrolls sideways"
+        )
+        assert width < 500 or top("#chart") < 0.8 * height
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.slow
+@pytest.mark.browser
 def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], tmp_path: Path) -> None:
     browser.get(page.as_uri())
     wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "true")

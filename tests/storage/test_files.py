@@ -64,7 +64,7 @@ def test_sealed_content_is_what_it_was(tmp_path: Path) -> None:
 
 def test_json_nested_too_deeply_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(DamagedFile, match=r"a.json is no complete JSON file \(it is nested too deeply\)"):
+    with pytest.raises(DamagedFile, match=r"a.json is not a complete JSON file \(it is nested too deeply\)"):
         read_json(tmp_path / "a.json")
 
 

@@ -213,7 +213,7 @@ def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
         torch.save(mnist_cnn().state_dict(), path, _use_new_zipfile_serialization=kind.startswith("zip"))
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if keep < 1 else int(keep)])
-    with pytest.raises(ValueError, match="truncated or not that format"):
+    with pytest.raises(ValueError, match="truncated or"):
         load_weights(mnist_cnn(), path)
 
 

@@ -210,7 +210,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatc
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="no checkpoint of a training run"):
+    with pytest.raises(ValueError, match="not a checkpoint of a training run"):
         state.load_state(path)
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_edited_by_hand_is_refused(tmp_path: Path) -> None:
     edited += [({**tensors, "totals": torch.zeros(3)}, header), ({**tensors, "optimizer.x.y": torch.zeros(3)}, header)]
     for changed, head in edited:
         state.save_state(path, changed, head)
-        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is no .*checkpoint.*; delete it to start anew"):
+        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is not .*checkpoint.*; delete it to start over"):
             train(config, data, data, model=small_model(), out=tmp_path)
 
 

@@ -7,7 +7,7 @@ An attack holds settings only. The model comes at the call::
 
 :meth:`Attack.__call__` is final: it checks the inputs, splits them into batches that fit in memory, puts the model in
 evaluation mode with frozen parameters, and restores the mode of every module, the parameters' flags and the random
-state afterwards, whatever happens. Gradient attacks write :meth:`GradientAttack.init`, the first candidates of a
+state afterwards, also after an error. Gradient attacks write :meth:`GradientAttack.init`, the first candidates of a
 batch, and :meth:`GradientAttack.advance`, the next ones from a gradient. The base loops, keeps the best **per image**
 and drops images that are done.
 """
@@ -109,8 +109,8 @@ class Attack(ABC):
     ) -> AttackResult:
         """Attack ``model`` on images ``x`` with true labels ``y``; see :class:`AttackResult`.
 
-        ``generator`` seeds whatever is random; without it the same fixed seed is used each time. The global random
-        state is left as found.
+        ``generator`` is the source of randomness; without it a fixed seed is used. The global random state is not
+        changed.
         """
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
@@ -159,7 +159,7 @@ class Attack(ABC):
             # Outside the handler, so that the failed batch's tensors are released with the exception.
             generator.set_state(seeds)
             size = max(1, min(size, index.numel()) // 2)
-            warnings.warn(f"out of memory: going on with batches of {size} images", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"out of memory: continuing with batches of {size} images", RuntimeWarning, stacklevel=4)
             if x.is_cuda:
                 torch.cuda.empty_cache()
         return joined(parts)

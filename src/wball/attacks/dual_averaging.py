@@ -51,7 +51,7 @@ class DualAveraging(GradientAttack):
         decay: the step size falls linearly to ``(1 - decay) * step_size`` at the last step.
         random_start: standard deviation of the potentials at the start, in nats; 0 starts at the clean image.
         sweeps: coordinate steps on the box potentials per step.
-        newton: at most so many Newton steps on the price after each of them.
+        newton: largest number of Newton steps on the price after each of them.
     """
 
     steps: int = 100

@@ -1,4 +1,4 @@
-"""A radius that grows while an image withstands, as in the paper's experiments."""
+"""A radius that grows while an image survives, as in the paper's experiments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wball import inputs
 class GrowingRadius:
     """``eps * factor^(step // every)``: images that are still right meet a larger ball every few steps.
 
-    The result's ``radius`` says at which one each image fell, so one run gives the whole curve
+    The result's ``radius`` says at which one each image was broken, so one run gives the whole curve
     (:meth:`~wball.AttackResult.accuracy_at`).
 
     >>> GrowingRadius(factor=1.1, every=10).at(0.3, step=20)

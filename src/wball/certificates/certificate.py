@@ -34,7 +34,7 @@ class CertificateStatus(Enum):
 
     CERTIFIED = "every image of the ball gets the label"
     FALSIFIED = "an image of the ball gets another label: see counterexample"
-    MISCLASSIFIED = "the model gives the image itself another label: there is nothing to certify"
+    MISCLASSIFIED = "the model misclassifies the clean image: there is nothing to certify"
     UNKNOWN = (
         "the bound is not above 0: the ball may be safe or not; try optimise=True, more steps, method='complete' with "
         "a larger time_limit, a smaller eps"

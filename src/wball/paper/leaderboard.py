@@ -44,10 +44,10 @@ class Protocol:
     """What every row of a data set is measured by: p = 1, 5 x 5 window, relative mass, the box [0, 1].
 
     Attributes:
-        images: the first so many test images.
+        images: number of test images, the first ones.
         radii: of StandardAttack.
         certified: radii of the certificate.
-        proofs: the first so many images are certified.
+        proofs: number of images to certify, the first ones.
         models: those of the board, most informative first.
     """
 

@@ -151,7 +151,7 @@ def _versus_tables(data: Data) -> list[Table]:
         [r["name"], f"{r['eps']:g}", f"{data['label']} → {r['read_as']}", f"{100 * r['background']:.1f} %"]
         for r in data["rows"]
     ]
-    return [Table(["ball", "eps", "read as", "change on the background"], rows)]
+    return [Table(["ball", "eps", "predicted as", "change on the background"], rows)]
 
 
 def _draw_versus(data: Data) -> Figure:

@@ -53,9 +53,9 @@ class Settings:
         models: folder with trained models, ``NAME/NAME.safetensors`` (or ``.pth``, and a card ``NAME.json`` where the
             network is not the preset's), for those that are not in the zoo.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        seed: of everything random.
+        seed: random seed.
         out: folder for results; parts of unfinished ones are in ``out/parts``, models trained here in ``out/models``.
-        images: measure on so many test images (``None``: as many as the recipe wants).
+        images: number of test images (``None``: the recipe's own).
         may_train: train models that are missing. Otherwise they are left out, and the result says so.
     """
 
@@ -99,7 +99,7 @@ class Workshop:
         self.settings = settings
         self.device = find_device(settings.device)
         if settings.models is not None and not settings.models.is_dir():
-            raise FileNotFoundError(f"models {str(settings.models)!r} is no folder: give the one that holds the models")
+            raise FileNotFoundError(f"models {str(settings.models)!r} is not a folder: give the one with the models")
         self.begin()
         self._images: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._subjects: dict[str, Subject] = {}
@@ -355,7 +355,7 @@ def _load(name: str, weights: Path) -> tuple[nn.Module, str]:
     path = weights.with_name(f"{name}.json")
     card = read_json(path) if path.is_file() else {"architecture": preset(name).architecture}
     if not isinstance(card, dict) or not isinstance(card.get("architecture"), str):
-        raise ValueError(f'{path} is no card of a model: it has no "architecture"; correct it or take it away')
+        raise ValueError(f'{path} is not a model card: it has no "architecture"; correct or remove it')
     return load_weights(build_model(card["architecture"]), weights), card["architecture"]
 
 

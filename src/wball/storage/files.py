@@ -53,7 +53,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}") from None
     except ValueError as error:
-        raise DamagedFile(f"{path} is no complete JSON file ({error})") from error
+        raise DamagedFile(f"{path} is not a complete JSON file ({error})") from error
 
 
 def _parsed(text: str) -> Any:
@@ -128,7 +128,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise DamagedFile(f"{path} is no complete safetensors file ({error})") from error
+        raise DamagedFile(f"{path} is not a complete safetensors file ({error})") from error
 
 
 def tensor_checksum(tensors: Mapping[str, Tensor], notes: Any = None) -> str:

@@ -83,7 +83,9 @@ def _safetensors(path: Path) -> Any:
     except FileNotFoundError:
         raise FileNotFoundError(f"no weights file at {path}") from None
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(f"{path} is no complete safetensors file ({error}): truncated or not that format") from error
+        raise ValueError(
+            f"{path} is not a complete safetensors file ({error}): truncated or not that format"
+        ) from error
 
 
 def _read(path: Path) -> Any:
@@ -107,7 +109,7 @@ def _read(path: Path) -> Any:
                 f"{path} holds more than tensors ({refused[1]}) and was not opened, because loading such files can run "
                 "code. Where you trust it, resave its state dict alone with torch.save(model.state_dict(), ...)"
             ) from error
-        raise ValueError(f"{path} is no complete weights file: truncated or not that format") from error
+        raise ValueError(f"{path} is not a complete weights file: truncated or not that format") from error
 
 
 def _state_dicts(content: Any) -> Iterator[StateDict]:

@@ -160,7 +160,7 @@ class Adversary:
             an image's first success, as in the paper; ``False`` goes on to the highest loss.
         radius: ``"fixed"``; ``"uniform"``, drawn per image and step from ``[low, eps]``; or ``"per-image"``: each
             training image has a radius of its own, which starts at ``start``, grows by ``grow`` each time the image
-            withstood and shrinks by ``shrink`` each time it fell, within ``[low, eps]``. It settles where the image
+            survives and shrinks by ``shrink`` each time it is broken, within ``[low, eps]``. It settles where the image
             falls with probability ``grow / (grow + shrink)``.
         low: smallest radius.
         start, grow, shrink: see ``radius``.
@@ -269,8 +269,8 @@ class TrainConfig:
         architecture: a name of :func:`wball.build_model`.
         epochs: passes over the training images.
         batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
-        seed: of everything random.
-        augment: shift by up to so many pixels, 0 for none.
+        seed: random seed.
+        augment: largest shift in pixels, 0 for none.
         flip: mirror half of the images.
         affine: amount of random rotation, scaling and shear (:class:`wball.data.RandomAffine`), 0 for none.
         cutout: side of a random square that is blackened, 0 for none.

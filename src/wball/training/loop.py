@@ -81,7 +81,7 @@ def train(
     progress: bool | None = None,
     on_epoch: Callable[[Record], None] | None = None,
 ) -> TrainResult:
-    """Train a model as ``config`` says, and go on where an earlier run with the same ``out`` was killed.
+    """Train a model as ``config`` says, and resume an interrupted run with the same ``out``.
 
     Under ``torchrun`` (with a process group that is initialised) the processes share each batch. With a fixed seed on a
     CPU the weights are the same, bit for bit, whether or not and wherever a run was interrupted, unless ``time_limit``
@@ -305,7 +305,7 @@ class _Run:
             end = time.perf_counter()
             self._next_save = end + (end - begin) / CHECKPOINT_SHARE
         if self.stop and self.world.main:
-            raise KeyboardInterrupt("stopped by a signal; the checkpoint is saved, and the same call goes on from it")
+            raise KeyboardInterrupt("stopped by a signal; the checkpoint is saved; repeat the call to resume")
 
     def _save(self, path: Path) -> None:
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
@@ -357,7 +357,7 @@ class _Run:
                 self.totals.copy_(tensors["totals"])
             except (KeyError, ValueError, RuntimeError) as error:
                 first = str(error).splitlines()[0]
-                raise ValueError(f"{path} is no complete checkpoint ({first}); delete it to start anew") from error
+                raise ValueError(f"{path} is not a complete checkpoint ({first}); delete it to start over") from error
             self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
@@ -409,7 +409,7 @@ class _Run:
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.stop and number == signal.SIGINT and self.world.size == 1:
-                raise KeyboardInterrupt("stopped at once; the same call goes on from the last checkpoint")
+                raise KeyboardInterrupt("stopped at once; repeat the call to resume from the last checkpoint")
             self.stop = True
 
         before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -553,7 +553,7 @@ def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:
     elif saved != wanted:
         raise ValueError(
             f"{path} belongs to another run: its {where or 'config'} is {saved!r}, this run's is {wanted!r}; "
-            "use another folder, or delete the checkpoint to start anew"
+            "use another folder, or delete the checkpoint to start over"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run needs to go on where it was killed, in one file that is always whole.
+"""What an interrupted run needs to resume, in one file that is always complete.
 
 Tensors and a JSON header go into one safetensors file, written beside the old one, flushed to the disk and renamed over
 it: at any moment there is exactly one complete checkpoint, the old one or the new one. Nothing is pickled.
@@ -41,9 +41,9 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors, header = read_tensors(path)
     except DamagedFile as error:
-        raise ValueError(f"{error}: it is no checkpoint of a training run; delete it to start anew") from error
+        raise ValueError(f"{error}: it is not a checkpoint of a training run; delete it to start over") from error
     if header is None:
-        raise ValueError(f"{path} is no checkpoint of a training run; delete it to start anew")
+        raise ValueError(f"{path} is not a checkpoint of a training run; delete it to start over")
     return tensors, header
 
 
@@ -54,7 +54,7 @@ def check_header(path: str, header: Any) -> None:
         value = header.get(name) if isinstance(header, dict) else None
         if not isinstance(value, kind) or (not isinstance(value, (dict, list)) and not value >= 0):
             raise ValueError(
-                f"{path} is no checkpoint of a training run (its {name} is {value!r}); delete it to start anew"
+                f"{path} is not a checkpoint of a training run (its {name} is {value!r}); delete it to start over"
             )
 
 
