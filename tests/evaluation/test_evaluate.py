@@ -273,7 +273,7 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
     before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
     evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
     assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
-    with pytest.raises(OtherSettings, match="another seed"):
+    with pytest.raises(OtherSettings, match="a different seed"):
         evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots", seed=1)
     with pytest.raises(OtherSettings, match="sha256"):
         evaluate(model, x * 0.5, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
@@ -571,7 +571,7 @@ def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, dam
     elif damage == "columns":
         del state["certified"]
     write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
-    with pytest.warns(UserWarning, match=r"batch-00000.*no batch of this evaluation.*computed again"):
+    with pytest.warns(UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"):
         again = evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
     assert again.summary() == whole.summary()
 
@@ -580,10 +580,10 @@ def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) ->
     model, x, y = problem(4)
     before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
     assert evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary() == before.summary()
-    with pytest.raises(OtherSettings, match="answers differently"):
+    with pytest.raises(OtherSettings, match="logits for the first"):
         evaluate(nn.Sequential(*model, nn.Tanh()), x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
     evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
-    with pytest.raises(OtherSettings, match="answers differently"):
+    with pytest.raises(OtherSettings, match="logits for the first"):
         evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
 
     class Dice(nn.Module):  # random beyond torch's seeds: such a model is known by its weights alone

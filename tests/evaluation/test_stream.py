@@ -164,7 +164,7 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((DataLoader(Endless()),), "map-style data set"),
         ((iter([]),), "to_tensors"),
-        ((tmp_path / "half.npz",), "half.npz is no complete .npz file"),
+        ((tmp_path / "half.npz",), "half.npz is not a complete .npz file"),
         ((tmp_path / "other.npz",), "must hold arrays x and y"),
         ((tmp_path / "none.npz",), "no file"),
         ((x.numpy(),), "y is missing"),

@@ -79,7 +79,7 @@ def data(
         console.print(table)
         return 0
     info = dataset_info(name)
-    with bar(info.title, unit="MB", show=not quiet) as shown:
+    with bar(info.title, unit="MB", show=console.is_terminal and not quiet) as shown:
 
         def show(file: str, done: int, total: int | None) -> None:
             shown.stage(0, file)

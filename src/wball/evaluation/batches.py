@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +33,11 @@ from wball.evaluation.result import (
     Evaluation,
 )
 from wball.evaluation.stream import Images
+from wball.evaluation.tally import Tally
 from wball.evaluation.trust import EvaluationWarning, as_code
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
+from wball.progress import Bar, bar
 from wball.storage.files import Log, read_tensors, write_tensors
 
 CPU_BATCH = 50
@@ -77,19 +79,22 @@ class Batches:
         """Work off every ``world``-th batch, from ``rank`` on."""
         mine = range(rank, self.count, world)
         size = int(self.settings["batch_size"])
-        with progress_bar(progress and rank == 0, self.settings["model"]["name"]) as (total, advance):
-            total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
+        name = str(self.settings["model"]["name"])
+        with bar(name, unit="of images x radii", show=progress and rank == 0, parts=True) as shown:
+            shown.total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
+            tally = Tally(name, shown)
             for batch in mine:
-                self._work_off(batch, advance)
+                self._work_off(batch, tally)
 
-    def _work_off(self, batch: int, advance: Callable[[int], None]) -> None:
+    def _work_off(self, batch: int, tally: Tally) -> None:
         size = int(self.settings["batch_size"])
         part = slice(batch * size, (batch + 1) * size)
         x, y = self.x[part], self.y[part]
         state, notes = self._resume(batch, x, y)
-        advance(notes["done"] * len(x))
+        tally.shown.advance(notes["done"] * len(x))
         while notes["done"] < self.stages:
             begun, stage = time.perf_counter(), int(notes["done"])
+            tally.begin(self.settings, stage, len(x))
             with self._randomness(batch, stage) as generator:
                 if self.settings["mode"] == "minimal":
                     self._search(state, notes, x, y, generator)
@@ -99,7 +104,7 @@ class Batches:
             notes["done"] = stage + 1
             write_tensors(self.path(batch), state, notes)
             self.log("batch", batch=batch, stage=stage, seconds=round(time.perf_counter() - begun, 3))
-            advance(len(x))
+            tally.end(stage, state)
 
     def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.path(batch).is_file():
@@ -131,10 +136,10 @@ class Batches:
         state, notes = read_tensors(self.path(batch))
         whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
         if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
-            raise ValueError(f"{self.path(batch)} is no batch of this evaluation")
+            raise ValueError(f"{self.path(batch)} is not a batch of this evaluation")
         notes.setdefault("findings", [])  # earlier versions kept none
         if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(self.stages + 1):
-            raise ValueError(f"{self.path(batch)} is no batch of this evaluation: its notes are {notes}")
+            raise ValueError(f"{self.path(batch)} is not a batch of this evaluation: its notes are {notes}")
         return state, notes
 
     def _finished(self, batch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -143,7 +148,7 @@ class Batches:
         try:
             return self._read(batch, count)
         except ValueError:
-            self._work_off(batch, lambda _: None)
+            self._work_off(batch, Tally("", Bar()))
             return self._read(batch, count)
 
     @contextmanager
@@ -314,9 +319,8 @@ class Batches:
         disagreements: list[int] = []
         for chosen in (lambda: draw_sample(whole, self.settings), lambda: proved_by_plan(whole)):
             index, begun = chosen(), time.perf_counter()
-            with progress_bar(progress and len(index) > 0, "exact check", "examples") as (total, advance):
-                total(len(index))
-                wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, advance)
+            with bar("exact check", len(index), "of the examples", show=progress and len(index) > 0) as shown:
+                wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, shown.advance)
             self.log("exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3))
             disagreements += wrong
             if not wrong:
@@ -350,39 +354,6 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
         for w in caught
         if issubclass(w.category, ModelWarning)
     ]
-
-
-@contextmanager
-def progress_bar(
-    show: bool, title: str, unit: str = "images x radii"
-) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A bar on stderr with the time left."""
-    if not show:
-        yield lambda _: None, lambda _: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(escape(title), total=None)
-        yield lambda n: bar.update(task, total=n), lambda n: bar.advance(task, n)
 
 
 def default_batch_size(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: who may write to it, what stands in it already, and how to start afresh."""
+"""The folder of an evaluation: who may write to it, what stands in it already, and how to start over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCHES = "batches"
 
 
 class OtherSettings(ValueError):
-    """The folder holds an evaluation with other settings."""
+    """The folder contains an evaluation with other settings."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
                 found = read_json(path)
                 parts = [found.get(name) for name in ("settings", "provenance")] if isinstance(found, dict) else [None]
                 if not all(isinstance(part, dict) for part in parts):
-                    raise ValueError(f"{path} is no evaluation")
+                    raise ValueError(f"{path} is not an evaluation")
                 unsealed(path, found)
             return _same_run(found, run, folder, any_batch_size)
     write_json(folder / BATCHES / "settings.json", sealed(run))
@@ -82,7 +82,7 @@ def or_overwrite() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}; say --overwrite (overwrite=True) to start afresh") from error
+        raise ValueError(f"{error}; use --overwrite (overwrite=True) to start over") from error
 
 
 def _same_run(theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool) -> None:
@@ -94,13 +94,13 @@ def _same_run(theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_ba
     for key, value in new.items():
         if not same_json(old.get(key), value):
             raise OtherSettings(
-                f"{folder} holds an evaluation with another {key} ({_short(old.get(key), value)}); "
-                "choose another folder, or say --overwrite (overwrite=True) to start afresh"
+                f"{folder} contains an evaluation with a different {key} ({_short(old.get(key), value)}); "
+                "choose another folder, or use --overwrite (overwrite=True) to start over"
             )
     if not _alike(*answers):
         raise OtherSettings(
-            f"{folder} holds an evaluation of another model: with the same weights it answers differently to the first "
-            "images; choose another folder, or say --overwrite (overwrite=True) to start afresh"
+            f"{folder} contains an evaluation of a different model: with the same weights, its logits for the first "
+            "images differ; choose another folder, or use --overwrite (overwrite=True) to start over"
         )
 
 

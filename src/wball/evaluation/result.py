@@ -384,7 +384,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     try:
         check_content(content)
     except ValueError as error:
-        raise ValueError(f"{file} is no complete evaluation: {error}") from error
+        raise ValueError(f"{file} is not a complete evaluation: {error}") from error
     content = unsealed(file, content)
     columns = content["images"]
     # Evaluations of earlier versions do not say: they solved every transport problem.

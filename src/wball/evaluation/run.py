@@ -88,15 +88,15 @@ def evaluate(
             their distance, and of the others 1 %, or 32 if that is more, at each radius. ``"all"``: all of them.
             Distances are then exact, and the audit may take longer than the attack. A search for the smallest radius
             solves all of them, because the distance is its result.
-        out: a folder for results, examples and the report's images. An evaluation that was interrupted goes on where
-            it was; a finished one is read back.
-        seed: of everything random.
+        out: a folder for results, examples and the report's images. An evaluation that was interrupted is
+            resumed; a finished one is read back.
+        seed: random seed.
         batch_size: images per batch (default: chosen for the device).
-        name: what to call the model.
-        data: what to call the data.
+        name: name of the model.
+        data: name of the data.
         classes: names of the classes, for the report.
         command: command line to record (default: that of this process).
-        overwrite: start afresh even if ``out`` holds something.
+        overwrite: discard earlier results in ``out``.
         progress: show a bar with the time left.
         keep: which examples to store: all, a sample, or none (default: all while they take less than a gigabyte, then
             a sample, which is said).

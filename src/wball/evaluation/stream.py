@@ -141,7 +141,7 @@ def _npz(path: Path, y: Any) -> tuple[Any, Any]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}") from None
     except Exception as error:  # zip, numpy and pickle each have their own
-        raise ValueError(f"{path} is no complete .npz file of arrays ({error})") from error
+        raise ValueError(f"{path} is not a complete .npz file of arrays ({error})") from error
     for images, labels in (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels")):
         if {images, labels} <= found.keys():
             return found[images], found[labels]
