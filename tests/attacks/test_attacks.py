@@ -85,7 +85,10 @@ def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check
     moving = images.flatten(1).sum(1) > 0
     assert (result.distance[moving] >= exact[moving].double() - 1e-5).all()
     served = dispatch.requested() if dispatch.requested() != "auto" else "cpu"
-    assert result.kernel == (served if isinstance(attack.ball, WassersteinBall) else "torch")
+    if isinstance(attack.ball, WassersteinBall):  # entropic corners are torch's everywhere
+        assert served in result.kernel.split("+") and set(result.kernel.split("+")) <= {served, "torch"}
+    else:
+        assert result.kernel == "torch"
     if isinstance(attack.ball, WassersteinBall):
         assert torch.equal(result.images[black], images[black])  # a ball of one point
     for i, status in enumerate(result.status):
