@@ -195,7 +195,11 @@ class Counts:
 
     def _attack(self, seed: int, net: nn.Module, x: Tensor, y: Tensor, at: Any, proof: wball.CertificateResult) -> None:
         kind = wball.PGD if isinstance(at, wball.LinfBall) else wball.DualAveraging
-        points = [kind(at, steps=10, objective="margin")(net, x, y).images]
+        points: list[Tensor] = []
+        try:
+            points.append(kind(at, steps=10, objective="margin")(net, x, y).images)
+        except RuntimeError:  # a network whose own work in place leaves it without gradients
+            self.numbers["without gradients"] += 1
         points += [at.support(x, sign * torch.randn(x.shape).to(x)).point for sign in (1.0, -1.0)]
         own = next(net.parameters()).dtype
         for z in points:
