@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ class ProjectionResult:
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
         duals: dual variables for a warm start.
-        plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
+        write: writes out the plan, which is the window's size times that of the images (``None`` without a plan).
         kernel: which implementations computed it, joined by ``+``.
     """
 
@@ -99,8 +100,13 @@ class ProjectionResult:
     status: tuple[Status, ...]
     n_iter: Tensor
     duals: Duals | None = None
-    plan: Plan | None = None
+    write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The transport plan that proves the point's membership, written out when it is first asked for."""
+        return None if self.write is None else self.write()
 
     @property
     def converged(self) -> Tensor:

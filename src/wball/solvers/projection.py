@@ -28,7 +28,7 @@ from wball.kernels.entropic_path.reference import dot, per_image
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
-from wball.plan import Plan
+from wball.plan import FactoredPlan, Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
 from wball.solvers.problem import TransportProblem, as_given, as_grid, chunks, held_back
 from wball.solvers.sinkhorn import paper_projection
@@ -90,21 +90,29 @@ def project(
     moves = problem.moves(grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
     sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
-    parts, served = [], set[str]()
+    parts: list[_Solved] = []
+    plans: list[Plan | FactoredPlan | _Patched] = []
+    served: set[str] = set()
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
         solver = partial(_Projection, moves, box=problem.box, reg=reg, tol=tol, kernel=kernel, served=served)
         images, points, limit, most = grid[part], target[part], budget[part], spend[part]
         if not sweeps:
-            parts.append(solver(images, points, limit).run(max_iter, warm, most))
+            run = solver(images, points, limit)
+            parts.append(run.run(max_iter, warm, most))
+            plans.append(Plan(moves, run.flow))
             continue
         served.add("cpu")
-        solved = _swept(moves, images, points, limit, most, problem.box, reg, tol)
+        solved, plan = _swept(moves, images, points, limit, most, problem.box, reg, tol)
+        parts.append(solved)
         left = torch.tensor([status is not Status.CONVERGED for status in solved.status]).nonzero().squeeze(1)
         if left.numel():
-            solved.replace(left, solver(images[left], points[left], limit[left]).run(max_iter, None, most[left]))
-        parts.append(solved)
-    joined = _join(parts, moves, grid)
+            run = solver(images[left], points[left], limit[left])
+            solved.replace(left, run.run(max_iter, None, most[left]))
+            plans.append(_Patched(moves, plan, left, run.flow))
+        else:
+            plans.append(plan)
+    joined = _join(parts, grid)
     shape = x.shape
     return ProjectionResult(
         point=as_given(joined.point, x, problem.box),
@@ -114,7 +122,7 @@ def project(
         status=joined.status,
         n_iter=joined.n_iter,
         duals=Duals(joined.beta.reshape(shape), joined.psi),
-        plan=Plan(moves, joined.flow),
+        write=partial(_written, moves, plans, grid.new_zeros((0, grid.shape[1], len(moves.cost), *grid.shape[2:]))),
         kernel=joined_kernels(served),
     )
 
@@ -150,7 +158,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))
     residual = (as_grid(found.point) - point).flatten(1).abs().amax(1)
-    return replace(found, point=as_given(point, x, problem.box), residual=residual, plan=None)
+    return replace(found, point=as_given(point, x, problem.box), residual=residual, write=None)
 
 
 @dataclass
@@ -158,7 +166,6 @@ class _Solved:
     """The best found so far for a chunk, per image."""
 
     point: Tensor
-    flow: Tensor
     objective: Tensor
     gap: Tensor
     residual: Tensor
@@ -189,20 +196,19 @@ def _swept(
     box: tuple[float, float] | None,
     reg: float,
     tol: float,
-) -> _Solved:
-    """Entropic problems by projected Sinkhorn on a CPU, plans included; who is not done has another status."""
+) -> tuple[_Solved, FactoredPlan]:
+    """Entropic problems by projected Sinkhorn on a CPU, and their plans; who is not done has another status."""
     mass = x.flatten(1).sum(1)
     tau = mass / reg
-    flow = torch.empty((*x.shape[:2], moves.cost.shape[0], *x.shape[2:]), dtype=torch.float64)
+    factors = torch.ones((x.shape[0], 2, *x.shape[1:]), dtype=torch.float64)
     answer = dispatch.load("projected_sinkhorn", "cpu").projected_sinkhorn(
-        x, w, spend, moves, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, flow=flow
+        x, w, spend, moves, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=factors
     )
     gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
     # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
     held = (spend <= 0) & ((budget > 0) | _escapes(moves, x))
-    return _Solved(
+    solved = _Solved(
         point=answer.z,
-        flow=flow,
         objective=answer.objective + _offset(x, tau),
         gap=gap,
         residual=answer.residual,
@@ -211,6 +217,29 @@ def _swept(
         n_iter=answer.n_iter,
         status=statuses((gap <= answer.allowed) & ~held),
     )
+    heat = tau.clamp(min=torch.finfo(torch.float64).tiny)
+    keep, give = factors.unbind(1)
+    beta, one = answer.u / per_image(heat, answer.u), torch.ones_like(heat)
+    return solved, FactoredPlan(moves, x, beta, answer.psi / heat, keep, give, one)
+
+
+@dataclass(frozen=True)
+class _Patched:
+    """Plans in factors, some of which are written out."""
+
+    moves: Moves
+    factored: FactoredPlan
+    index: Tensor
+    flow: Tensor
+
+    def arcs(self) -> Tensor:
+        return self.factored.arcs().index_copy(0, self.index, self.flow)
+
+
+def _written(moves: Moves, plans: list[Plan | FactoredPlan | _Patched], empty: Tensor) -> Plan:
+    """The plans of all chunks, written out."""
+    flow = torch.cat([empty, *(plan.arcs() for plan in plans)])
+    return Plan(moves, flow.clamp(min=0))  # in factors, what stays is a difference
 
 
 def _escapes(moves: Moves, x: Tensor) -> Tensor:
@@ -300,7 +329,7 @@ class _Projection:
         residual = torch.where(single, torch.zeros_like(residual), residual)
         status = statuses(gap <= self.allowed(self.primal, self.flow), steps < max_iter)
         objective = self.primal + self.offset
-        return _Solved(point, self.flow, objective, gap, residual, self.beta, self.psi, n_iter, status)
+        return _Solved(point, objective, gap, residual, self.beta, self.psi, n_iter, status)
 
     def _primal(self, plan: Plan, index: Tensor | None = None) -> Tensor:
         """``1/2 |w - z|^2``, plus the plan's entropy at ``tau``."""
@@ -394,11 +423,10 @@ class _Projection:
         return torch.where(torch.isfinite(value), value, -math.inf)
 
 
-def _join(parts: list[_Solved], moves: Moves, grid: Tensor) -> _Solved:
+def _join(parts: list[_Solved], grid: Tensor) -> _Solved:
     if not parts:
         none = grid.new_zeros(0)
-        flow = grid.new_zeros((0, grid.shape[1], moves.cost.shape[0], *grid.shape[-2:]))
-        return _Solved(grid, flow, none, none, none, grid, none, none.long(), ())
+        return _Solved(grid, none, none, none, grid, none, none.long(), ())
     if len(parts) == 1:
         return parts[0]
     tensors = {

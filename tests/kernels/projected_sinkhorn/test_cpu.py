@@ -13,6 +13,7 @@ from wball import WassersteinBall
 from wball.cost import GridCost, StencilCost
 from wball.kernels import dispatch
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.plan import FactoredPlan
 
 cpu = pytest.importorskip("wball.kernels.projected_sinkhorn.cpu")
 
@@ -48,12 +49,12 @@ class Case:
         return x, x + self.step * torch.randn(self.shape, generator=random)
 
     def solve(
-        self, kernel: str, dtype: torch.dtype, tol: float, max_iter: int = 400, flow: Tensor | None = None
+        self, kernel: str, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: Tensor | None = None
     ) -> ProjectedSinkhorn:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.sum((1, 2, 3))
         moves = self.cost.arcs(*self.shape[2:], x)
-        more = {} if flow is None else {"flow": flow}
+        more = {} if factors is None else {"factors": factors}
         answer: ProjectedSinkhorn = (cpu if kernel == "cpu" else reference).projected_sinkhorn(
             x, w, self.ball.budget(x), moves, self.box, mass / self.reg,
             u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter, **more,
@@ -119,10 +120,12 @@ def test_point_is_in_the_ball_wherever_it_is_stopped(case: Case) -> None:
 def test_plan_is_the_points_proof(case: Case) -> None:
     x, w = case.images()
     arcs = case.cost.arcs(*case.shape[2:], x.double())
-    moves = case.cost.arcs(*case.shape[2:], x)
-    flow = torch.full((*case.shape[:2], len(moves), *case.shape[2:]), math.nan, dtype=torch.float64)
-    ours = case.solve("cpu", torch.float64, 1e-4, flow=flow)
-    assert bool((flow >= 0).all())
+    factors = torch.ones((case.shape[0], 2, *case.shape[1:]), dtype=torch.float64)
+    ours = case.solve("cpu", torch.float64, 1e-4, factors=factors)
+    heat = (x.double().sum((1, 2, 3)) / case.reg).clamp(min=1e-300)
+    potentials, keep, give = ours.u / heat.view(-1, 1, 1, 1), *factors.unbind(1)
+    flow = FactoredPlan(arcs, x.double(), potentials, ours.psi / heat, keep, give, torch.ones_like(heat)).arcs()
+    assert bool((flow >= -1e-15).all())
     torch.testing.assert_close(flow.sum(2), x.double(), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(arcs.scatter(flow), ours.z, atol=1e-11, rtol=0)
     torch.testing.assert_close((flow * arcs.cost).flatten(1).sum(1), ours.cost, atol=1e-12, rtol=1e-10)
@@ -141,8 +144,8 @@ def test_potentials_too_wide_are_continued_in_logs() -> None:
     assert bool(torch.isfinite(ours.gap).all())
     apart = (ours.z - exact.point).square().sum((1, 2, 3))
     assert bool((apart <= 2 * (2 * ours.gap + 2 * exact.gap) + 1e-9).all())
-    flow = torch.zeros((2, 1, 9, 6, 6), dtype=torch.float64)
-    left = WIDE.solve("cpu", torch.float64, 1e-3, flow=flow)
+    factors = torch.ones((2, 2, 1, 6, 6), dtype=torch.float64)
+    left = WIDE.solve("cpu", torch.float64, 1e-3, factors=factors)
     assert math.isinf(float(left.gap[0])) and float(left.gap[1]) == 0.0
 
 

@@ -62,13 +62,14 @@ def projected_sinkhorn(
     psi: Tensor,
     tol: float = 1e-4,
     max_iter: int = 500,
-    flow: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`.
 
     Args:
-        flow: where to write the plan, a contiguous float64 tensor ``(B, C, K, H, W)`` in the order of ``moves``. Images
-            that would have to be continued in logs are then left with an infinite gap.
+        factors: where to write the plan's column and row factors, float64 ones ``(B, 2, C, H, W)``: with ``answer.u``
+            and ``answer.psi`` they are the plan. Images that would have to be continued in logs are then left with an
+            infinite gap.
     """
     stencil, shape = Stencil(moves), tuple(x.shape)
     rows, columns, price, _, ring_cost, ring = stencil.arrays
@@ -84,7 +85,7 @@ def projected_sinkhorn(
     out = np.empty((2, *shape), dtype=given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)
     wide = np.zeros(shape[0], dtype=np.bool_)
-    plan = np.empty((0, 0, 0, 0, 0)) if flow is None else flow.numpy()
+    plan = np.empty((shape[0], 2, 0, 0, 0)) if factors is None else factors.numpy()
 
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((_RINGS + max(stencil.rings, _FUSED + 1), stencil.length(shape)))
@@ -94,7 +95,7 @@ def projected_sinkhorn(
             result = np.empty((2, *image.shape))
             _project_images(
                 image, target, potential, *(t[part] for t in single),
-                rows, columns, price, ring_cost, ring, stencil.places, *settings,
+                rows, columns, price, ring_cost, ring, *settings,
                 scratch, result, numbers[part], n_iter[part], wide[part], plan[part],
             )  # fmt: skip
             out[:, part] = result
@@ -106,7 +107,7 @@ def projected_sinkhorn(
         z, cost, potential, psi_out.to(x.dtype), objective, gap, allowed, residual.to(x.dtype),
         torch.from_numpy(n_iter),
     )  # fmt: skip
-    if wide.any() and flow is not None:
+    if wide.any() and factors is not None:
         gap[torch.from_numpy(wide)] = math.inf
     elif wide.any():
         _continue_in_logs(answer, torch.from_numpy(wide), x, w, budget, moves, box, tau, tol, max_iter)
@@ -617,47 +618,25 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 
 
 @compiled(inner=True)
-def _write_still(flow, x, places):  # type: ignore[no-untyped-def]
-    """The plan that moves nothing."""
-    for c in range(x.shape[0]):
-        for k in range(flow.shape[1]):
-            for r in range(x.shape[1]):
-                for j in range(x.shape[2]):
-                    flow[c, k, r, j] = x[c, r, j] if k == places[0] else 0.0
-
-
-@compiled(inner=True)
-def _write_plan(flow, work, x, box, pad, width, shift, weight, places, share):  # type: ignore[no-untyped-def]
-    """The repaired plan of one image, move by move."""
-    channels, full_height, full_width = x.shape
-    top, bottom, left, right = box
-    height = bottom - top + 2 * (pad // width)
-    for c in range(channels):
-        for k in range(places.size):
-            if places[k] < 0:
-                continue
-            for r in range(full_height):
-                line = flow[c, places[k], r]
-                for j in range(full_width):
-                    line[j] = 0.0
-                if not top <= r < bottom:
-                    continue
-                at = pad + (c * height + r - top + pad // width) * width + pad % width - left
-                if k == 0:
-                    for j in range(left, right):
-                        line[j] = max(work[_X, at + j] - share * work[_SENT, at + j], 0.0)
-                else:
-                    factor, end = share * weight[k], at + shift[k]
-                    for j in range(left, right):
-                        line[j] = (
-                            factor * work[_A, at + j] * work[_GIVE, at + j] * work[_E, end + j] * work[_KEEP, end + j]
-                        )
+def _write_factors(factors, work, reached, spots, lit, pad, width, box, share, x):  # type: ignore[no-untyped-def]
+    """Column and row factors of the repaired plan into images that are 1 elsewhere; moves are scaled by ``share``."""
+    _, height, columns = x.shape
+    top, _, left, _ = box
+    rr, rc = pad // width, pad % width
+    stacked = box[1] - top + 2 * rr
+    for i in range(spots.size):
+        row = spots[i] // columns
+        factors[0, row // height, row % height, spots[i] % columns] = work[_KEEP, reached[i]]
+    for i in range(lit.size):
+        line = (lit[i] - pad) // width
+        c, r, j = line // stacked, line % stacked + top - rr, (lit[i] - pad) % width + left - rc
+        factors[1, c, r, j] = share * work[_GIVE, lit[i]]
 
 
 @compiled()
 def _project_images(  # type: ignore[no-untyped-def]
-    x, w, u, budget, tau, psi, rows, columns, price, ring_cost, ring, places,
-    lo, hi, slack, tol, parts, max_iter, shares, rounds, repairs, work, out, numbers, n_iter, wide, flow,
+    x, w, u, budget, tau, psi, rows, columns, price, ring_cost, ring,
+    lo, hi, slack, tol, parts, max_iter, shares, rounds, repairs, work, out, numbers, n_iter, wide, factors,
 ):  # fmt: skip
     first_share, least_share, price_share, momentum = shares
     weight, ones = np.empty(price.size), np.empty(price.size)
@@ -672,8 +651,8 @@ def _project_images(  # type: ignore[no-untyped-def]
             numbers[m, _PSI] = psi[m]
             numbers[m, _OBJECTIVE] = at_centre
             numbers[m, _ALLOWED] = tol * at_centre
-            if flow.size > 0:
-                _write_still(flow[m], x[m], places)
+            if factors.size > 0:
+                factors[m, 1] = 0.0
             continue
 
         n, pad, width, lit, reached, spots = _lay_out(work, x[m], w[m], u[m], heat, box, rows, columns, ones, ring)
@@ -738,5 +717,5 @@ def _project_images(  # type: ignore[no-untyped-def]
 
         n_iter[m], numbers[m, _PSI] = steps, heat * toll
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
-        if flow.size > 0 and not wide[m]:
-            _write_plan(flow[m], work, x[m], box, pad, width, shift, weight, places, share)
+        if factors.size > 0 and not wide[m]:
+            _write_factors(factors[m], work, reached, spots, lit, pad, width, box, share, x[m])

@@ -1,0 +1,40 @@
+"""What a projection allocates: no tensor of the size of a plan unless somebody asks for the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wball
+
+pytest.importorskip("wball.kernels.projected_sinkhorn.cpu")
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that torch makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(made, torch.Tensor):
+                self.elements = max(self.elements, made.numel())
+        return out
+
+
+def test_an_entropic_projection_writes_its_plan_only_when_asked() -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand((40, 1, 20, 20), generator=random)
+    w = x + 0.1 * torch.randn(x.shape, generator=random)
+    ball = wball.WassersteinBall(0.1)
+    with Largest() as largest:
+        result = ball.project(x, w, reg=1000.0, tol=1e-3)
+    assert bool(result.converged.all())
+    assert largest.elements <= 2 * x.numel(), "two factors, and nothing the size of 25 moves a pixel"
+    assert result.plan is not None and result.plan is result.plan
+    torch.testing.assert_close(result.plan.columns().float(), result.point, atol=1e-6, rtol=0)
+    assert bool((result.plan.cost() <= ball.budget(x) * (1 + 1e-9)).all())
