@@ -66,7 +66,7 @@ def play(
     def team() -> Iterator[tuple[int, int, Callable[[], None]]]:
         yield rank, world, meet
 
-    monkeypatch.setattr(module, "_team", team)
+    monkeypatch.setattr(module, "team", team)
     evaluate(folder, Model(calls))
 
 

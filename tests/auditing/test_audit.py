@@ -83,6 +83,7 @@ def test_imports_nothing_it_checks(file: str) -> None:
         "wball.auditing",
         "wball.inputs",
         "wball.cost",
+        "wball.plan",  # what a stored plan is; the sums are the audit's own
         "wball.ball.base" if file == "audit.py" else "wball.cost",
     )
     ours = {name for name in imported if name.startswith("wball.")}

@@ -193,7 +193,7 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     """At most ``count`` round numbers between ``low`` and ``high``, about evenly spaced by ratio.
 
     >>> round_numbers(0.04, 0.6)
-    [0.05, 0.1, 0.2, 0.3, 0.5]
+    [0.05, 0.07, 0.15, 0.3, 0.5]
     """
     import math
 

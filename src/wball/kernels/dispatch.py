@@ -60,7 +60,7 @@ def requested() -> str:
     """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
     given = os.environ.get("WBALL_KERNEL", "auto").strip().lower()
     name = ALIASES.get(given, given)
-    if name != "auto" and name not in KERNELS:
+    if name != "auto" and not any(name in kernels for kernels in OPERATIONS.values()):
         raise KernelError(f"WBALL_KERNEL={given!r} is not a kernel; use one of auto, {', '.join(KERNELS)}")
     return name
 

@@ -88,7 +88,7 @@ class TransportProblem:
 def as_grid(values: Tensor) -> Tensor:
     """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. Always float64."""
     grid = values if values.ndim == 4 else values[:, None, None, :]
-    return grid.to(torch.float64)
+    return grid.to(torch.float64).contiguous()  # compiled loops walk over it
 
 
 def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tensor:

@@ -217,10 +217,12 @@ def _swept(
         n_iter=answer.n_iter,
         status=statuses((gap <= answer.allowed) & ~held),
     )
-    heat = tau.clamp(min=torch.finfo(torch.float64).tiny)
+    # An image that stays as it is has no temperature to divide by: nothing of its plan moves.
+    moves_some = (spend > 0) & (mass > 0)
+    heat = torch.where(moves_some, tau.clamp(min=torch.finfo(torch.float64).tiny), math.inf)
     keep, give = factors.unbind(1)
-    beta, one = answer.u / per_image(heat, answer.u), torch.ones_like(heat)
-    return solved, FactoredPlan(moves, x, beta, answer.psi / heat, keep, give, one)
+    beta = answer.u / per_image(heat, answer.u)
+    return solved, FactoredPlan(moves, x, beta, answer.psi / heat, keep, give, moves_some.to(torch.float64))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ def test_same_optimum_as_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     kind = "stencil" if seed % 4 == 3 else "grid"
     problem = random_problem(seed, box=box, mass=mass, kind=kind)
     mine, torchs = (solve(monkeypatch, kernel, problem, reg) for kernel in ("cpu", "torch"))
-    assert (mine[0].kernel, mine[1].kernel, torchs[0].kernel) == ("cpu", "cpu", "torch")
+    assert (mine[0].kernel, torchs[0].kernel, torchs[1].kernel) == ("cpu", "torch", "torch")
+    # The entropic support function without its box is torch's, and the path goes on where the box is overfilled.
+    assert mine[1].kernel in (("cpu",) if reg == math.inf else ("torch", "cpu+torch"))
     scale = float(torchs[0].objective.abs() + 1e-3 * (problem.w - problem.x).square().sum() + 1e-12)
     assert abs(float(mine[0].objective - torchs[0].objective)) <= 2e-5 * scale, problem.label
     # Each bound holds for the other's point.
