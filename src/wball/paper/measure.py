@@ -54,6 +54,7 @@ def evaluated(
         shop.noted(folder) as notes,
     ):
         options: dict[str, Any] = {"out": folder / "evaluation", "seed": shop.settings.seed, "name": subject.name}
+        options["keep"] = "none"  # audited, counted, and not looked at again
         try:
             result = evaluate(subject.model, x, y, ball, radii, attack, **options)
         except ValueError as error:  # perhaps a damaged file
