@@ -32,6 +32,7 @@ from wball.storage.atomic import locked, write_whole
 from wball.storage.files import read_json, read_tensors, write_tensors
 
 checking = importlib.import_module("wball.evaluation.check")
+batches = importlib.import_module("wball.evaluation.batches")
 SOURCES = Path(__file__).parents[2] / "src"
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
@@ -243,6 +244,31 @@ def test_results_of_an_earlier_version_are_read(tmp_path: Path) -> None:
     again = load_evaluation(tmp_path)
     assert torch.equal(again.images["proof"], result.images["proof"])
     assert again.verdict() == result.verdict()
+
+
+def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
+    model, x, y = problem(8)
+    result = evaluate(model, x, y, BALL, RADII, attack(), certify="crown", out=tmp_path)
+    assert result.verification == {"checked": 4, "confirmed": 4, "unconfirmed": [], "unfollowed": 0, "reason": ""}
+    assert "independent checker: 4 of 4" in result.verdict()
+    assert json.loads((tmp_path / "results.json").read_text())["verification"]["confirmed"] == 4
+    assert load_evaluation(tmp_path).verification == result.verification
+    assert evaluate(model, x, y, BALL, RADII, attack()).verification is None
+
+
+def test_certificates_that_are_not_confirmed_make_an_evaluation_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem(8)
+    prove = batches.certify
+
+    def boastful(*args: Any) -> wball.CertificateResult:
+        proof = prove(*args)
+        return replace(proof, certified=torch.ones_like(proof.certified))
+
+    monkeypatch.setattr(batches, "certify", boastful)
+    result = evaluate(model, x, y, BALL, [5.0], attack(), certify="crown")
+    assert result.verification is not None and result.unconfirmed == result.verification["unconfirmed"] != []
+    assert not result.reliable and "unconfirmed-certificate" in {w.code for w in result.warnings}
+    assert not result.check("certified:5:0")
 
 
 def test_minimal_radius() -> None:

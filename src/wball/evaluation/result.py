@@ -107,6 +107,8 @@ class Evaluation(Summarised):
             image found for some of them at every radius.
         disagreements: images whose plan promised a smaller distance than exact transport found. Always empty, unless
             code is wrong; if it is not, no plan was believed and every example was checked by exact transport.
+        verification: how many certificates of a sample the independent checker looked at and confirmed, the images it
+            did not confirm, how many it could not follow and why. ``None`` if no certificate was asked for.
     """
 
     settings: Mapping[str, Any]
@@ -118,6 +120,7 @@ class Evaluation(Summarised):
     exhibit: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     disagreements: tuple[int, ...] = ()
     notes: tuple[EvaluationWarning, ...] = ()
+    verification: Mapping[str, Any] | None = None
 
     def headline(self) -> dict[str, str]:
         shown = {"model": self.name, "images": str(len(self)), "clean accuracy": percent(self.clean_accuracy)}
@@ -164,7 +167,7 @@ class Evaluation(Summarised):
     @property
     def reliable(self) -> bool:
         """Whether nothing speaks against the numbers: no warning, and every claim held."""
-        return not (self.warnings or self.rejected or self.contradictions or self.disagreements)
+        return not (self.warnings or self.rejected or self.contradictions or self.disagreements or self.unconfirmed)
 
     def interval(self, share: float) -> Interval:
         """The 95 % confidence interval of a share of these images (:mod:`wball.evaluation.trust`)."""
@@ -243,6 +246,11 @@ class Evaluation(Summarised):
         both = (images["certified"] > 0) & (images["distance"] * (1 + 1e-9) < images["certified"])
         return both.nonzero().squeeze(1).tolist()
 
+    @property
+    def unconfirmed(self) -> list[int]:
+        """Certified images of the sample that the independent checker did not confirm."""
+        return list(self.verification["unconfirmed"]) if self.verification else []
+
     def audit_summary(self) -> dict[str, Any]:
         """How many claimed examples were checked, how many held, and the worst of each measure among those."""
         found = self.images["read_as"] >= 0
@@ -261,6 +269,7 @@ class Evaluation(Summarised):
             "largest_distance_over_radius": _largest(ratio),
             "tolerances": {"mass": MASS_TOL, "box": BOX_TOL, "distance": DISTANCE_TOL},
             "contradictions": self.contradictions,
+            "certificates": None if self.verification is None else dict(self.verification),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -296,6 +305,7 @@ class Evaluation(Summarised):
             "notes": [note.to_dict() for note in self.notes],
             "rejected": [dict(r) for r in self.rejected],
             "disagreements": list(self.disagreements),
+            "verification": None if self.verification is None else dict(self.verification),
             "images": {name: self._stored(name) for name in COLUMNS},
         }
 
@@ -350,6 +360,12 @@ class Evaluation(Summarised):
             said += f"; {audit['rejected']} rejected and not counted"
         if audit["contradictions"]:
             said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
+        if proofs := audit["certificates"]:
+            said += (
+                f"\ncertificates proved again by the independent checker: {proofs['confirmed']} of {proofs['checked']}"
+            )
+            if proofs["unfollowed"]:
+                said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
         if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
             said += f"\ndistances {self.proved_how()}"
         if not self.reliable:
@@ -409,6 +425,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         extra.get(EXHIBIT, {}),
         tuple(content.get("disagreements", ())),
         tuple(notes),
+        content.get("verification"),
     )
 
 

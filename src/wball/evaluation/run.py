@@ -33,6 +33,7 @@ from wball.evaluation.batches import Batches, default_batch_size
 from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
+from wball.evaluation.proofs import check_certificates
 from wball.evaluation.result import (
     RESULTS,
     Evaluation,
@@ -83,7 +84,8 @@ def evaluate(
             ball's.
         attack: ``"standard"`` (:class:`wball.StandardAttack`), its ``"fast"`` version, or any attack.
         certify: also prove what can be proved; ``True`` or the name of a method of :func:`wball.certify`. It then needs
-            a model that is a feed-forward network of supported modules.
+            a model that is a feed-forward network of supported modules. A sample of the certificates is proved again by
+            :func:`wball.verify`.
         exact: which examples to solve the exact transport problem of. ``"sample"``: those without a plan that proves
             their distance, and of the others 1 %, or 32 if that is more, at each radius. ``"all"``: all of them.
             Distances are then exact, and the audit may take longer than the attack. A search for the smallest radius
@@ -171,7 +173,10 @@ def evaluate(
             if rank == 0:
                 result = shard.merged(begun["provenance"], progress)
                 result = replace(result, exhibit=make_exhibit(result, model, x, y, ball))
-                doubts = claim_warnings(len(result.rejected), len(result.contradictions), len(result.disagreements))
+                result = replace(result, verification=check_certificates(result, model, x, y, ball))
+                doubts = claim_warnings(
+                    len(result.rejected), len(result.contradictions), len(result.disagreements), len(result.unconfirmed)
+                )
                 doubts += look_for_missed(result, model, x, y, ball) + weaker_at_larger(result)
                 replace(result, warnings=result.warnings + doubts).save(folder)
                 del result  # what is returned is read back, and both would be in memory

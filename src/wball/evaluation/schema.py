@@ -66,6 +66,7 @@ _CONTENT = {
     "rejected": [{"index": int, "eps": float, "reason": str}],
     "warnings": [_WARNING],
 }
+_VERIFICATION = _Maybe({"checked": int, "confirmed": int, "unconfirmed": _WHOLE, "unfollowed": int, "reason": str})
 _BALLS = {
     "grid": {"window": int, "p": float, "mass": str},
     "table": {"table": [_NUMBERS], "mass": str},
@@ -91,6 +92,7 @@ def check_content(content: Any) -> None:
     if settings["attack"]["name"] == "StandardAttack":
         _check("settings.attack", settings["attack"], {"version": str})
     _check("disagreements", content.get("disagreements", []), _WHOLE)
+    _check("verification", content.get("verification"), _VERIFICATION)
     _check("notes", content.get("notes", []), [_WARNING])
     _check("images.proof", images.get("proof", []), [_Maybe(str)])
     if unknown := [how for how in images.get("proof", []) if how not in PROOFS]:

@@ -9,16 +9,17 @@ with quantiles of the beta distribution. It says nothing about attacks: a robust
 one, and an evaluation with warnings may be far above it. So a requirement is met only if the lower end of the interval
 meets it and the evaluation is reliable.
 
-==========================  ==========================================================================================
-code                        raised if
-==========================  ==========================================================================================
-``missed-example``          random points of the largest ball, or other images projected onto it, fool the model where
-                            the attack found nothing; at a radius that covers everything they always do
-``larger-radius-weaker``    an attack succeeds at a radius and fails at a larger one, on many of the images shown
-``rejected-examples``       claimed examples failed the audit; they are not counted
-``contradiction``           a certificate and a valid example exclude each other
-``plan-disagreement``       a plan promised a smaller distance than exact transport found
-==========================  ==========================================================================================
+===========================  =========================================================================================
+code                         raised if
+===========================  =========================================================================================
+``missed-example``           random points of the largest ball, or other images projected onto it, fool the model where
+                             the attack found nothing; at a radius that covers everything they always do
+``larger-radius-weaker``     an attack succeeds at a radius and fails at a larger one, on many of the images shown
+``rejected-examples``        claimed examples failed the audit; they are not counted
+``contradiction``            a certificate and a valid example exclude each other
+``plan-disagreement``        a plan promised a smaller distance than exact transport found
+``unconfirmed-certificate``  the independent checker (:func:`wball.verify`) did not confirm a certificate of the sample
+===========================  =========================================================================================
 
 The other codes are those of the attack (:data:`wball.attacks.findings.CODES`) and of the checks of the model
 (:mod:`wball.attacks.checks`).
@@ -78,13 +79,16 @@ def as_code(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name.removesuffix("Warning")).lower()
 
 
-def claim_warnings(rejected: int, contradictions: int, disagreements: int) -> tuple[EvaluationWarning, ...]:
+def claim_warnings(
+    rejected: int, contradictions: int, disagreements: int, unconfirmed: int = 0
+) -> tuple[EvaluationWarning, ...]:
     """Warnings about claims that did not hold, from how many of each there are."""
     report = "report it with the files of this evaluation: this is an error of the library"
     found = (
         (rejected, "rejected-examples", "claimed examples failed the audit and are not counted", "mend the attack"),
         (contradictions, "contradiction", "images have both a certificate and a valid example inside it", report),
         (disagreements, "plan-disagreement", "plans promised a smaller distance than exact transport found", report),
+        (unconfirmed, "unconfirmed-certificate", "certificates were not confirmed by the independent checker", report),
     )
     return tuple(EvaluationWarning(code, f"{count} {said}", remedy) for count, code, said, remedy in found if count)
 
