@@ -57,30 +57,32 @@ class StoredPlan(ABC):
 
     def take(self: AnyPlan, index: Tensor) -> AnyPlan:
         """The plans of a subset of the images (``index``: positions or a mask)."""
-        return self._with([tensor[index] for tensor in self._tensors()])
+        return self.with_tensors([tensor[index] for tensor in self.tensors()])
 
     def put(self: AnyPlan, index: Tensor, part: AnyPlan) -> AnyPlan:
         """These plans with those of the images at ``index`` replaced."""
-        pairs = zip(self._tensors(), part._tensors(), strict=True)
-        return self._with([mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs])
+        pairs = zip(self.tensors(), part.tensors(), strict=True)
+        return self.with_tensors([mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs])
 
     def where(self: AnyPlan, mask: Tensor, other: AnyPlan) -> AnyPlan:
         """These plans for the images of the mask, those of ``other`` for the rest."""
-        pairs = zip(self._tensors(), other._tensors(), strict=True)
-        return self._with(
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return self.with_tensors(
             [torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, theirs.to(mine)) for mine, theirs in pairs]
         )
 
     @staticmethod
     def joined(parts: Sequence[AnyPlan]) -> AnyPlan:
         """The plans of several batches as one."""
-        pieces = zip(*(part._tensors() for part in parts), strict=True)
-        return parts[0]._with([torch.cat(piece) for piece in pieces])
+        pieces = zip(*(part.tensors() for part in parts), strict=True)
+        return parts[0].with_tensors([torch.cat(piece) for piece in pieces])
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """What has an entry per image."""
         return [getattr(self, field.name) for field in fields(self) if field.name != "moves"]  # type: ignore[arg-type]
 
-    def _with(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
+    def with_tensors(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
+        """Plans by the same moves with other tensors."""
         return type(self)(self.moves, *tensors)  # type: ignore[call-arg]
 
 

@@ -30,6 +30,7 @@ from wball.attacks import objectives
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.progress import Bar, bar
+from wball.attacks.recording import RECORDERS, Steps
 from wball.attacks.result import STATUSES, AttackResult, empty, joined
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
@@ -213,19 +214,32 @@ class GradientAttack(Attack):
         """The gradient at the candidates, which are offered on the way."""
         return batch.gradient(state)
 
+    def prepare(self, state: Any, step: int) -> bool:
+        """Change what steps only read (a radius that grows). Called before each step; whether anything changed."""
+        return False
+
+    def records(self) -> bool:
+        """Whether one step can stand for all: it decides nothing by numbers that it reads from the device."""
+        return False
+
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Make all steps, dropping images that are done."""
-        state = self.init(batch, generator)
+        loop = _Loop(self, batch, generator)
+        steps = Steps(loop, self.records() and not batch.whole and batch.x.device.type in RECORDERS)
         for step in range(self.n_gradients):
-            gradient = self.gradient(batch, state, generator)
+            batch.count_step()
             kept = batch.survivors()
             if kept is not None:
                 if batch.empty:
                     return
-                state, gradient = state.take(kept), gradient[kept]
-            state.n_steps = step
-            state = self.advance(state, gradient)
-        batch.offer(state)
+                loop.state, loop.gradient = loop.state.take(kept), loop.gradient[kept]
+                steps.changed()
+            if self.prepare(loop.state, step):
+                steps.changed()
+            if step < self.n_gradients - 1:
+                steps.make(step, left=self.n_gradients - 1 - step)
+        loop.state.n_steps = self.n_gradients - 1
+        batch.offer(self.advance(loop.state, loop.gradient))
 
     def attack_batch(
         self,
@@ -252,6 +266,20 @@ class GradientAttack(Attack):
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
         )  # fmt: skip
+
+
+class _Loop:
+    """The loop of an attack between two gradients: what one step reads and changes."""
+
+    def __init__(self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator) -> None:
+        self.attack, self.batch, self.generator = attack, batch, generator
+        self.state = attack.init(batch, generator)
+        self.gradient = attack.gradient(batch, self.state, generator)
+
+    def step(self) -> None:
+        """To the next candidates and their gradient."""
+        self.state = self.attack.advance(self.state, self.gradient)
+        self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
 def spread(per_image: Tensor, like: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ from wball.plan import AnyPlan, StoredPlan
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
 
+DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
+"""Share of the images that must be finished for that. A step on a smaller batch has to be recorded anew on a GPU."""
+
 AnyState = TypeVar("AnyState", bound="State")
 
 
@@ -33,7 +36,7 @@ class State:
         distance: upper bound of their distance from ``x``, in the unit of ``eps``, float64.
         proof: the plans behind it, if they are kept.
         kernel: which implementation served the ball.
-        n_steps: steps made so far.
+        n_steps: steps made so far; a tensor in a recorded step, which is replayed for many of them.
     """
 
     x: Tensor
@@ -42,14 +45,18 @@ class State:
     distance: Tensor
     proof: StoredPlan | None = None
     kernel: str = "none"
-    n_steps: int = 0
+    n_steps: int | Tensor = 0
+
+    def parts(self) -> tuple[object, ...]:
+        """What a step changes: this state, and in subclasses whatever else it owns that remembers something."""
+        return (self,)
 
     def take(self: AnyState, index: Tensor) -> AnyState:
         """The state of a subset of the images: of whatever has an entry per image."""
 
         def part(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value[index.to(value.device)]
+                return value if value.ndim == 0 else value[index.to(value.device)]
             return value.take(index) if hasattr(value, "take") else value
 
         return replace(self, **{field.name: part(getattr(self, field.name)) for field in fields(self)})
@@ -104,10 +111,10 @@ class AttackBatch:
         self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
         self.objective, self.until_success, self._whole = objective, until_success, whole
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
+        self._counted = self.queries
         self._proof: StoredPlan | None = None
         self._all_proof: StoredPlan | None = None
         self._progress = progress
-        self._every = DROP_EVERY.get(x.device.type, 10)
         with torch.no_grad():
             logits = ask(model, x)
             check_classes("y", y, logits)
@@ -125,8 +132,9 @@ class AttackBatch:
         self._active = torch.arange(x.shape[0], device=x.device)
 
     def _radius(self, ball: Ball) -> Tensor:
-        eps = torch.as_tensor(ball.eps, dtype=torch.float64).to(self.x.device)
-        return eps.expand(self.x.shape[0]).contiguous()
+        if isinstance(ball.eps, Tensor):
+            return ball.eps.to(self.x.device, torch.float64).expand(self.x.shape[0]).contiguous()
+        return torch.full((self.x.shape[0],), ball.eps, dtype=torch.float64, device=self.x.device)
 
     def reached(self, logits: Tensor) -> Tensor:
         """Which images' logits meet the goal."""
@@ -163,16 +171,19 @@ class AttackBatch:
         return self.made_step(gradient)
 
     def made_step(self, gradient: Tensor) -> Tensor:
-        """Count a step along ``gradient``, which is returned with 0 where it is not finite."""
+        """Note a step along ``gradient``, which is returned with 0 where it is not finite."""
         finite = gradient.isfinite()
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
         self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
+        return gradient
+
+    def count_step(self) -> None:
+        """One step more, for progress and for :meth:`survivors`."""
         self.steps_done += 1
         if self._progress is not None:
-            self._progress.step(gradient.shape[0])
-        return gradient
+            self._progress.step(self.x.shape[0])
 
     def value(self, z: Tensor) -> Tensor:
         """The objective at ``z``, which is not offered as a candidate."""
@@ -200,7 +211,8 @@ class AttackBatch:
         if self.until_success:
             better = better & ~best.success
         status = torch.where(success, STATUSES.index(AttackStatus.FOUND), best.status)
-        going_on = torch.full_like(best.queries, self.queries)
+        # By how many rather than how many: the same number at every step can be recorded.
+        going_on, self._counted = best.queries + (self.queries - self._counted), self.queries
         self._best = best._replace(
             z=torch.where(better.view(-1, *[1] * (z.ndim - 1)), z, best.z),
             success=best.success | (better & success),
@@ -218,14 +230,16 @@ class AttackBatch:
 
     def survivors(self) -> Tensor | None:
         """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
-        return self.drop() if self.steps_done % self._every == 0 else None
+        device = self.x.device.type
+        return self.drop(DROP_FROM.get(device, 0.5)) if self.steps_done % DROP_EVERY.get(device, 10) == 0 else None
 
-    def drop(self) -> Tensor | None:
-        """Leave out what is done. The positions kept, or ``None`` if all are."""
+    def drop(self, least: float = 0.0) -> Tensor | None:
+        """Leave out what is done, if it is a share of at least ``least``. The positions kept, or ``None`` if all."""
         if self._whole or not self.until_success:
             return None
         kept = (~self._best.success).nonzero().squeeze(1)
-        if kept.numel() == self._active.numel():
+        count = self._active.numel()
+        if kept.numel() == count or count - kept.numel() < least * count:
             return None
         self._put()
         self._active, self._best = self._active[kept], self._best.at(kept)
@@ -234,6 +248,11 @@ class AttackBatch:
         self.target = None if self.target is None else self.target[kept]
         self._aim = None if self._aim is None else self._aim[kept]
         return kept
+
+    @property
+    def whole(self) -> bool:
+        """Whether images that are done stay in."""
+        return self._whole
 
     @property
     def empty(self) -> bool:

@@ -91,7 +91,7 @@ class FrankWolfe(GradientAttack):
             corner = corner if state.ball.box is None else corner.clamp(*state.ball.box)
         reach = distance_bound(state.ball, state.x, result.point, result.plan)
         if self.rule == "harmonic":
-            gamma = torch.full_like(state.distance, 2 / (state.n_steps + 2))
+            gamma = torch.zeros_like(state.distance) + 2 / (state.n_steps + 2)
         else:
             gamma = _line_search(state.value, state.z, corner, state.x.dtype)
         if isinstance(state.proof, Plan) and result.plan is not None:

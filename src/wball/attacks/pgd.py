@@ -39,6 +39,9 @@ class _Projected(State):
     eps: float | Tensor = field(kw_only=True)
     fused: EntropicProjection | None = field(kw_only=True)
 
+    def parts(self) -> tuple[object, ...]:
+        return (self,) if self.fused is None else (self, self.fused)
+
 
 @dataclass(frozen=True)
 class PGD(GradientAttack):
@@ -153,11 +156,18 @@ class PGD(GradientAttack):
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
+    def prepare(self, state: _Projected, step: int) -> bool:
+        if self.growth is None or step % self.growth.every != 0:
+            return False
+        state.ball = state.ball.at(self.growth.at(state.eps, step))
+        if state.fused is not None:
+            state.fused.within(cast("WassersteinBall", state.ball).problem(state.fused.x))
+        return True
+
+    def records(self) -> bool:
+        return self.step != "wasserstein"
+
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
-        if self.growth is not None and state.n_steps % self.growth.every == 0:
-            state.ball = state.ball.at(self.growth.at(state.eps, state.n_steps))
-            if state.fused is not None:
-                state.fused.within(cast("WassersteinBall", state.ball).problem(state.fused.x))
         w = self._ahead(state, gradient)
         if state.fused is not None:
             point = state.fused(w)

@@ -49,6 +49,9 @@ OPERATIONS: dict[str, dict[str, str]] = {
 AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "cpu", "torch")}
 """Device -> what ``auto`` tries, in this order. A ``cpu`` kernel that accepts images of a GPU works on the host."""
 
+NEVER_READS = frozenset({"triton"})
+"""Kernels that leave all their decisions to the GPU: what they launch can be recorded and replayed."""
+
 ALIASES = {"": "auto", "numba": "cpu", "reference": "torch"}
 
 

@@ -1,0 +1,154 @@
+"""Recorded steps are the steps of the loop. Without a GPU a recording makes the same calls again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wball import PGD, AttackResult, DualAveraging, LinfBall, WassersteinBall
+from wball.attacks import GrowingRadius, recording
+from wball.attacks.base import Attack
+
+ATTACKS: dict[str, Attack] = {
+    "dual averaging": DualAveraging(WassersteinBall(0.3), steps=20, decay=1.0),
+    "with plans, to the end": DualAveraging(
+        WassersteinBall(0.3), steps=15, random_start=1.0, proofs=True, until_success=False
+    ),
+    "linf": PGD(LinfBall(0.02), steps=20, random_start=True),
+    "growing": PGD(LinfBall(0.01), steps=45, growth=GrowingRadius(1.3, 15)),
+}
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records on the CPU, too; counts recordings and replays."""
+    counts = [0, 0]
+
+    def again(function: Callable[[], None], *_: Any) -> Callable[[], None]:
+        counts[0] += 1
+
+        def replay() -> None:
+            counts[1] += 1
+            function()
+
+        return replay
+
+    monkeypatch.setitem(recording.RECORDERS, "cpu", again)
+    return counts
+
+
+def same(a: AttackResult, b: AttackResult) -> None:
+    for name in ("images", "success", "distance", "loss", "n_steps", "radius", "queries"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert (a.status, a.kernel) == (b.status, b.kernel)
+    assert (a.proof is None) == (b.proof is None)
+    if a.proof is not None and b.proof is not None:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(a.proof.tensors(), b.proof.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_recorded_attack_returns_what_the_attack_returns(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = ATTACKS[name](net, images, labels)
+    made, used = replays
+    assert made > 0 and used > made
+    monkeypatch.delitem(recording.RECORDERS, "cpu")
+    same(recorded, ATTACKS[name](net, images, labels))
+    assert replays == [made, used]
+
+
+def test_images_that_are_done_leave_a_recorded_batch(
+    net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each smaller batch is recorded anew, and only once half of the images are done, as on a GPU."""
+    attack = DualAveraging(WassersteinBall(0.3), steps=40, step_size=0.2)
+    sizes: list[int] = []
+
+    def forward(x: Tensor) -> Tensor:
+        sizes.append(x.shape[0])
+        return net(x)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("wball.attacks.batch.DROP_FROM", {"cpu": 0.5})
+    recorded = attack(forward, images, labels)
+    made = replays[0]
+    assert made >= 2 and len(set(sizes)) >= 3, "smaller batches were recorded"
+    monkeypatch.delitem(recording.RECORDERS, "cpu")
+    same(recorded, attack(forward, images, labels))
+    assert replays[0] == made
+
+
+class Forgetful(nn.Module):
+    """A model that answers otherwise when it is asked again, by what it remembers."""
+
+    def __init__(self, net: nn.Module, slip: int) -> None:
+        super().__init__()
+        self.net, self.slip, self.asked = net, slip, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        return self.net(x if self.asked < self.slip else 0.3 * x.flip(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_recording_that_does_something_else_is_refused(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    attack = DualAveraging(WassersteinBall(0.3), steps=12, until_success=False)
+    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph.*a replay differs from the step itself"):
+        refused = attack(Forgetful(net, 5), images, labels)
+    assert refused.success.shape == labels.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attack(Forgetful(net, 1000), images, labels)
+
+
+def test_an_attack_goes_on_where_its_steps_cannot_be_recorded(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = ATTACKS["with plans, to the end"]
+    expected = attack(net, images, labels)
+
+    def fails(function: Callable[[], None], *_: Any) -> Callable[[], None]:
+        function()  # leaves something in the books
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setitem(recording.RECORDERS, "cpu", fails)
+    with pytest.warns(RuntimeWarning, match="not permitted when stream is capturing"):
+        same(attack(net, images, labels), expected)
+
+
+class Reading(nn.Module):
+    """A model that reads from the device."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * (1.0 if float(x.sum()) >= 0 else -1.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dual averaging", "with plans, to the end", "linf", "growing"])
+def test_graphs_on_a_gpu(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x, y = net.cuda(), images.cuda().repeat(8, 1, 1, 1), labels.cuda().repeat(8)
+    graphs: list[object] = []
+    record = recording.cuda_graph
+    monkeypatch.setitem(recording.RECORDERS, "cuda", lambda *given: graphs.append(given) or record(*given))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorded = ATTACKS[name](net, x, y)
+    assert graphs or name in ("linf", "growing")
+    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph") if graphs else warnings.catch_warnings():
+        reading = ATTACKS[name](Reading(net), x, y)
+    monkeypatch.delitem(recording.RECORDERS, "cuda")
+    plain = ATTACKS[name](net, x, y)
+    for result in (recorded, reading):
+        assert float((result.success == plain.success).double().mean()) >= 0.95
+        assert float(((result.images - plain.images).flatten(1).abs().amax(1) <= 1e-3).double().mean()) >= 0.9
