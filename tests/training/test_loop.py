@@ -117,7 +117,10 @@ def test_radii_of_their_own_grow_where_images_withstand() -> None:
     clean = small_config(epochs=12, adversary=None, augment=0, optimisation=Optimisation(schedule="constant"))
     model = train(clean, data, model=small_model()).model
     config = small_config(
-        epochs=3, adversary=Adversary(attack, "per-image", start=0.05, grow=0.05), optimisation=options, augment=0
+        epochs=3,
+        adversary=Adversary(attack, radius="per-image", start=0.05, grow=0.05),
+        optimisation=options,
+        augment=0,
     )
     history = train(config, data, model=model).history
     # first radius 0.05; an image that always withstands reaches 0.2, the largest

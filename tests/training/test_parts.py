@@ -119,7 +119,7 @@ def test_losses_are_their_formulas(kind: str) -> None:
     net = small_model()
     x, y = small_data(4)
     z = x.flip(2)
-    loss, right = Objective(net, small_config(adversary=Adversary(attack), loss=settings), x)(x, z, y, 0.0)
+    loss, right, _ = Objective(net, small_config(adversary=Adversary(attack), loss=settings), x)(x, z, y, 0.0)
     p, q = net(x).softmax(1), net(z).softmax(1)
     rows = torch.arange(4)
     kl = (p * (p / q).log()).sum(1)

@@ -18,7 +18,7 @@ from wball import DualAveraging, WassersteinBall
 from wball.training import Adversary, Loss, Optimisation, Provable, Smooth, Validation, train
 from wball.training.distributed import World
 from wball.training.losses import Objective
-from wball.training.opponent import Opponent
+from wball.training.radii import Radii
 
 STILL = Optimisation(lr=1e-30, momentum=0.0, weight_decay=0.0, schedule="constant")
 """Weights stay where they are."""
@@ -125,7 +125,7 @@ def test_weights_move_as_the_optimiser_of_torch_moves_them(options: Optimisation
 def test_bfloat16_is_for_the_network_alone() -> None:
     x, y = small_data(16)
     config = small_config(adversary=None, optimisation=Optimisation(bf16=True, channels_last=True))
-    loss, _ = Objective(small_model(), config, x)(x, x, y, 0.0)
+    loss, *_ = Objective(small_model(), config, x)(x, x, y, 0.0)
     with torch.autocast("cpu", torch.bfloat16):
         logits = small_model()(x)
     assert loss.dtype == torch.float32 and logits.dtype == torch.bfloat16
@@ -140,7 +140,7 @@ def test_the_provable_loss_ramps_from_clean_to_worst_case() -> None:
     objective = Objective(model, small_config(adversary=None, provable=settings), x)
     clean = F.cross_entropy(model(x), y)
     for progress, share in ((0.0, 0.0), (0.2, 0.0), (0.4, 0.5), (0.6, 1.0), (1.0, 1.0)):
-        loss, right = objective(x, x, y, progress)
+        loss, right, _ = objective(x, x, y, progress)
         expected, proved = clean, model(x).argmax(1) == y
         if share > 0:
             assert objective._bounds is not None
@@ -155,42 +155,52 @@ def test_the_provable_loss_ramps_from_clean_to_worst_case() -> None:
 def test_the_radius_of_smooth_grows_over_its_ramp() -> None:
     x, y = small_data(16)
     model = small_model()
-    grows = Objective(model, small_config(adversary=None, smooth=Smooth(0.1, ramp=0.5)), x)
-    for progress, eps in ((0.25, 0.05), (0.5, 0.1), (0.9, 0.1)):
-        fixed = Objective(model, small_config(adversary=None, smooth=Smooth(eps, ramp=0.0)), x)
-        torch.testing.assert_close(grows(x, x, y, progress)[0], fixed(x, x, y, 0.0)[0])
-    torch.testing.assert_close(grows(x, x, y, 0.0)[0], F.cross_entropy(model(x), y))
+    settings = Smooth(0.1, ramp=0.5)
+    radii = Radii(settings, 16, seed=0, device=x.device)
+    for progress, eps in ((0.0, 0.0), (0.25, 0.05), (0.5, 0.1), (0.9, 0.1)):
+        assert radii.batch(torch.arange(16), 0, progress, World()) == pytest.approx(eps)
+    objective = Objective(model, small_config(adversary=None, smooth=settings), x)
+    torch.testing.assert_close(objective(x, x, y, 0.0, 0.0)[0], F.cross_entropy(model(x), y))
+    assert objective(x, x, y, 0.5, 0.1)[0] > objective(x, x, y, 0.5, 0.05)[0] > objective(x, x, y, 0.0, 0.0)[0]
 
 
-def test_radii_follow_their_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = small_data(4)
+def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
+    x, y = small_data(32)
+    settings = Smooth(0.4, ramp=0.0, radius="per-image", low=0.01, start=0.05, grow=0.05, shrink=0.04)
+    config = small_config(adversary=None, epochs=4, smooth=settings)
+    objective = Objective(small_model(), config, x)
+    eps = torch.linspace(0.0, 0.4, 32, dtype=torch.float64)
+    each = [objective(x[i : i + 1], x[i : i + 1], y[i : i + 1], 0.5, float(eps[i])) for i in range(32)]
+    loss, _, survived = objective(x, x, y, 0.5, eps)
+    torch.testing.assert_close(loss, torch.stack([v[0] for v in each]).mean())
+    assert torch.equal(survived, torch.cat([v[2] for v in each]))
+    result = train(config, (x, y), model=small_model())
+    radii = [r["mean_radius"] for r in result.history]
+    assert len(set(radii)) > 1 and all(0.01 <= r <= 0.4 for r in radii)
+
+
+def test_radii_follow_their_rule() -> None:
     attack = DualAveraging(WassersteinBall(0.4), steps=1)
-    asked: list[Tensor] = []
+    rule = Adversary(attack, radius="per-image", low=0.1, start=0.2, grow=0.15, shrink=0.08, ramp=0.5)
 
-    def fall(self: Opponent, x: Tensor, y: Tensor, eps: Tensor | float, draws: object) -> tuple[Tensor, Tensor]:
-        asked.append(torch.as_tensor(eps).clone())
-        return x, torch.tensor([True, False, True, False])
+    def radii(settings: Adversary, count: int = 6) -> Radii:
+        return Radii(settings, count, seed=0, device=torch.device("cpu"))
 
-    monkeypatch.setattr(Opponent, "_attack", fall)
-    rule = Adversary(attack, "per-image", low=0.1, start=0.2, grow=0.15, shrink=0.08, ramp=0.5)
-    opponent = Opponent(rule, STILL, small_model(), 6, seed=0)
-    index = torch.tensor([5, 0, 2, 3])
-    for progress in (0.25, 0.5, 1.0):
-        opponent(x, y, index, 0, progress, World())
+    index, broken, own = torch.tensor([5, 0, 2, 3]), torch.tensor([True, False, True, False]), radii(rule)
     # The first and third shrink to low, the others grow to eps; the ramp scales what is asked, not what is kept.
-    for found, expected in zip(asked, ([0.1] * 4, [0.12, 0.35, 0.12, 0.35], [0.1, 0.4, 0.1, 0.4]), strict=True):
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
-    torch.testing.assert_close(opponent.radii, torch.tensor([0.4, 0.2, 0.1, 0.4, 0.2, 0.1], dtype=torch.float64))
-    asked.clear()
-    Opponent(dataclasses.replace(rule, radius="fixed"), STILL, small_model(), 6, seed=0)(x, y, index, 0, 0.1, World())
-    uniform = Opponent(dataclasses.replace(rule, radius="uniform", ramp=0.0), STILL, small_model(), 6, seed=0)
-    for step in range(50):
-        uniform(x, y, index, step, 1.0, World())
-    drawn = torch.stack(asked[1:])
-    assert float(asked[0]) == pytest.approx(0.08) and drawn.shape == (50, 4)
-    assert 0.1 <= float(drawn.min()) < 0.12 and 0.38 < float(drawn.max()) <= 0.4
+    expected = {0.25: [0.1] * 4, 0.5: [0.12, 0.35, 0.12, 0.35], 1.0: [0.1, 0.4, 0.1, 0.4]}
+    for progress, asked in expected.items():
+        torch.testing.assert_close(own.batch(index, 0, progress, World()), torch.tensor(asked, dtype=torch.float64))
+        own.follow(index, broken, World())
+    torch.testing.assert_close(own.values, torch.tensor([0.4, 0.2, 0.1, 0.4, 0.2, 0.1], dtype=torch.float64))
+    fixed = radii(dataclasses.replace(rule, radius="fixed"))
+    fixed.follow(index, broken, World())
+    assert fixed.batch(index, 0, 0.1, World()) == pytest.approx(0.08) and fixed.values.numel() == 0
+    uniform = radii(dataclasses.replace(rule, radius="uniform", ramp=0.0))
+    drawn = torch.stack([torch.as_tensor(uniform.batch(index, step, 1.0, World())) for step in range(50)])
+    assert drawn.shape == (50, 4) and 0.1 <= float(drawn.min()) < 0.12 and 0.38 < float(drawn.max()) <= 0.4
     for start, first in ((9.0, 0.4), (0.0, 0.1)):
-        assert Opponent(dataclasses.replace(rule, start=start), STILL, small_model(), 1, 0).radii.tolist() == [first]
+        assert radii(dataclasses.replace(rule, start=start), 1).values.tolist() == [first]
 
 
 def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:

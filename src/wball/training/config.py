@@ -118,46 +118,11 @@ class Loss:
             raise ValueError(f"beta must be >= 0 and finite, got {self.beta}")
 
 
-@dataclass(frozen=True)
-class Smooth:
-    r"""Robustness to first order: moving mass must not pay along the gradient of the margin.
-
-    .. math::
-        CE\big(f(z) + S\, 1_{k \ne y},\; y\big), \qquad
-        S = \max_{w \in B(x, eps)} \langle \nabla_z (f_r - f_y)(z),\, w - x \rangle
-
-    with ``r`` the most likely wrong class. For ``p = 1`` this penalises the gradient's differences between neighbouring
-    pixels, the ball's dual norm; with noise (:attr:`TrainConfig.noise`) it makes networks that can be certified.
+@dataclass(frozen=True, kw_only=True)
+class Radii:
+    """The radius of each training image's ball, up to the ball's own ``eps``.
 
     Attributes:
-        eps: radius of the ball, in (fraction of mass) x (pixels).
-        ramp: share of the run over which the radius grows from 0.
-    """
-
-    eps: float
-    ramp: float = 0.3
-
-    def __post_init__(self) -> None:
-        inputs.check_positive("eps", self.eps)
-        if not 0 <= self.ramp <= 1:
-            raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
-
-    def at(self, progress: float) -> float:
-        """The radius at a share ``progress`` of the run.
-
-        >>> Smooth(0.1, ramp=0.5).at(0.25)
-        0.05
-        """
-        return self.eps * (min(1.0, progress / self.ramp) if self.ramp > 0 else 1.0)
-
-
-@dataclass(frozen=True)
-class Adversary:
-    """Who makes the training images, and in which ball.
-
-    Attributes:
-        attack: any attack of the library. Its ball's ``eps`` is the (largest) radius. ``until_success=True`` stops at
-            an image's first success, as in the paper; ``False`` goes on to the highest loss.
         radius: ``"fixed"``; ``"uniform"``, drawn per image and step from ``[low, eps]``; or ``"per-image"``: each
             training image has a radius of its own, which starts at ``start``, grows by ``grow`` each time the image
             survives and shrinks by ``shrink`` each time it is broken, within ``[low, eps]``. It settles where the image
@@ -167,7 +132,6 @@ class Adversary:
         ramp: share of the run over which all radii grow from 0 to their value.
     """
 
-    attack: Attack
     radius: RadiusRule = "fixed"
     low: float = 0.0
     start: float = 0.0
@@ -175,19 +139,68 @@ class Adversary:
     shrink: float = 0.02
     ramp: float = 0.0
 
+    def check_radii(self, eps: float) -> None:
+        """Raise unless these settings fit a ball of radius ``eps``."""
+        if self.radius not in ("fixed", "uniform", "per-image"):
+            raise ValueError(f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}')
+        if not 0 <= self.low <= eps:
+            raise ValueError(f"low must be in [0, eps] = [0, {eps:g}], got {self.low}")
+        inputs.check_positive("grow", self.grow)
+        inputs.check_positive("shrink", self.shrink)
+        if not 0 <= self.ramp <= 1:
+            raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
+
+    def scale(self, progress: float) -> float:
+        """What radii are multiplied with at a share ``progress`` of the run.
+
+        >>> Smooth(0.1, ramp=0.5).scale(0.25)
+        0.5
+        """
+        return min(1.0, progress / self.ramp) if self.ramp > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Smooth(Radii):
+    r"""Robustness to first order: moving mass must not pay along the gradient of the margin.
+
+    .. math::
+        CE\big(f(z) + S\, 1_{k \ne y},\; y\big), \qquad
+        S = \max_{w \in B(x, eps)} \langle \nabla_z (f_r - f_y)(z),\, w - x \rangle
+
+    with ``r`` the most likely wrong class. For ``p = 1`` this penalises the gradient's differences between neighbouring
+    pixels, the ball's dual norm; with noise (:attr:`TrainConfig.noise`) it makes networks that can be certified. With a
+    radius per image (see :class:`Radii`; an image survives if ``f_r + S < f_y``) images that are hard to protect do not
+    cost the others their clean accuracy.
+
+    Attributes:
+        eps: (largest) radius of the ball, in (fraction of mass) x (pixels).
+    """
+
+    eps: float
+    ramp: float = field(default=0.3, kw_only=True)
+
+    def __post_init__(self) -> None:
+        inputs.check_positive("eps", self.eps)
+        self.check_radii(self.eps)
+
+
+@dataclass(frozen=True)
+class Adversary(Radii):
+    """Who makes the training images, and in which ball (see :class:`Radii`).
+
+    Attributes:
+        attack: any attack of the library. Its ball's ``eps`` is the (largest) radius. ``until_success=True`` stops at
+            an image's first success, as in the paper; ``False`` goes on to the highest loss.
+    """
+
+    attack: Attack
+
     def __post_init__(self) -> None:
         if not isinstance(self.attack, Attack):
             raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball), got {self.attack!r}")
         if isinstance(self.attack.ball.eps, Tensor):
             raise ValueError("the attack's ball has one eps per image; training needs a single number")
-        if self.radius not in ("fixed", "uniform", "per-image"):
-            raise ValueError(f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}')
-        if not 0 <= self.low <= self.attack.ball.eps:
-            raise ValueError(f"low must be in [0, eps] = [0, {self.attack.ball.eps:g}], got {self.low}")
-        inputs.check_positive("grow", self.grow)
-        inputs.check_positive("shrink", self.shrink)
-        if not 0 <= self.ramp <= 1:
-            raise ValueError(f"ramp must be a share of the run in [0, 1], got {self.ramp}")
+        self.check_radii(self.eps)
 
     @property
     def eps(self) -> float:
@@ -327,8 +340,9 @@ class TrainConfig:
             raise ValueError("give an adversary or a provable loss, not both")
         if self.noise > 0 and (self.adversary is not None or self.provable is not None):
             raise ValueError(f"noise {self.noise} goes without an adversary or a provable loss, which do not use it")
-        if self.smooth is not None and (self.provable is not None or self.loss.kind != "cross-entropy"):
-            raise ValueError('smooth goes with the loss "cross-entropy" and without a provable loss')
+        alone = self.provable is None and self.adversary is None and self.loss.kind == "cross-entropy"
+        if self.smooth is not None and not alone:
+            raise ValueError('smooth goes with the loss "cross-entropy", without an adversary and a provable loss')
         if self.loss.kind != "cross-entropy" and self.adversary is None:
             raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
 

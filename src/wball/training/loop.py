@@ -35,6 +35,7 @@ from wball.training.config import Adversary, Optimisation, TrainConfig, describe
 from wball.training.losses import Objective
 from wball.training.measure import measure
 from wball.training.opponent import Opponent
+from wball.training.radii import Radii
 from wball.training.state import (
     Average,
     MetricsLog,
@@ -130,10 +131,12 @@ def train(
         objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
     opponent = None
     if config.adversary is not None:
-        opponent = Opponent(config.adversary, options, network, len(x), config.seed)
+        opponent = Opponent(config.adversary, options, network, config.seed)
+    balls = config.adversary or config.smooth
+    radii = None if balls is None else Radii(balls, len(x), config.seed, device)
     augmentations = _augmentations(config)
 
-    run = _Run(config, folder, model, average, optimizer, opponent, world, checkpoint_every, time_limit, per_epoch)
+    run = _Run(config, folder, model, average, optimizer, radii, world, checkpoint_every, time_limit, per_epoch)
     with (
         _fast(device, config.adversary),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -162,10 +165,14 @@ def train(
                 if config.noise > 0:
                     noisy = flow_noise(images, config.noise, generator(config.seed, "noise", run.step, device))
                     trained = world.shard(noisy)
+                eps = 0.0 if radii is None else radii.batch(index, run.step, share, world)
+                broken = None
                 if opponent is not None:
-                    trained = opponent(clean, labels, index, run.step, share, world)
+                    trained, broken = opponent(clean, labels, eps, run.step, world)
 
-                loss, right = objective(clean, trained, labels, share)
+                loss, right, survived = objective(clean, trained, labels, share, eps)
+                if radii is not None:
+                    radii.follow(index, ~survived if broken is None else broken, world)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 if options.clip is not None:
@@ -202,7 +209,7 @@ class _Run:
         model: nn.Module,
         average: Average,
         optimizer: torch.optim.Optimizer,
-        opponent: Opponent | None,
+        radii: Radii | None,
         world: distributed.World,
         checkpoint_every: int | None,
         time_limit: float | None,
@@ -213,7 +220,7 @@ class _Run:
         if time_limit is not None:
             inputs.check_positive("time_limit", time_limit)
         self.config, self.folder, self.world = config, folder, world
-        self.model, self.average, self.optimizer, self.opponent = model, average, optimizer, opponent
+        self.model, self.average, self.optimizer, self.radii = model, average, optimizer, radii
         self.checkpoint_every, self.time_limit = checkpoint_every, time_limit
         self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
@@ -279,8 +286,8 @@ class _Run:
             with _exact(tests[0].device):
                 record |= measure(self.config, self.average.model, *tests, self.world)
             self._tick = time.perf_counter()  # evaluation is not on the clock
-        if self.opponent is not None and self.opponent.radii.numel():
-            record["mean_radius"] = float(self.opponent.radii.mean())
+        if self.radii is not None and self.radii.values.numel():
+            record["mean_radius"] = float(self.radii.values.mean())
         self.history.append(record)
         if self.log is not None:
             self.log.write(record)
@@ -312,8 +319,8 @@ class _Run:
         if self.average.decay > 0:
             tensors |= {f"average.{k}": v for k, v in self.average.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in pack_optimizer(self.optimizer).items()}
-        if self.opponent is not None and self.opponent.radii.numel():
-            tensors["radii"] = self.opponent.radii
+        if self.radii is not None and self.radii.values.numel():
+            tensors["radii"] = self.radii.values
         tensors["totals"] = self.totals
         header = {
             "config": describe(self.config),
@@ -352,8 +359,8 @@ class _Run:
                 if self.average.decay > 0:
                     self.average.model.load_state_dict(part["average"])
                 unpack_optimizer(self.optimizer, part["optimizer"])
-                if self.opponent is not None and self.opponent.radii.numel():
-                    self.opponent.radii.copy_(tensors["radii"])
+                if self.radii is not None and self.radii.values.numel():
+                    self.radii.values.copy_(tensors["radii"])
                 self.totals.copy_(tensors["totals"])
             except (KeyError, ValueError, RuntimeError) as error:
                 first = str(error).splitlines()[0]

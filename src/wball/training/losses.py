@@ -14,9 +14,11 @@ from wball.training.network import AsTrained
 
 
 class Objective(nn.Module):
-    """``(clean images, training images, labels, progress) -> (mean loss, number right)``.
+    """``(clean images, training images, labels, progress, radii) -> (mean loss, right, survived)``.
 
-    The training images are the adversary's, or the noisy ones, or the clean ones again.
+    The training images are the adversary's, or the noisy ones, or the clean ones again. ``right`` counts those that are
+    predicted as their label. ``survived`` says of each image whether it is robust to first order at its radius, where
+    the loss is :class:`~wball.training.Smooth`; elsewhere it says which are right.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
@@ -24,17 +26,24 @@ class Objective(nn.Module):
         self.config, self._logits = config, AsTrained(model, config.optimisation)
         self._bounds = _bounds(model, like) if config.provable is not None else None
 
-    def forward(self, x: Tensor, z: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, z: Tensor, y: Tensor, progress: float, eps: float | Tensor = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self._bounds is not None:
-            return self._provable(x, y, progress)
-        if self.config.smooth is not None and self.config.smooth.at(progress) > 0:
-            return self._smooth(x, z, y, self.config.smooth.at(progress))
+            loss, right = self._provable(x, y, progress)
+        elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
+            return self._smooth(x, z, y, eps)
+        else:
+            loss, right = self._usual(x, z, y)
+        return loss, right.sum(), right
+
+    def _usual(self, x: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         settings = self.config.loss
         two = settings.kind != "cross-entropy" or (settings.clean > 0 and z is not x)
         # One pass over both halves: batch normalisation sees them together.
         logits = self._logits(torch.cat([x, z]) if two else z)
         clean, hard = logits.chunk(2) if two else (logits, logits)
-        right = (hard.argmax(1) == y).sum()
+        right = hard.argmax(1) == y
         if settings.kind == "trades":
             return self._cross_entropy(clean, y) + settings.beta * _divergence(clean, hard).mean(), right
         if settings.kind == "mart":
@@ -48,7 +57,7 @@ class Objective(nn.Module):
     def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
 
-    def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z = z.detach().requires_grad_(True)
         logits = self._logits(z)
         own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
@@ -56,7 +65,8 @@ class Objective(nn.Module):
         excess = logits.gather(1, rival[:, None]) - logits.gather(1, y[:, None])
         (gradient,) = torch.autograd.grad(excess.sum(), z, create_graph=True)
         gain = linear_gain(gradient, x, WassersteinBall(eps))
-        return self._cross_entropy(logits + gain[:, None] * (1 - own), y), (logits.argmax(1) == y).sum()
+        loss = self._cross_entropy(logits + gain[:, None] * (1 - own), y)
+        return loss, (logits.argmax(1) == y).sum(), (excess.detach().squeeze(1) + gain.detach()) < 0
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         settings = self.config.provable
@@ -64,12 +74,12 @@ class Objective(nn.Module):
         logits = self._logits(x)
         clean, share = self._cross_entropy(logits, y), settings.ramped(progress)
         if share == 0:
-            return clean, (logits.argmax(1) == y).sum()
+            return clean, logits.argmax(1) == y
         crown = settings.crown + share * (settings.crown_end - settings.crown)
         margins = self._bounds.margins(x, y, share * settings.eps, crown)
         kappa = 1 + share * (settings.kappa - 1)
         others = margins.scatter(1, y[:, None], torch.inf)
-        return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), (others.amin(1) > 0).sum()
+        return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), others.amin(1) > 0
 
 
 def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
