@@ -32,6 +32,8 @@ class Optimisation:
         schedule: ``"step"`` divides the rate by 10 after ``drop_epochs``; ``"one-cycle"`` rises linearly over the
             first ``warmup`` share of the run and falls linearly to 0.
         clip: largest gradient norm, or ``None``.
+        perturbation: relative size of adversarial weight perturbations (:mod:`wball.training.perturbation`), against
+            robust overfitting; 0 for none. A step then takes two passes.
         ema: decay per step of the averaged weights that are evaluated and saved; 0 keeps the last weights.
         bf16: run the network in bfloat16 where autocast allows it.
         channels_last: memory layout of images and kernels.
@@ -48,6 +50,7 @@ class Optimisation:
     drop_epochs: int = 10
     warmup: float = 0.2
     clip: float | None = None
+    perturbation: float = 0.0
     ema: float = 0.0
     bf16: bool = False
     channels_last: bool = False
@@ -62,6 +65,8 @@ class Optimisation:
             raise ValueError(f'schedule must be "constant", "step" or "one-cycle", got {self.schedule!r}')
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps")
+        if not 0 <= self.perturbation < 1:
+            raise ValueError(f"perturbation must be a share of the weights' norm in [0, 1), got {self.perturbation}")
         if not 0 < self.warmup < 1:
             raise ValueError(f"warmup must be a share of the run in (0, 1), got {self.warmup}")
         if not 0 <= self.momentum < 1:

@@ -35,6 +35,7 @@ from wball.training.config import Adversary, Optimisation, TrainConfig, describe
 from wball.training.losses import Objective
 from wball.training.measure import measure
 from wball.training.opponent import Opponent
+from wball.training.perturbation import perturbed
 from wball.training.radii import Radii
 from wball.training.state import (
     Average,
@@ -175,6 +176,10 @@ def train(
                     radii.follow(index, ~survived if broken is None else broken, world)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
+                if options.perturbation > 0:
+                    with perturbed(model, options.perturbation):
+                        optimizer.zero_grad(set_to_none=True)
+                        objective(clean, trained, labels, share, eps)[0].backward()
                 if options.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
                 optimizer.step()
