@@ -114,7 +114,8 @@ def test_training_with_replays_ends_with_the_same_weights(monkeypatch: pytest.Mo
     ends = []
     for replayed in (False, True):
         options = Optimisation(lr=0.05, schedule="one-cycle", cuda_graph=replayed)
-        config = small_config(epochs=2, adversary=Adversary(ATTACK, radius, ramp=0.5), optimisation=options)  # type: ignore[arg-type]
+        adversary = Adversary(ATTACK, radius=radius, ramp=0.5)  # type: ignore[arg-type]
+        config = small_config(epochs=2, adversary=adversary, optimisation=options)
         if replayed:
             monkeypatch.setattr(opponent_module, "recorded", Replay)
         model = train(config, small_data(48), model=small_model()).model
