@@ -161,9 +161,16 @@ def test_defences_keep_their_order(shop: Small, monkeypatch: pytest.MonkeyPatch)
 def test_windows(shop: Small) -> None:
     data = measured("windows", shop)
     assert [(r["name"], r["window"]) for r in data["rows"]] == [
-        (name, window) for name in ("mnist-standard", "mnist-linf-provable") for window in curves.QUICK_WINDOWS
+        (name, window)
+        for ours, theirs in (("standard", "standard"), ("linf-provable", "linf"))
+        for name, windows in (
+            (f"mnist-{ours}", curves.QUICK_WINDOWS),
+            (f"wong2019-mnist-{theirs}", curves.QUICK_WINDOWS[:2]),
+        )
+        for window in windows
     ]
-    for row in data["rows"]:
+    assert sum("On the authors' weights" in remark for remark in curves.WINDOW_SIZES.remarks(data)) == 2
+    for row in (r for r in data["rows"] if not r["name"].startswith("wong2019")):
         clean = float(right(shop, row["name"], 20).double().mean())
         assert row["paper_attack"]["curve"][0]["accuracy"] == row["standard_attack"]["curve"][0]["accuracy"] == clean
         assert row["p"] == 1.0 and row["standard_attack"]["attack"] == "StandardAttack, fast, p = 1"
@@ -270,8 +277,13 @@ def test_lambda_and_p(shop: Small) -> None:
 def test_authors_weights(shop: Small) -> None:
     data = measured("authors-weights", shop)
     labels = [r["label"] for r in data["rows"]]
-    assert labels == [c.text for c in published.AUTHORS]  # the models here have no threshold to take out
-    assert [r["published"] for r in data["rows"]] == [0.04, 0.14, 0.48, 0.86]
+    assert labels == [c.text for c in published.AUTHORS for _ in range(2)]  # there is no threshold to take out
+    assert [(r["whose"], r["published"]) for r in data["rows"]] == [
+        (whose, share) for share in (0.04, 0.14, 0.48, 0.86) for whose in ("authors", "ours")
+    ]
+    (table,) = authors.tables(data)
+    assert len(table.rows) == 4 and None not in table.rows[0] and len(table.head) == 8
+    assert "What the weights change" in authors.remarks(data)[-1]
     for row in data["rows"]:
         text, scripts = row["text"]["curve"], row["scripts"]["curve"]
         assert (text[1]["eps"], scripts[1]["eps"]) == (0.3, 0.7)
@@ -283,8 +295,9 @@ def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytes
     plain = Small._find(shop, "mnist-binarized")[0]
     monkeypatch.setattr(Small, "_find", lambda self, name: (Binarized(plain), "linear", "here"))
     monkeypatch.setattr(published, "AUTHORS", published.AUTHORS[1:2])
-    before, inside = measured("authors-weights", shop)["rows"]
-    assert before["label"] == authors.BEFORE and inside["label"] == "binarized, threshold inside"
+    before, inside, *ours = measured("authors-weights", shop)["rows"]
+    assert before["label"] == authors.BEFORE and inside["label"] == authors.INSIDE
+    assert [r["label"] for r in ours] == [authors.BEFORE, authors.INSIDE]
     x, y = shop.test_images("mnist", 10, authors.QUICK)
     clean = float((plain((x >= 0.5).float()).argmax(1) == y).double().mean())
     assert before["text"]["curve"][0]["accuracy"] == inside["text"]["curve"][0]["accuracy"] == clean

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.certificates import FlowSmoothing
 from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
-from wball.paper.measure import certified, evaluated
+from wball.paper.measure import certified, evaluated, smoothed
 from wball.paper.workshop import Data, MissingModel, Settings, Subject, Workshop
 from wball.storage.atomic import locked
 from wball.storage.files import read_json, write_json
@@ -187,18 +186,7 @@ def _smoothing(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol:
     if public is None or public.noise is None:
         return None
     scale, samples = public.noise / math.sqrt(2), QUICK_SAMPLES if shop.quick else SAMPLES
-    select = min(samples, SELECT)
-
-    def votes() -> dict[str, Tensor]:
-        smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
-        generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
-        found = smooth.certify(x, samples, select, ALPHA, generator)
-        good = ~found.abstained & (found.prediction == y)
-        return {"probability": torch.where(good, found.probability, 0.0), "tight": torch.where(good, found.radius, 0.0)}
-
-    depends = [subject.sha256, shop.fingerprint(x, y), samples, select, scale, ALPHA, shop.settings.seed]
-    with shop.part(f"{subject.name}.smoothing", depends) as folder:
-        part, seconds = shop.once(folder / "part.safetensors", ["probability", "tight"], votes)
+    part, seconds = smoothed(shop, subject, x, y, scale, samples, min(samples, SELECT), ALPHA)
     p = part["probability"].clamp(0.5, 1 - 1e-12)
     theirs = scale / 2 * (p / (1 - p)).log() / math.sqrt(2)
     return {
@@ -207,7 +195,7 @@ def _smoothing(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol:
         "alpha": ALPHA,
         "scale": scale,
         "authors": {f"{r:g}": float((theirs > r).double().mean()) for r in protocol.certified},
-        "tight": {f"{r:g}": float((part["tight"] > r).double().mean()) for r in protocol.certified},
+        "tight": {f"{r:g}": float((part["radius"] > r).double().mean()) for r in protocol.certified},
         "seconds": round(seconds, 1),
     }
 

@@ -21,18 +21,18 @@ from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.standard import Version
 from wball.auditing.violations import MASS_TOL
 from wball.ball import WassersteinBall
-from wball.certificates import certify
+from wball.certificates import FlowSmoothing, certify
 from wball.certificates.certificate import Method
 from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
-from wball.paper.workshop import Clock, Data, Subject, Workshop
+from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.config import describe
 
 BATCH = {"cpu": 100, "cuda": 5000}
 COLOUR_BATCH = {"cpu": 50, "cuda": 1000}
 """Images at a time. Colour images go through ResNet-18, whose activations fill the memory."""
 PROOFS_AT_ONCE = 1_000
-"""Images between two states of a certificate that are kept: what an interrupted run loses."""
+"""Images that are certified in one call."""
 
 
 def evaluated(
@@ -141,34 +141,51 @@ def certified(
 ) -> tuple[Tensor, float]:
     """The largest of the radii certified per image (0: none), and the seconds.
 
-    By bisection: balls are nested, so a proof covers smaller ones.
+    From small to large: balls are nested, so what is not certified in one is not in the next.
     """
-    levels = sorted(radii)
-    depends = [subject.sha256, shop.fingerprint(x, y), method, levels, x.device.type]
+    depends = [subject.sha256, shop.fingerprint(x, y), method, sorted(radii), x.device.type]
+    radius, spent = torch.zeros(len(x), dtype=torch.float64), 0.0
     with shop.part(f"{subject.name}.{method}", depends) as folder:
-        path = folder / "part.safetensors"
-        part = shop.kept(path, "proved", "possible")
-        if part is not None:
-            state, notes = part
-        else:
-            none = torch.zeros(len(x), dtype=torch.long)
-            state, notes = {"proved": none, "possible": torch.full_like(none, len(levels))}, {"seconds": 0.0}
-        proved, possible = state["proved"], state["possible"]  # how many of the radii
-        while bool((proved < possible).any()):
-            clock, trial = Clock(x.device), (proved + possible + 1) // 2
-            level = int(trial[proved < possible].min())
-            index = ((proved < possible) & (trial == level)).nonzero().squeeze(1)[:PROOFS_AT_ONCE]
-            here = index.to(x.device)
-            proof = certify(subject.model, x[here], y[here], WassersteinBall(levels[level - 1]), method, refine=False)
-            holds = proof.certified.cpu()
-            proved[index[holds]], possible[index[~holds]] = level, level - 1
-            notes["seconds"] += clock.seconds()
-            shop.keep(path, state, notes)
-    radius, seconds = torch.tensor([0.0, *levels], dtype=torch.float64)[proved], float(notes["seconds"])
-    shares = ", ".join(f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in levels)
-    shop.say(f"{subject.name}, {method}: certified {shares} (% of {len(x)}; {seconds:.1f} s)")
+        index = torch.arange(len(x))
+        for eps in sorted(radii):
+
+            def proved(eps: float = eps, index: Tensor = index) -> dict[str, Tensor]:
+                ball, parts = WassersteinBall(eps), index.to(x.device).split(PROOFS_AT_ONCE)
+                proofs = [certify(subject.model, x[part], y[part], ball, method, refine=False) for part in parts]
+                holds = torch.cat([p.certified for p in proofs]) if proofs else torch.zeros(0, dtype=torch.bool)
+                return {"index": index, "certified": holds}
+
+            part, seconds = shop.once(folder / f"{eps:g}.safetensors", ("index", "certified"), proved)
+            index, spent = part["index"][part["certified"]], spent + seconds
+            radius[index] = eps
+    shop.say(f"{subject.name}, {method}: certified {shares(radius, radii)} (% of {len(x)}; {spent:.1f} s)")
+    shop.spent += spent
+    return radius, spent
+
+
+def shares(radius: Tensor, radii: Sequence[float]) -> str:
+    """How many of the images have at least each radius, in words."""
+    return ", ".join(f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in sorted(radii))
+
+
+def smoothed(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, scale: float, samples: int, select: int, alpha: float
+) -> tuple[dict[str, Tensor], float]:
+    """The smoothed model's certificate where it is right (else -1): its class's ``probability``, and a ``radius``."""
+
+    def votes() -> dict[str, Tensor]:
+        smooth = FlowSmoothing(subject.model, scale, batch_size=10_000 if x.is_cuda else 500)
+        generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
+        found = smooth.certify(x, samples, select, alpha, generator)
+        good = ~found.abstained & (found.prediction == y)
+        return {name: torch.where(good, getattr(found, name), -1.0) for name in ("probability", "radius")}
+
+    depends = [subject.sha256, shop.fingerprint(x, y), scale, samples, select, alpha, shop.settings.seed]
+    with shop.part(f"{subject.name}.smoothing", depends) as folder:
+        part, seconds = shop.once(folder / "part.safetensors", ("probability", "radius"), votes)
     shop.spent += seconds
-    return radius, seconds
+    shop.say(f"{subject.name}, flow smoothing of scale {scale:g}: votes on {len(x)} images ({seconds:.1f} s)")
+    return part, seconds
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ CLAIMS = (
 _README = "[README of the code](https://github.com/locuslab/projected_sinkhorn), the paper's attack"
 AUTHORS = (
     Claim("standard", "mnist", "wong2019-mnist-standard", 1.0, 0.04, _README),
-    Claim("binarized, threshold inside", "mnist", "wong2019-mnist-binarized", 1.0, 0.14, _README),
+    Claim("binarized", "mnist", "wong2019-mnist-binarized", 1.0, 0.14, _README),
     Claim("l-inf robust", "mnist", "wong2019-mnist-linf", 1.0, 0.48, _README),
     Claim("adv. training", "mnist", "wong2019-mnist-adversarial", 1.0, 0.86, _README),
 )
@@ -71,7 +71,7 @@ OTHERS = tuple(
 )
 """What others' attacks leave of public weights: the file has the radius of each of the 10,000 test digits."""
 
-WINDOWS = {("mnist-standard", 3): (1.83, 0.028), ("mnist-linf-provable", 3): (1.83, 0.41)}
+WINDOWS = {("standard", 3): (1.83, 0.028), ("l-inf robust", 3): (1.83, 0.41)}
 """Accuracy that is left at a radius with 3 x 3 plans; larger windows reach 0 (appendix, transport plan sizes)."""
 
 DIGIT_RADII = {

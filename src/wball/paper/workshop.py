@@ -285,37 +285,26 @@ class Workshop:
         self.commits.update(notes["commits"])
         self.spent += notes["seconds"]
 
-    def kept(self, path: Path, *names: str) -> tuple[dict[str, Tensor], Any] | None:
-        """Tensors and notes in a file of a part. A damaged file counts as none: it is measured again."""
-        if not path.is_file():
-            return None
-        try:
-            tensors, notes = read_tensors(path)
-        except ValueError as error:
-            self.say(f"measured again: {error}")
-            return None
-        if not set(names) <= set(tensors) or not isinstance(notes, dict):
-            self.say(f"measured again: {path} has not all of {', '.join(names)}")
-            return None
-        self.commits.update(notes.get("commits", ()))
-        return tensors, notes
-
-    def keep(self, path: Path, tensors: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Write a file of a part. It remembers by which commits it was measured: another one may go on with it."""
-        notes["commits"] = sorted({*notes.get("commits", ()), self.commit})
-        write_tensors(path, tensors, notes)
-
     def once(
         self, path: Path, names: Sequence[str], measure: Callable[[], dict[str, Tensor]]
     ) -> tuple[dict[str, Tensor], float]:
-        """The tensors ``names`` that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part."""
-        part = self.kept(path, *names)
-        if part is not None:
-            return part[0], float(part[1]["seconds"])
+        """The tensors ``names`` that ``measure`` makes, on the CPU, and its seconds; kept in a file of a part.
+
+        The file remembers by which commit it was measured. A damaged one is measured again.
+        """
+        if path.is_file():
+            try:
+                tensors, notes = read_tensors(path)
+                if set(names) <= set(tensors) and isinstance(notes, dict):
+                    self.commits.update(notes.get("commits", ()))
+                    return tensors, float(notes["seconds"])
+                self.say(f"measured again: {path} has not all of {', '.join(names)}")
+            except ValueError as error:
+                self.say(f"measured again: {error}")
         clock = Clock(self.device)
         tensors = {name: tensor.cpu() for name, tensor in measure().items()}
         seconds = clock.seconds()
-        self.keep(path, tensors, {"seconds": seconds})
+        write_tensors(path, tensors, {"seconds": seconds, "commits": [self.commit]})
         return tensors, seconds
 
     @cached_property
