@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
-from wball.certificates.complete import Search
+from wball.certificates.complete import Leaf, Search
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
@@ -58,6 +58,9 @@ class CertificateResult(Summarised):
         kernel: the kernel that maximised over the ball.
         counterexample: for ``method="complete"``, images like ``x``: where the status is ``FALSIFIED`` a point of the
             ball, checked as an audit does, that the model gives another label; elsewhere the image itself.
+        leaves: for ``method="complete"``, per image: where branch and bound certified it, the parts its tree ended in,
+            class by class (:class:`~wball.certificates.complete.Leaf`); classes that are not among them were certified
+            without. ``None`` elsewhere, and where there are too many parts to keep.
     """
 
     certified: Tensor
@@ -67,6 +70,7 @@ class CertificateResult(Summarised):
     method: Method
     kernel: str = "torch"
     counterexample: Tensor | None = None
+    leaves: tuple[tuple[Leaf, ...] | None, ...] = ()
 
     def headline(self) -> dict[str, str]:
         shown = {"images": str(len(self.certified))}
@@ -176,16 +180,25 @@ def _decide(
     """Branch and bound for the images that are not certified yet."""
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
     counterexample = x.clone()
+    leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
     for index in torch.tensor(left, dtype=torch.long, device=x.device).split(16 if x.is_cuda else 1):
         search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x))
         answer = search.decide(x[index], y[index])
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
-        for k, proved, broken in zip(index.tolist(), answer.proved.tolist(), answer.broken.tolist(), strict=True):
-            if proved or broken:
-                status[k] = CertificateStatus.CERTIFIED if proved else CertificateStatus.FALSIFIED
-    return replace(found, margin=margin, certified=certified, status=tuple(status), counterexample=counterexample)
+        for n, k in enumerate(index.tolist()):
+            leaves[k] = answer.leaves[n]
+            if answer.proved[n] or answer.broken[n]:
+                status[k] = CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED
+    return replace(
+        found,
+        margin=margin,
+        certified=certified,
+        status=tuple(status),
+        counterexample=counterexample,
+        leaves=tuple(leaves),
+    )
 
 
 def certified_radius(

@@ -46,11 +46,7 @@ class InputSet(ABC):
     shape: tuple[int, ...]  # of one image
     compiled = False  # whether a full search costs hardly more than a short one
     small: bool = False  # whether a linear program over the whole set is a matter of milliseconds
-
-    @property
-    def kernel(self) -> str:
-        """The kernel behind :meth:`maximum`."""
-        return "cpu" if self.compiled else "torch"
+    kernel = "torch"  # behind :meth:`maximum`
 
     @abstractmethod
     def maximum(

@@ -31,9 +31,10 @@ from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
 from wball.input_sets.charges import Charged, Charges, spread
-from wball.input_sets.psi import NOWHERE, Field, best_psi, entropic_psi, worth_of
 from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
+from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
+from wball.kernels.row_maximum.reference import entropic_psi, worth_of
 
 LIST_ALL = 8192
 """Images with at most this many (pixel, move) pairs have every move listed: full plans are then exact."""
@@ -84,7 +85,8 @@ class TransportSet(InputSet):
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.distances = sorted({d for *_, d in self.moves})
         self._active = self._list_active()
-        self.compiled = dispatch.choose("entropic_plan", x, cost.arcs(height, width, grid)) == "cpu"
+        self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
+        self.compiled = self.kernel != "torch"
 
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""
@@ -253,18 +255,17 @@ class TransportSet(InputSet):
     ) -> Tensor:
         rows, charged = self._align(rows, charged)
         budget = self.budget[rows.image]
-        if self.compiled and not charged and box is None and reg == math.inf and not rows.coeff.requires_grad:
-            value = self._largest(rows, budget, rounds)
-            return value if self.box is None else torch.minimum(value, self._box_alone(rows))
         charges = self._charges(rows, charged)
-        field = self._field(rows, box, charges)
-        with torch.no_grad():
-            if reg < math.inf:
-                psi = entropic_psi(self._field(rows, box, charges, reg).single(), budget.float(), reg)
-            else:
-                psi = best_psi(field.single(), budget.float(), self.step, rounds)
-        psi = psi.to(rows.coeff.dtype)
-        value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
+        recorded = torch.is_grad_enabled() and any(
+            part.requires_grad for part in (rows.coeff, *([] if box is None else [box]), *(w.coeff for _, w in charged))
+        )
+        if reg < math.inf or recorded:
+            field = self._field(rows, box, charges)
+            with torch.no_grad():
+                psi = self._psi(rows, box, charges, field, reg, rounds).to(rows.coeff.dtype)
+            value = worth_of(field, psi) + psi * budget.to(rows.coeff.dtype)
+        else:
+            value, _ = row_maximum(self._problem(rows, box, charges), rounds, self.kernel)
         if self.box is None:
             return value
         lo, hi = self.box
@@ -280,13 +281,33 @@ class TransportSet(InputSet):
         lo, hi = self.box
         return torch.maximum(hi * rows.coeff, lo * rows.coeff).flatten(1).sum(1)
 
-    def _largest(self, rows: Rows, budget: Tensor, rounds: int) -> Tensor:
-        """The bound of rows that nothing charges, compiled."""
-        from wball.kernels.linear_maximum.cpu import largest  # compiles
+    def _problem(
+        self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field | None = None
+    ) -> RowProblem:
+        """Rows as the kernels take them; ``field`` if it is known already."""
+        beyond = rows.corner is not None and self.far is not None
+        return RowProblem(
+            rows.coeff,
+            rows.image,
+            rows.corner,
+            self.x,
+            self.budget[rows.image],
+            self.moves,
+            self.tiers,
+            self.step,
+            lambda: self._elsewhere(rows)[0] if beyond else None,
+            lambda: self._field(rows, box, charges) if field is None else field,
+            box is None and charges is None,
+        )
 
-        beyond = self._elsewhere(rows)[0] if rows.corner is not None and self.far is not None else None
-        value = largest(rows, self.x, budget, self.moves, self.tiers, beyond, self.step, 2 * rounds)
-        return value.to(rows.coeff.dtype)
+    def _psi(
+        self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field, reg: float, rounds: int
+    ) -> Tensor:
+        """The best price of the budget, or that of the entropic plan."""
+        if reg < math.inf:
+            soft = self._field(rows, box, charges, reg).single()
+            return entropic_psi(soft, self.budget[rows.image].float(), reg)
+        return row_maximum(self._problem(rows, box, charges, field), rounds, self.kernel)[1]
 
     def _align(self, rows: Rows, charged: Charged) -> tuple[Rows, Charged]:
         """Rows and weights that are all patches, or all dense."""

@@ -43,6 +43,11 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "cpu": "wball.kernels.linear_maximum.cpu",
         "torch": "wball.kernels.linear_maximum.reference",
     },
+    "row_maximum": {
+        "triton": "wball.kernels.row_maximum.triton",
+        "cpu": "wball.kernels.row_maximum.cpu",
+        "torch": "wball.kernels.row_maximum.reference",
+    },
 }
 """Operation -> name of a kernel -> its module."""
 

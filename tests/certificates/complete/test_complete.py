@@ -135,3 +135,44 @@ def test_children_of_a_node_fix_both_signs() -> None:
     assert children.state["sign", 4].tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, -1], [0, 0, 0]]
     assert children.state["sign", 7].tolist() == [[0, 0], [1, 0], [0, 0], [-1, 0]]
     assert np.isclose(float(children.bound.min()), -2.0) and math.isfinite(float(children.bound.max()))
+
+
+def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:
+    """Whether parts are all leaves of one tree of splits."""
+    if () in leaves:
+        return len(leaves) == 1
+    common = set.intersection(*({split[:2] for split in leaf} for leaf in leaves)) if leaves else set()
+    for unit in common:
+        halves = [
+            [tuple(s for s in leaf if s[:2] != unit) for leaf in leaves if (*unit, sign) in leaf] for sign in (1, -1)
+        ]
+        if all(covers(half) for half in halves):
+            return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("programs", [True, False])
+def test_parts_of_a_tree_cover_the_ball(programs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every certified image keeps the parts it was split into: none is missing, slopes are in range."""
+    if not programs:
+        monkeypatch.setattr(program, "MOST_UNITS", 0)
+    largest = 0
+    for seed in (21, 236, 251, 267):
+        net, x, y, eps = tiny(seed)
+        found = certify(
+            net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=3.0
+        )
+        leaves = found.leaves[0]
+        if leaves is None:
+            continue
+        assert bool(found.certified[0])
+        for other in {leaf.other for leaf in leaves}:
+            mine = [leaf for leaf in leaves if leaf.other == other]
+            assert covers([leaf.splits for leaf in mine]), (seed, other)
+            largest = max(largest, len(mine))
+        for leaf in leaves:
+            assert all(float(s.min()) >= 0 and float(s.max()) <= 1 for s in leaf.slopes.values())
+            assert len(leaf.prices) == len(leaf.splits) and all(price >= 0 for price in leaf.prices)
+    assert largest >= 2

@@ -24,6 +24,7 @@ from wball.ball import Ball
 from wball.certificates.anchor import UnitAnchor, image_convolution
 from wball.certificates.collector import rounded_up
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
+from wball.certificates.complete.leaves import Closed, Leaf
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.complete.program import Program
 from wball.certificates.condition import Condition, condition
@@ -57,12 +58,13 @@ POSITIVE = torch.finfo(torch.float64).tiny
 
 @dataclass
 class Answer:
-    """What was decided, per image."""
+    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too large to keep."""
 
     margin: Tensor
     proved: Tensor
     broken: Tensor
     counterexample: Tensor
+    leaves: list[tuple[Leaf, ...] | None]
 
 
 class Search:
@@ -90,11 +92,12 @@ class Search:
         nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
         self.x, self.y = x, y
-        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone())
+        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), [None] * x.shape[0])
         self._attack("fast")
         left = (~self.answer.broken).nonzero()[:, 0]
         if left.numel() and not self._late():
             self._prove(left)
+            self._keep_leaves()
         return self.answer
 
     # ---- attacks
@@ -122,6 +125,13 @@ class Search:
 
     # ---- proofs
 
+    def _keep_leaves(self) -> None:
+        image, other = self.image.tolist(), self.other.tolist()
+        for k in self.answer.proved.nonzero()[:, 0].tolist():
+            found = [self.closed.leaves(n, other[n]) for n, i in enumerate(image) if i == k]
+            whole = [part for part in found if part is not None]
+            self.answer.leaves[k] = tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
+
     def _late(self) -> bool:
         return self.clock() > self.deadline
 
@@ -144,7 +154,8 @@ class Search:
         margins = relaxation.margins(y, bounds, like, anchored=anchored)
         image, other = (margins <= 0).nonzero(as_tuple=True)
         self.positive = torch.where(margins > 0, margins, math.inf).amin(1)  # over classes that are proved
-        self.image, self.value = left[image], margins[image, other]
+        self.image, self.other, self.value = left[image], other, margins[image, other]
+        self.closed = Closed(self.graph.relaxed())
         self._settle(left)
         if image.numel() == 0:
             return
@@ -170,12 +181,17 @@ class Search:
     def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Write down the bounds of nodes without splits; what is left of both."""
         self.value[problems.index] = torch.maximum(self.value[problems.index], nodes.bound.clamp(max=POSITIVE))
+        self._close(problems, nodes)
         keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[:, 0]
         if keep.shape[0] == len(nodes):
             return problems, nodes
         kept = nodes.take(keep)
         kept.problem = torch.arange(keep.shape[0], device=keep.device)
         return problems.take(keep), kept
+
+    def _close(self, problems: Problems, nodes: Nodes) -> None:
+        done = nodes.take((nodes.bound > 0).nonzero()[:, 0])
+        self.closed.add(done, problems.index[done.problem])
 
     def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Bounds where the margin is not positive, as long as that helps some problem."""
@@ -240,6 +256,7 @@ class Search:
                 if len(children):
                     children = improve(problems, children, NODE_STEPS, 0.1)
             self._candidates(problems, now.problem, z)
+            self._close(problems, children)
             children = children.take((children.bound <= 0).nonzero()[:, 0])
             nodes = nodes.plus(children.kept())
             over = dead | self.answer.broken[self.image[problems.index]]
@@ -262,6 +279,7 @@ class Search:
         z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(-1, *self.x.shape[1:])
         splits = torch.tensor([f.splits for f in found], dtype=torch.bool, device=device)
         left = nodes.bound <= 0
+        self._close(program.problems, nodes)
         self._stop(nodes.take((left & ~splits).nonzero()[:, 0]), dead, floor)
         keep = (left & splits).nonzero()[:, 0]
         position = torch.tensor([f.position for f in found], device=device)[keep]

@@ -1,40 +1,25 @@
-r"""The price ``psi`` of the transport budget that gives rows their smallest bound: a scalar convex search per row."""
+r"""Row maxima (:mod:`wball.kernels.row_maximum`) in plain PyTorch: the yardstick of the others."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-NOWHERE = -1e30
-"""Value of a move that leaves the image: finite, so that it vanishes when multiplied by no mass."""
-
-DOWN = 0.55
-"""Share of ``psi`` that is tried next as long as no smaller one is known to spend the budget."""
+from wball.kernels.row_maximum import DOWN, NOWHERE, Field, RowProblem
+from wball.moves import Moves
 
 
-@dataclass(frozen=True)
-class Field:
-    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Serves any images and costs."""
+    return None
 
-    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``, with their cost
-    ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at several
-    distances from the patch, ``away`` (T,) what it costs to come from there, ``far`` (N, C) what that is worth.
-    """
 
-    mass: Tensor
-    stay: Tensor
-    worth: Tensor
-    cost: Tensor
-    far: Tensor | None = None
-    elsewhere: Tensor | None = None
-    away: Tensor | None = None
-
-    def single(self) -> Field:
-        """The same in float32, for searching."""
-        held = (self.mass, self.stay, self.worth, self.cost, self.far, self.elsewhere, self.away)
-        return Field(*(None if part is None else part.float() for part in held))  # type: ignore[arg-type]
+@torch.no_grad()
+def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
+    """See :func:`wball.kernels.row_maximum.row_maximum`."""
+    field, dtype = problem.field(), problem.coeff.dtype
+    psi = best_psi(field.single(), problem.budget.float(), problem.step, rounds).to(dtype)
+    return worth_of(field, psi) + psi * problem.budget.to(dtype), psi
 
 
 def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

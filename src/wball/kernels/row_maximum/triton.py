@@ -1,0 +1,168 @@
+"""Row maxima (:mod:`wball.kernels.row_maximum`) in Triton: the whole search of a row is one program.
+
+The options of a row are read again for every price; they stay in the cache of a multiprocessor. Prices are compared in
+float32, sums are taken in float64, and the bound at the best price is evaluated in the precision of the field.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wball.kernels.row_maximum import DOWN, RowProblem
+from wball.kernels.triton_stencil import kernel
+from wball.kernels.triton_stencil import why_not as _why_not
+from wball.moves import Moves
+
+BLOCK = 512
+"""Sources looked at together."""
+_DOWN = tl.constexpr(DOWN)
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``."""
+    return _why_not(x[:0].float(), moves)
+
+
+@torch.no_grad()
+def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
+    """See :func:`wball.kernels.row_maximum.row_maximum`."""
+    field = problem.field()
+    rows, channels, options, sources = field.worth.shape
+    dtype, device = problem.coeff.dtype, field.worth.device
+    value = torch.empty(rows, dtype=torch.float64, device=device)
+    psi = torch.empty(rows, dtype=torch.float32, device=device)
+    beyond = field.elsewhere is not None
+    far, elsewhere, away = (field.far, field.elsewhere, field.away) if beyond else (field.mass, field.mass, field.cost)
+    if rows:
+        block = min(BLOCK, max(32, triton.next_power_of_2(channels * sources)))
+        _row_kernel[(rows,)](
+            field.worth.contiguous(), field.stay.contiguous(), field.mass.contiguous(), field.cost.contiguous(),
+            problem.budget.to(torch.float64), far.contiguous(), elsewhere.contiguous(), away.contiguous(), value, psi,
+            channels, options, sources, float(problem.step), rounds,
+            TIERS=elsewhere.shape[2] if beyond else 0, BLOCK=block, num_warps=max(1, block // 128),
+        )  # fmt: skip
+    return value.to(dtype), psi.to(dtype)
+
+
+@triton.jit
+def _evaluate(
+    worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, options, sources,
+    TIERS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What the best options at ``psi`` are worth, and what they cost."""
+    kind: tl.constexpr = tl.float64 if EXACT else tl.float32
+    lane = tl.arange(0, BLOCK)
+    worth = tl.zeros([BLOCK], tl.float64)
+    spent = tl.zeros([BLOCK], tl.float64)
+    price = psi.to(kind)
+    for first in tl.range(0, channels * sources, BLOCK):
+        place = first + lane
+        real = place < channels * sources
+        best = tl.load(stay_ptr + place, mask=real, other=0.0).to(kind)
+        mass = tl.load(mass_ptr + place, mask=real, other=0.0).to(kind)
+        toll = tl.zeros([BLOCK], kind)
+        option_ptr = worth_ptr + place // sources * (options * sources) + place % sources
+        for k in tl.range(0, options):
+            cost = tl.load(cost_ptr + k).to(kind)
+            score = tl.load(option_ptr + k * sources, mask=real, other=0.0).to(kind) - price * cost
+            better = score > best
+            toll = tl.where(better, cost, toll)
+            best = tl.where(better, score, best)
+        worth += (best * mass).to(tl.float64)
+        spent += (toll * mass).to(tl.float64)
+    value, paid = tl.sum(worth, 0), tl.sum(spent, 0)
+    if TIERS > 0:
+        for c in tl.range(0, channels):
+            far = tl.load(far_ptr + c).to(tl.float64)
+            for t in tl.static_range(TIERS):
+                away = tl.load(away_ptr + t).to(tl.float64)
+                held = tl.load(elsewhere_ptr + c * TIERS + t).to(tl.float64)
+                gain = far - psi.to(tl.float64) * away
+                value += tl.maximum(gain, 0.0) * held
+                paid += tl.where(gain > 0.0, away, 0.0) * held
+    return value, paid
+
+
+@kernel("channels", "options", "sources", "step", "rounds")
+def _row_kernel(
+    worth_ptr, stay_ptr, mass_ptr, cost_ptr, budget_ptr, far_ptr, elsewhere_ptr, away_ptr, value_out, psi_out,
+    channels, options, sources, step, rounds,
+    TIERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    worth_ptr += n * channels * options * sources
+    stay_ptr += n * channels * sources
+    mass_ptr += n * channels * sources
+    if TIERS > 0:
+        far_ptr += n * channels
+        elsewhere_ptr += n * channels * TIERS
+    budget = tl.load(budget_ptr + n)
+
+    # Above the steepest gain per unit of cost nobody moves.
+    lane = tl.arange(0, BLOCK)
+    steepest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, channels * sources, BLOCK):
+        place = first + lane
+        real = place < channels * sources
+        real = real & (tl.load(mass_ptr + place, mask=real, other=0.0) > 0.0)
+        stay = tl.load(stay_ptr + place, mask=real, other=0.0).to(tl.float32)
+        option_ptr = worth_ptr + place // sources * (options * sources) + place % sources
+        for k in tl.range(0, options):
+            cost = tl.load(cost_ptr + k).to(tl.float32)
+            apart = tl.where(cost > 0.0, cost, step)
+            gain = (tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay) / apart
+            steepest = tl.where(real, tl.maximum(steepest, gain), steepest)
+    high = tl.max(steepest, 0)
+    if TIERS > 0:
+        for c in tl.range(0, channels):
+            high = tl.maximum(high, tl.load(far_ptr + c).to(tl.float32) / step)
+    high = high * (1.0 + 1e-6)
+    low = high * 0.0
+    value_low, cost_low = _evaluate(
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, low, channels, options, sources,
+        TIERS, BLOCK, False,
+    )  # fmt: skip
+    value_high, cost_high = _evaluate(
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, high, channels, options, sources,
+        TIERS, BLOCK, False,
+    )  # fmt: skip
+    value_high += budget * high
+    best = tl.minimum(value_low, value_high)
+    psi = tl.where(value_high < value_low, high, low)
+    # Nobody wants to move, or all may: then an end is the best price.
+    steps = tl.where((high > 0.0) & (cost_low > budget), 0, rounds)
+    while steps < rounds:
+        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
+        slope_low, slope_high = budget - cost_low, budget - cost_high
+        drop = slope_high - slope_low
+        meet = value_low - value_high + slope_high * high.to(tl.float64) - slope_low * low.to(tl.float64)
+        meet = (meet / tl.maximum(drop, 1e-300)).to(tl.float32)
+        trial = tl.where(steps % 3 == 2, 0.5 * (low + high), tl.where(drop > 0.0, meet, high))
+        # The budget is small against the mass: the best price is near the top, and 0 a bad end of the bracket.
+        trial = tl.where(low > 0.0, trial, _DOWN * high)
+        trial = tl.maximum(tl.minimum(trial, high), low)
+        value, cost = _evaluate(
+            worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, trial, channels, options,
+            sources, TIERS, BLOCK, False,
+        )  # fmt: skip
+        value += budget * trial
+        psi = tl.where(value < best, trial, psi)
+        best = tl.minimum(best, value)
+        over = cost > budget
+        low, value_low, cost_low = (
+            tl.where(over, trial, low), tl.where(over, value, value_low), tl.where(over, cost, cost_low),
+        )  # fmt: skip
+        high, value_high, cost_high = (
+            tl.where(over, high, trial), tl.where(over, value_high, value), tl.where(over, cost_high, cost),
+        )  # fmt: skip
+        steps += 1
+    value, cost = _evaluate(
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, options, sources,
+        TIERS, BLOCK, True,
+    )  # fmt: skip
+    tl.store(value_out + n, value + budget * psi.to(tl.float64))
+    tl.store(psi_out + n, psi)
