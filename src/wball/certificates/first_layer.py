@@ -13,6 +13,8 @@ outside the image here, which only enlarges the bound of units at the border.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,6 +29,9 @@ MARGIN = 5
 GRID = (*(0.95**k for k in range(12)), *(0.56 * 0.85**k for k in range(16)))
 """Prices ``psi``, relative to the steepest slope, above which nothing moves."""
 
+AT_ONCE = 2**27
+"""Numbers that the gains of several prices may hold on a GPU."""
+
 
 class FirstLayer:
     """Bounds of every activation that reads a convolution of the image, for full plans of a grid cost.
@@ -36,7 +41,7 @@ class FirstLayer:
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.layers: dict[int, ImageConvolution] = {}
-        self._kernels: dict[tuple[int, float], tuple[list[Tensor], Tensor]] = {}
+        self._kernels: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
         self.plans = isinstance(source, TransportSet)  # whether there is moved mass to charge
         if not isinstance(source, TransportSet) or source.power is None:
             return
@@ -63,10 +68,10 @@ class FirstLayer:
         kernel = sign * layer.kernel
         if (position, sign) not in self._kernels:
             self._kernels[position, sign] = _kernels(kernel, source.power)
-        kernels, prices = self._kernels[position, sign]
+        kernels, prices = self._kernels[position, sign]  # (T, units, C, h, w), (T, units)
         x, budget = source.x, source.budget.view(-1, 1, 1, 1)
         padding = [side + MARGIN for side in layer.padding]
-        window = torch.ones((1, 1, *kernels[0].shape[2:]), dtype=x.dtype, device=x.device)
+        window = torch.ones((1, 1, *kernels.shape[3:]), dtype=x.dtype, device=x.device)
         seen = F.conv2d(x.flatten(0, 1)[:, None], window, stride=layer.stride, padding=padding)
         total = x.sum((2, 3))[..., None, None]
         beyond = (total - seen.reshape(*x.shape[:2], *seen.shape[2:])).clamp(min=0) + 1e-12 * total
@@ -76,16 +81,20 @@ class FirstLayer:
             lo, hi = source.box
             best = F.conv2d(hi - x, kernel.clamp(min=0), stride=layer.stride, padding=layer.padding)
             best = best + F.conv2d(lo - x, kernel.clamp(max=0), stride=layer.stride, padding=layer.padding)
-        for widened, price in zip(kernels, prices, strict=True):
-            reach = (top - price[:, None] * far).clamp(min=0)
-            gain = F.conv2d(x, widened, stride=layer.stride, padding=padding) + price.view(-1, 1, 1) * budget
-            gain = gain + torch.einsum("uc,bchw->buhw", reach, beyond)
-            best = gain if best is None else torch.minimum(best, gain)
+        # Many prices at once on a GPU, one on a CPU: their gains are as many numbers as the layer has.
+        step = max(1, AT_ONCE // (x.shape[0] * math.prod(layer.layer))) if x.is_cuda else 1
+        for some, price in zip(kernels.split(step), prices.split(step), strict=True):
+            units = some.flatten(0, 1)
+            reach = (top - price[..., None] * far).clamp(min=0)  # (t, units, C)
+            gain = F.conv2d(x, units, stride=layer.stride, padding=padding)
+            gain = gain + torch.einsum("uc,bchw->buhw", reach.flatten(0, 1), beyond) + price.view(-1, 1, 1) * budget
+            least = gain.unflatten(1, price.shape).amin(1)
+            best = least if best is None else torch.minimum(best, least)
         assert best is not None
         return best
 
 
-def _kernels(kernel: Tensor, power: float) -> tuple[list[Tensor], Tensor]:
+def _kernels(kernel: Tensor, power: float) -> tuple[Tensor, Tensor]:
     """``max_j (w_j - w_i - psi C_ij)`` on the enlarged kernel, one for every ``psi``; and the ``psi``, (T, units)."""
     wide = F.pad(kernel, (MARGIN,) * 4)  # (units, C, h, w)
     height, width = wide.shape[2:]
@@ -101,4 +110,4 @@ def _kernels(kernel: Tensor, power: float) -> tuple[list[Tensor], Tensor]:
     steepest = (gains / torch.where(costs > 0, costs, torch.inf)).flatten(1).amax(1).clamp(min=1e-12)
     prices = torch.tensor(GRID, dtype=kernel.dtype, device=kernel.device)[:, None] * steepest
     found = [(gains - price.view(-1, 1, 1, 1) * costs).amax(3).clamp(min=0).reshape(wide.shape) for price in prices]
-    return found, prices
+    return torch.stack(found), prices

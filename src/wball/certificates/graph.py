@@ -22,6 +22,9 @@ from torch.nn import functional as F
 from wball.certificates.curves import CURVES, DIPS, ROOM, Lines, clamped_lines, curved_lines
 from wball.input_sets.rows import Rows, add, transposed, trim
 
+PRODUCT = 2**24
+"""Numbers that a convolution written out as a matrix may have."""
+
 Shape = tuple[int, ...]
 Interval = tuple[Tensor, Tensor]
 """Centre and radius of every coordinate."""
@@ -94,6 +97,7 @@ class Conv2d(Affine):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
+    matrices: list[Tensor] = field(default_factory=list, compare=False, repr=False)  # see :meth:`_product`
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a, weight = rows.coeff, self.weight.to(rows.coeff.dtype)
@@ -102,15 +106,24 @@ class Conv2d(Affine):
         if rows.corner is None:
             spans = [self.dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)]
             least = [(a.shape[2 + k] - 1) * self.stride[k] - 2 * self.padding[k] + spans[k] for k in (0, 1)]
-            missing = [self.before[1 + k] - least[k] for k in (0, 1)]
-            out = F.conv_transpose2d(a, weight, padding=self.padding, output_padding=missing, **settings)
-            return constant, [rows.like(out)]
+            settings["output_padding"] = [self.before[1 + k] - least[k] for k in (0, 1)]
+            settings["padding"] = self.padding
+            if a.is_cuda and a.dtype == torch.float64 and a[0].numel() * math.prod(self.before) <= PRODUCT:
+                return constant, [rows.like(self._product(a, weight, settings))]
+            return constant, [rows.like(F.conv_transpose2d(a, weight, **settings))]
         out = transposed(a, weight, self.stride, self.dilation, self.groups)
         corner = (
             rows.corner[0] * self.stride[0] - self.padding[0],
             rows.corner[1] * self.stride[1] - self.padding[1],
         )
         return constant, [trim(Rows(out, rows.image, corner), self.before)]
+
+    def _product(self, a: Tensor, weight: Tensor, settings: dict[str, Any]) -> Tensor:
+        """The transposed convolution as one matrix product: in float64 GPUs have fast products, not convolutions."""
+        if not self.matrices:
+            every = torch.eye(a[0].numel(), dtype=a.dtype, device=a.device).reshape(-1, *self.shape)
+            self.matrices.append(F.conv_transpose2d(every, weight, **settings).flatten(1))
+        return (a.flatten(1) @ self.matrices[0]).reshape(-1, *self.before)
 
     def forward(self, *values: Tensor) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)

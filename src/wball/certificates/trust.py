@@ -36,7 +36,7 @@ HARMLESS_HOOKS: tuple[type, ...] = (
 """Hooks before ``forward`` that only compute a weight, the same one every time in evaluation mode."""
 
 IMAGES, SAMPLED = 8, 4
-"""Images that are probed at their centres, and at a random point of their balls."""
+"""Images that are probed at their centres, and at a random point of their balls; the first one at as many."""
 
 SAFETY = 16.0
 """How many times the simulated rounding of a logit is forgiven: some ten random errors estimate it within a few."""
@@ -138,18 +138,16 @@ def _plain(value: Any, depth: int = 3) -> Any:
 
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
-    """Points of the balls around some images: centres, support points in random directions, samples, mixtures."""
+    """Points of the balls around some images: centres, samples, and a mixture of samples of the same ball."""
     some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0])).long().unique().to(x.device)
     centre, generator = x[some], torch.Generator().manual_seed(0)
     if ball is None or centre.shape[0] == 0:
         low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 1.0)
         noise = torch.rand((SAMPLED, *x.shape[1:]), generator=generator).to(x)
         return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
-    first, near = some[:1].expand(2), some[-SAMPLED:]
-    direction = torch.randn((1, *x.shape[1:]), generator=generator).to(x)
-    ends = ball.take(first).support(x[first], torch.cat([direction, -direction])).point.to(x)
+    near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
-    return torch.cat([centre, ends, drawn, ends.mean(0, keepdim=True)])
+    return torch.cat([centre, drawn, drawn[:SAMPLED].mean(0, keepdim=True)])
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:

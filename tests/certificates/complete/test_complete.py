@@ -159,10 +159,10 @@ def test_parts_of_a_tree_cover_the_ball(programs: bool, monkeypatch: pytest.Monk
     if not programs:
         monkeypatch.setattr(program, "MOST_UNITS", 0)
     largest = 0
-    for seed in (21, 236, 251, 267):
+    for seed in (21, 251) if programs else (181,):
         net, x, y, eps = tiny(seed)
         found = certify(
-            net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=3.0
+            net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=60.0
         )
         leaves = found.leaves[0]
         if leaves is None:

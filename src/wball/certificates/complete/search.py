@@ -39,8 +39,8 @@ from wball.model import Model, ask, evaluating
 REACH = 4.0
 """Length below which moves are told apart: longer ones cost twice as much and hardly tighten a bound."""
 
-ROOT_STEPS, NODE_STEPS = 20, 3
-"""Steps of Adam for a problem as a whole, and for one node of its tree."""
+ROOT_STEPS, NODE_STEPS, LAST_STEPS = 20, 3, 100
+"""Steps of Adam for a problem as a whole, for one node of its tree, and for a node that cannot be split."""
 
 PROGRESS, MOST_ROUNDS = 0.05, 12
 """Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds."""
@@ -249,8 +249,7 @@ class Search:
                 children, z = self._solved(program, now, dead, floor)
             else:
                 position, unit, possible, z = choose_splits(problems, now)
-                stuck = (~possible).nonzero()[:, 0]
-                self._stop(now.take(stuck), dead, floor)
+                self._exhaust(problems, now.take((~possible).nonzero()[:, 0]), dead, floor)
                 keep = possible.nonzero()[:, 0]
                 children = now.take(keep).split(position[keep], unit[keep])
                 if len(children):
@@ -265,6 +264,13 @@ class Search:
         broken = self.answer.broken[self.image[problems.index]]
         known = self.value[problems.index]
         self.value[problems.index] = torch.where(broken, known, torch.maximum(known, floor.clamp(max=POSITIVE)))
+
+    def _exhaust(self, problems: Problems, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
+        """Nodes without a unit to split are linear: better multipliers are all that is left."""
+        if len(nodes):
+            nodes = improve(problems, nodes, LAST_STEPS, 0.3)
+            self._close(problems, nodes)
+            self._stop(nodes.take((nodes.bound <= 0).nonzero()[:, 0]), dead, floor)
 
     def _stop(self, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
         dead[nodes.problem] = True
