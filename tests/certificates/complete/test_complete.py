@@ -175,4 +175,4 @@ def test_parts_of_a_tree_cover_the_ball(programs: bool, monkeypatch: pytest.Monk
         for leaf in leaves:
             assert all(float(s.min()) >= 0 and float(s.max()) <= 1 for s in leaf.slopes.values())
             assert len(leaf.prices) == len(leaf.splits) and all(price >= 0 for price in leaf.prices)
-    assert largest >= 2
+    assert largest >= (2 if programs else 1)
