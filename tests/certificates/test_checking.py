@@ -14,7 +14,8 @@ from certificates.exact import euclidean, exact_margin
 from certificates.test_certify import chain, dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
 from wball.certificates.checking.bounds import Checker
-from wball.certificates.checking.network import read
+from wball.certificates.checking.lines import lines, values_between
+from wball.certificates.checking.network import Affine, read
 from wball.certificates.checking.plans import domain
 
 
@@ -105,15 +106,95 @@ def test_a_black_image_has_one_point() -> None:
     assert bool(verify(certify(net, x, y, ball), net, x, y, ball).confirmed.all())
 
 
-def test_what_the_checker_does_not_know_is_named() -> None:
-    class Circular(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(F.pad(x, (1, 1, 1, 1), mode="circular"))  # type: ignore[no-any-return]
-
+@pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, nn.Hardtanh])
+def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    net, x = Circular(nn.Flatten(), nn.Linear(36, 3)), images(1, 1, 4, 0)
+    net, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), curve(), nn.Linear(8, 3)), images(2, 1, 4, 1)
+    y = net(x).argmax(1)
+    for ball in (wball.WassersteinBall(0.05), wball.LinfBall(0.02)):
+        at = ball.at(0.99 * certified_radius(net, x, y, ball, rounds=6))
+        assert bool(verify(certify(net, x, y, at), net, x, y, at).confirmed.all())
+
+
+@pytest.mark.parametrize("curve", ["sigmoid", "tanh", "gelu", "silu", "clamp"])
+def test_lines_of_the_checker_hold_everywhere(curve: str) -> None:
+    torch.manual_seed(0)
+    function = {"clamp": lambda v: v.clamp(-0.5, 2)}.get(curve) or getattr(F, curve, None) or getattr(torch, curve)
+    low = torch.randn(200, dtype=torch.float64) * 4
+    high = low + torch.rand(200, dtype=torch.float64) ** 3 * torch.tensor([1e-6, 1.0, 10.0, 300.0]).repeat(50)
+    found, (least, most) = lines(curve, (-0.5, 2.0), low, high), values_between(curve, (-0.5, 2.0), low, high)
+    for share in torch.linspace(0, 1, 401, dtype=torch.float64):
+        v = low + share * (high - low)
+        value = function(v)
+        assert bool((found.under * v + found.under_shift <= value + 1e-15).all())
+        assert bool((found.over * v + found.over_shift >= value - 1e-15).all())
+        assert bool((least <= value + 1e-15).all()) and bool((most >= value - 1e-15).all())
+
+
+class Wrapped(nn.Module):
+    """Circular padding, a product from the left, work in place through a view, a difference of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 2, 3, padding=2, padding_mode="circular"), nn.Linear(72, 3)
+        self.left = nn.Parameter(torch.randn(6, 6) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.left @ self.conv(x))
+        part = (h - h.mean((2, 3), keepdim=True)).flatten(1)
+        half = part[:, :36]
+        half += 0.1
+        return self.head(torch.cat([half, part[:, 36:]], 1))
+
+
+def test_layers_that_work_in_place_or_wrap_around_are_proved_again() -> None:
+    torch.manual_seed(0)
+    net, x = Wrapped().eval(), images(2, 1, 4, 0)
+    assert torch.allclose(_answers(net, x), net(x).double(), atol=1e-5)
+    plain = nn.Sequential(net.conv, nn.ReLU(), nn.Flatten(), net.head)
+    y, ball = plain(x).argmax(1), wball.WassersteinBall(0.05)
+    at = ball.at(0.95 * certified_radius(plain, x, y, ball, rounds=6))
+    assert bool(verify(certify(plain, x, y, at), plain, x, y, at).confirmed.all())
+
+
+def _answers(net: nn.Module, x: Tensor) -> Tensor:
+    """The checker's own reading of a network, evaluated at images."""
+    network, rows = read(net, x[:1]), []
+    for image in x.double():
+        values: list[Tensor] = []
+        for node in network.nodes:
+            if node is None:
+                values.append(image[None])
+            elif isinstance(node, Affine):
+                parts = [part.run(values[part.source].reshape(part.shape)) for part in node.maps]
+                values.append(node.const.reshape(node.shape) + torch.stack(parts).sum(0))
+            else:
+                values.append(F.leaky_relu(values[node.before], node.leak))
+        rows.append(values[-1])
+    return torch.cat(rows)
+
+
+def test_large_layers_are_proved_again() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 24**2, 2))
+    x = torch.zeros(1, 1, 24, 24)
+    x[0, 0, 3:5, 3:5] = 1.0
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
+    proof = certify(net, x, y, ball)
+    assert bool(proof.certified.all()) and bool(verify(proof, net, x, y, ball).confirmed.all())
+
+
+def test_what_the_checker_does_not_know_is_named() -> None:
+    class Own(wball.LinfBall):
+        pass
+
+    net, x = dense_net(1, 4, (8,), 3, 0), images(1, 1, 4, 0)
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-3)
-    found = verify(certify(net, x, y, ball), net, x, y, ball)
-    assert found.status == (VerificationStatus.UNFOLLOWED,) and "copy_" in found.reason
+    proof = certify(net, x, y, ball)
+    found = verify(proof, net, x, y, Own(1e-3))
+    assert found.status == (VerificationStatus.UNFOLLOWED,) and "Own" in found.reason
+    strange = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.Softmax(1))
+    found = verify(proof, strange, x, y, ball)
+    assert found.status == (VerificationStatus.UNFOLLOWED,) and "softmax" in found.reason
     with pytest.raises(ValueError, match="same images"):
-        verify(certify(net, x, y, ball), net, x.expand(2, -1, -1, -1), y, ball)
+        verify(proof, net, x.expand(2, -1, -1, -1), y, ball)

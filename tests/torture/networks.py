@@ -1,9 +1,11 @@
-"""Certificates of random networks, attacked at their own radius: ``python -m tests.torture.networks --minutes 30``.
+"""Certificates of random networks, attacked at their own radius: ``python -m tests.torture.networks --jobs 2``.
 
 Every case is a random network over the supported layers with unusual arguments, a random ball, dtype and method. Its
 images are certified as far as that goes, the certificate is attacked exactly there, and the independent checker proves
 it again. Wrong would be an example inside (*broken*), or a point of the ball whose margin is below the certified one
-(*below*); what the checker does not confirm is counted. The summary is written to ``results/torture_networks.json``.
+(*below*); what the checker does not confirm is counted. A case depends on its seed alone. Blocks of cases are kept in a
+folder (``--out``), by any number of processes and runs; the summary of all of them is written to
+``results/torture_networks.json``.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import platform
 import random
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +31,18 @@ import wball
 from wball import provenance
 from wball.certificates import VerificationStatus, verify
 
+from .blocks import write_json
+
 ROOT = Path(__file__).parent.parent.parent
-IMAGES = 4
-METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown")
+IMAGES = 8
+BLOCK = 4  # networks between two notes of progress
+KEPT = 20  # findings of a kind that are written out
+METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown", "complete")
+COUNTS = (
+    *("networks", "certificates", "points tried", "broken", "below", "confirmed", "unconfirmed", "unfollowed"),
+    *("refused", "failed"),
+)
+EFFORT = {"alpha-crown": {"steps": 5}, "complete": {"time_limit": 2.0}}
 
 
 class Step(nn.Module):
@@ -66,13 +79,17 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
     kernel = draw.randint(1, min(3, small))
     out = draw.choice((1, 2, 4))
     groups = draw.choice([g for g in (1, 2) if channels % g == 0 and out % g == 0])
-    mode = draw.choice(("zeros", "zeros", "reflect" if small > 2 else "zeros", "replicate"))
+    mode = draw.choice(("zeros", "zeros", "reflect" if small > 2 else "zeros", "replicate", "circular"))
     norm = nn.BatchNorm2d(channels, affine=draw.random() < 0.7)
     nn.init.normal_(norm.running_mean, std=0.3)  # type: ignore[arg-type]
     nn.init.uniform_(norm.running_var, 0.2, 3.0)  # type: ignore[arg-type]
     constant = torch.randn(channels, 1, 1)
     pool = {"kernel_size": min(2, small), "stride": draw.choice((1, 2)), "ceil_mode": draw.random() < 0.5}
     pad = draw.choice((0, 1)) if small >= 2 else 0
+    curve = draw.choice(
+        (nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, lambda: nn.Hardtanh(-0.5, 1.5), lambda: nn.Hardtanh(0.0, 0.7))
+    )
+    matrix, lines = torch.randn(height, height) / height, torch.randn(2, channels * height, 1) / height
     convolution = nn.Conv2d(
         channels, out, kernel, stride=draw.choice((1, 1, 2)), padding=draw.randint(0, kernel - 1),
         dilation=1 if kernel * 2 > small else draw.choice((1, 2)), groups=groups, bias=draw.random() < 0.8,
@@ -82,6 +99,10 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
         convolution,
         convolution,
         nn.utils.parametrizations.weight_norm(nn.Conv2d(channels, out, 1)),
+        nn.utils.parametrizations.spectral_norm(nn.Conv2d(channels, out, 1)),
+        nn.utils.prune.l1_unstructured(nn.Conv2d(channels, out, 1), "weight", 0.3),
+        curve(),
+        curve(),
         nn.ConvTranspose2d(channels, out, kernel, stride=draw.choice((1, 2))),
         nn.ReLU(inplace=draw.random() < 0.5),
         nn.ReLU(),
@@ -93,7 +114,18 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
             divisor_override=draw.choice((None, None, 1, 3)), **pool,
         ),
         nn.AdaptiveAvgPool2d(draw.choice((1, 2))),
-        nn.Upsample(scale_factor=2, mode=draw.choice(("nearest", "bilinear"))) if small <= 4 else nn.Identity(),
+        nn.Upsample(scale_factor=2, mode=draw.choice(("nearest", "bilinear", "bicubic", "area", "nearest-exact")))
+        if small <= 4
+        else nn.Identity(),
+        nn.PixelUnshuffle(2) if height % 2 == width % 2 == 0 else nn.Identity(),
+        nn.PixelShuffle(2) if channels % 4 == 0 else nn.ChannelShuffle(2 if channels % 2 == 0 else 1),
+        Step("left", lambda h: matrix.to(h) @ h),
+        Step("lines", lambda h: F.conv1d(h.flatten(1, 2), lines.to(h)).unsqueeze(2)),
+        Step("clamp", lambda h: h.clamp(min=-0.2).clip(max=0.9)),
+        Step("roll", lambda h: h.roll(1, 3).movedim(2, 3).swapaxes(2, 3)),
+        Step("stack", lambda h: torch.stack([h, 1 - h], 2).flatten(1, 2)),
+        Step("sum", lambda h: h + h.sum(1, keepdim=True) * 0.1),
+        Step("divide", lambda h: -h / 3.0),
         nn.Dropout(0.5),
         Step("pad", lambda h: F.pad(h, (1, 0, 0, 1), value=0.3)),
         Step("shift", lambda h: (h - 0.3) / constant.to(h).abs().clamp(min=0.3)),
@@ -128,7 +160,7 @@ def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
     parts.append(nn.Flatten())
     width = h[0].numel()
     for _ in range(draw.randint(0, 2)):
-        parts += [nn.Linear(width, 6), draw.choice((nn.ReLU(), nn.LeakyReLU(0.2)))]
+        parts += [nn.Linear(width, 6), draw.choice((nn.ReLU(), nn.ReLU(), nn.LeakyReLU(0.2), nn.Tanh(), nn.GELU()))]
         width = 6
     parts.append(nn.Linear(width, 3))
     if draw.random() < 0.15:
@@ -167,31 +199,35 @@ class Counts:
         method, plans = draw.choice(METHODS), draw.choice(("full", "full", "window"))
         y = net(x.to(dtype)).argmax(1)
         self.numbers["networks"] += 1
+        effort: Any = EFFORT.get(method, {})
         try:
-            radius = wball.certified_radius(
-                net, x, y, ball, method, plans, rounds=6, steps=5 if method == "alpha-crown" else None
-            )
+            # What is decided at a radius is decided in seconds or not at all: the others search the radius.
+            search = method if method != "complete" else "crown"
+            radius = wball.certified_radius(net, x, y, ball, search, plans, rounds=6, **EFFORT.get(search, {}))
         except wball.certificates.UnsupportedModule as refusal:  # type: ignore[attr-defined]
             self.numbers["refused"] += 1
-            self._note(seed, "refused", str(refusal))
+            self.note(seed, "refused", str(refusal))
             return
+        radius = radius * (1.1 if method == "complete" else 1.0)
         held = radius > 0
         if not bool(held.any()):
             return
         x, y, at = x[held], y[held], ball.at(radius[held])
-        proof = wball.certify(net, x, y, at, method, plans, steps=5 if method == "alpha-crown" else None)
+        proof = wball.certify(net, x, y, at, method, plans, **effort)
         self.numbers["certificates"] += int(proof.certified.sum())
         self.numbers[f"certificates, {type(ball).__name__}"] += int(proof.certified.sum())
         self.numbers[f"certificates, {dtype}".replace("torch.", "")] += int(proof.certified.sum())
+        self.numbers[f"certificates, {method}"] += int(proof.certified.sum())
         self._attack(seed, net, x, y, at, proof)
         found = verify(proof, net, x, y, at)
         for status in found.status:
             if status is not VerificationStatus.NOTHING:
                 self.numbers[status.name.lower()] += 1
         if found.disagreements:
-            self._note(seed, "unconfirmed", f"{method}: {found.margin.tolist()} against {proof.margin.tolist()}")
+            margins = [(float(a), float(b)) for a, b in zip(found.margin, proof.margin, strict=True) if a <= 0]
+            self.note(seed, "unconfirmed", f"{method}: margins of the checker and of the proof {margins}")
         if found.reason:
-            self._note(seed, "unfollowed", found.reason)
+            self.note(seed, "unfollowed", found.reason)
 
     def _attack(self, seed: int, net: nn.Module, x: Tensor, y: Tensor, at: Any, proof: wball.CertificateResult) -> None:
         kind = wball.PGD if isinstance(at, wball.LinfBall) else wball.DualAveraging
@@ -209,48 +245,88 @@ class Counts:
             self.numbers["points tried"] += z.shape[0]
             if broken := int((proof.certified & (margin < -size)).sum()):
                 self.numbers["broken"] += broken
-                self._note(seed, "broken", str(margin.tolist()))
-            if below := int((margin < proof.margin - size).sum()):
+                self.note(seed, "broken", str(margin.tolist()))
+            if below := int((proof.certified & (margin < proof.margin - size)).sum()):
                 self.numbers["below"] += below
-                self._note(seed, "below", f"{margin.tolist()} against {proof.margin.tolist()}")
+                self.note(seed, "below", f"{margin.tolist()} against {proof.margin.tolist()}")
 
-    def _note(self, seed: int, kind: str, text: str) -> None:
-        if sum(1 for f in self.findings if f["kind"] == kind) < 20:
-            self.findings.append({"seed": seed, "kind": kind, "text": text[:300]})
+    def note(self, seed: int, kind: str, text: str) -> None:
+        self.findings.append({"seed": seed, "kind": kind, "text": text[:300]})
+
+
+def work_off(start: int, folder: Path) -> None:
+    """A block of cases; what it found is one file, whole or not at all."""
+    torch.set_num_threads(1)
+    counts, began = Counts(), time.process_time()
+    for seed in range(start, start + BLOCK):
+        try:
+            counts.run(seed)
+        except Exception as error:  # noqa: BLE001 - one more finding
+            counts.numbers["failed"] += 1
+            counts.note(seed, "failed", f"{type(error).__name__}: {error}")
+    write_json(
+        folder / f"{start}.json",
+        {
+            "commit": provenance.commit(),
+            "platform": f"{platform.system()} {platform.machine()}",
+            "versions": provenance.versions(),
+            "seconds": time.process_time() - began,
+            "numbers": counts.numbers,
+            "findings": counts.findings,
+        },
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.networks", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--networks", type=int, default=1_000_000, help="at most so many")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first network")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture-networks", help="where progress is kept")
     parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_networks.json")
     options = parser.parse_args()
-    counts, began, noted = Counts(), time.time(), 0.0
-    for index in range(options.networks):
-        if time.time() - began > 60 * options.minutes:
-            break
-        counts.run(options.seed + index)
-        if time.time() - noted > 30:
-            noted = time.time()
-            _write(options, counts, noted - began)
-    _write(options, counts, time.time() - began)
-    print(json.dumps(dict(counts.numbers)))
+    began, noted = time.time(), time.time()
+    starts = range(options.seed, options.seed + options.networks, BLOCK)
+    todo = (start for start in starts if not (options.out / f"{start}.json").is_file())
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = {
+            pool.submit(work_off, start, options.out) for _, start in zip(range(2 * options.jobs), todo, strict=False)
+        }
+        while work:
+            done = next(as_completed(work))
+            work.remove(done)
+            done.result()
+            if time.time() - began < 60 * options.minutes and (start := next(todo, None)) is not None:
+                work.add(pool.submit(work_off, start, options.out))
+            if time.time() - noted > 30:
+                noted = time.time()
+                print(json.dumps(_summary(options.out, options.seed)["counts"]), flush=True)
+    write_json(options.summary, _summary(options.out, options.seed))
+    print(json.dumps(_summary(options.out, options.seed)["counts"]))
 
 
-def _write(options: argparse.Namespace, counts: Counts, seconds: float) -> None:
-    summary = {
-        "command": f"python -m tests.torture.networks --networks {counts.numbers['networks']} --seed {options.seed}",
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "seconds": round(seconds),
-        **{name: counts.numbers[name] for name in ("networks", "certificates", "points tried", "broken", "below")},
-        **{name: counts.numbers[name] for name in ("confirmed", "unconfirmed", "unfollowed", "refused")},
-        "by kind": {k: v for k, v in sorted(counts.numbers.items()) if k.startswith("certificates, ")},
-        "findings": counts.findings,
+def _summary(folder: Path, seed: int) -> dict[str, Any]:
+    parts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    numbers: Counter[str] = Counter()
+    made: dict[str, Counter[str]] = {"commits": Counter(), "platforms": Counter()}
+    findings: list[dict[str, Any]] = []
+    for part in parts:
+        numbers.update(part["numbers"])
+        made["commits"][str(part["commit"])] += part["numbers"].get("certificates", 0)
+        made["platforms"][part["platform"]] += part["numbers"].get("certificates", 0)
+        kinds = Counter(f["kind"] for f in findings)
+        findings += [f for f in part["findings"] if kinds[f["kind"]] < KEPT]
+    return {
+        "command": f"python -m tests.torture.networks --networks {numbers['networks']} --seed {seed}",
+        "certificates by commit": dict(made["commits"]),
+        "certificates by platform": dict(made["platforms"]),
+        "versions": parts[-1]["versions"] if parts else provenance.versions(),
+        "processor_seconds": round(sum(part["seconds"] for part in parts)),
+        "counts": {name: numbers[name] for name in COUNTS},
+        "by kind": {k: v for k, v in sorted(numbers.items()) if k.startswith("certificates, ")},
+        "findings": findings,
     }
-    options.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 r"""Bounds of a network over a set of images, with every rounding error accounted for.
 
-Rows are carried from the logits back to the image, activation by activation. With ``l <= v <= u`` the activation
+Rows are carried from the logits back to the image, node by node. With ``l <= v <= u`` the activation
 ``f(v) = max(v, s v)`` lies above every line through 0 with a slope in ``[s, 1]``; because it is convex it lies below
 any line, or pair of lines, that is not below it at ``l``, at ``u`` and where the lines meet. Two upper bounds are
 tried: the chord, and for transport plans the pair of lines that meets at the image itself, whose second slope is
-charged to the mass that moves. Coefficients are plain numbers; what they are off by is multiplied by the largest value
-of what they multiply and taken off the bound.
+charged to the mass that moves. Curves have a line on either side (:mod:`.lines`). Coefficients are plain numbers; what
+they are off by is multiplied by the largest value of what they multiply and taken off the bound.
+
+A case in which the signs of some activations are known is bounded by the same code: there ``sigma v >= 0``, so
+``m >= m - beta sigma v`` for any ``beta >= 0``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from wball.certificates.checking.network import UNIT, Bend, Form, Network, gamma
+from wball.certificates.checking.lines import Lines, lines, values_between
+from wball.certificates.checking.network import UNIT, Affine, Bend, Map, Network, gamma
 from wball.certificates.checking.plans import Cube, Transport
 
 CHUNK = 2**24
@@ -24,6 +28,9 @@ CHUNK = 2**24
 
 KEPT = 2**26
 """Numbers that the gains of one activation may hold; units beyond keep the chord."""
+
+Parameters = dict[tuple[str, int], Tensor]
+"""What a bound may be optimised over: lower slopes and multipliers of known signs, by kind and node."""
 
 
 @dataclass
@@ -34,6 +41,9 @@ class Anchor:
     centre: Tensor
     gain: Tensor  # (units, options), rounded up
 
+    def take(self, keep: Tensor) -> Anchor:
+        return self if bool(keep.all()) else Anchor(self.unit[keep], self.centre[keep], self.gain[keep])
+
 
 @dataclass
 class Rows:
@@ -43,35 +53,80 @@ class Rows:
     at_image: Tensor
     charges: Tensor | None
 
+    def take(self, keep: Tensor) -> Rows:
+        return Rows(self.const[keep], self.at_image[keep], None if self.charges is None else self.charges[keep])
+
 
 @dataclass
 class Checker:
-    """The bounds of one image, activation after activation."""
+    """The bounds of one image, node after node.
+
+    Args:
+        steps: gradient steps on the slopes of every row.
+        signs: by activation, 1 and -1 where the sign of what it reads is known in this case, flat.
+        known: bounds of a case that contains this one; rows are then carried back for the margin alone.
+    """
 
     network: Network
     domain: Cube | Transport
-    steps: int = 0  # gradient steps on the slopes of every row
-    low: list[Tensor] = field(default_factory=list)  # of what each activation reads, flat
+    steps: int = 0
+    signs: dict[int, Tensor] = field(default_factory=dict)
+    known: Checker | None = None
+    low: list[Tensor] = field(default_factory=list)  # of every node, flat
     high: list[Tensor] = field(default_factory=list)
-    most: list[Tensor] = field(default_factory=list)  # largest magnitude of every source, the image first
-    ends: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # range of every source
     anchors: dict[int, Anchor] = field(default_factory=dict)
+    curves: dict[int, Lines] = field(default_factory=dict)
+    reach: dict[int, Tensor] = field(default_factory=dict)
+    empty: bool = False  # no image has these signs
 
     def __post_init__(self) -> None:
-        low, high = self.domain.ranges()
-        self.ends.append((low, high))
-        self.most.append(torch.maximum(low.abs(), high.abs()))
-        for bend in self.network.bends:
-            self._bound(bend)
+        for index, node in enumerate(self.network.nodes):
+            if node is None:
+                low, high = self.domain.ranges()
+            elif isinstance(node, Affine):
+                low, high = self._intervals(node)
+            else:
+                self._bound(index, node)
+                low, high = self._after(node)
+            if self.known is not None:
+                low, high = torch.maximum(low, self.known.low[index]), torch.minimum(high, self.known.high[index])
+            self.low.append(low)
+            self.high.append(high)
+            if self.empty:
+                return
+
+    def most(self, node: int) -> Tensor:
+        """The largest magnitude of every number of a node."""
+        return torch.maximum(self.low[node].abs(), self.high[node].abs())
 
     # ---- layers
 
-    def _bound(self, bend: Bend) -> None:
-        low, high = self._intervals(bend.before)
+    def _bound(self, index: int, bend: Bend) -> None:
+        """Tighten what a bend reads, by rows where that may help."""
+        low, high = self.low[bend.before], self.high[bend.before]
+        sign = self.signs.get(index)
+        if sign is not None:
+            low, high = torch.where(sign > 0, low.clamp(min=0), low), torch.where(sign < 0, high.clamp(max=0), high)
+            self.low[bend.before], self.high[bend.before] = low, high
+        if self.known is None:
+            self._tighten(index, bend, low, high)
+        elif index in self.known.anchors:
+            self.anchors[index] = self.known.anchors[index]
+        if bool((low > high).any()):
+            if not self.signs:
+                raise ArithmeticError("bounds cross: the checker is wrong")
+            self.empty = True
+        if bend.curve:
+            self.curves[index] = lines(bend.curve, bend.ends, low, high)
+
+    def _tighten(self, index: int, bend: Bend, low: Tensor, high: Tensor) -> None:
         gains: list[tuple[Tensor, Tensor, Tensor]] = []
-        relu = bend.windows is None
         for part in self._open(bend, low, high).split(self._chunk()):
             for sign in (1.0, -1.0):
+                if bend.straight:
+                    part = part[(low[part] < 0) & (high[part] > 0)]  # one side may have shown that it does not bend
+                if part.numel() == 0:
+                    break
                 rows = torch.zeros((part.shape[0], low.shape[0]), dtype=torch.float64)
                 rows[torch.arange(part.shape[0]), part] = sign
                 found, back = self._lowest(bend.before, rows)
@@ -79,76 +134,79 @@ class Checker:
                     low[part] = torch.maximum(low[part], found)
                 else:
                     high[part] = torch.minimum(high[part], -found)
-                    if relu and isinstance(self.domain, Transport):
-                        gains.append((part, *self._gains(back)))
-        crossing = (low < 0) & (high > 0)
-        if gains:
-            unit, centre, gain = (torch.cat(group) for group in zip(*gains, strict=True))
-            keep = (crossing[unit] & (low[unit] < centre) & (centre < high[unit])).nonzero()[:, 0]
-            keep = keep[: max(1, KEPT // max(1, gain.shape[1]))]
-            if keep.numel():
-                self.anchors[len(self.low)] = Anchor(unit[keep], centre[keep], gain[keep])
-        self.low.append(low)
-        self.high.append(high)
-        self._add_source(bend, low, high)
+                    if bend.straight and isinstance(self.domain, Transport):
+                        keep = (high[part] > 0).nonzero()[:, 0]
+                        gains.append((part[keep], *self._gains(back.take(keep))))
+        if not gains:
+            return
+        unit, centre, gain = (torch.cat(group) for group in zip(*gains, strict=True))
+        keep = ((low[unit] < 0) & (high[unit] > 0) & (low[unit] < centre) & (centre < high[unit])).nonzero()[:, 0]
+        keep = keep[: max(1, KEPT // max(1, gain.shape[1]))]
+        if keep.numel():
+            self.anchors[index] = Anchor(unit[keep], centre[keep], gain[keep])
 
     def _open(self, bend: Bend, low: Tensor, high: Tensor) -> Tensor:
         """Numbers whose bounds matter: activations that may bend, candidates of windows that are not decided."""
+        if bend.curve == "clamp":
+            inside = [(low < e) & (high > e) for e in bend.ends]
+            return (inside[0] | inside[1]).nonzero()[:, 0]
+        if bend.curve:
+            return (low < high).nonzero()[:, 0]
         if bend.windows is None:
             return ((low < 0) & (high > 0)).nonzero()[:, 0]
-        inside = bend.windows >= 0
-        floor = torch.where(inside, low[bend.windows.clamp(min=0)], -math.inf).amax(1, keepdim=True)
-        may = inside & (high[bend.windows.clamp(min=0)] >= floor)
+        inside_window, place = bend.windows >= 0, bend.windows.clamp(min=0)
+        floor = torch.where(inside_window, low[place], -math.inf).amax(1, keepdim=True)
+        may = inside_window & (high[place] >= floor)
         may &= may.sum(1, keepdim=True) > 1
         return bend.windows[may].unique()
 
-    def _add_source(self, bend: Bend, low: Tensor, high: Tensor) -> None:
-        if bend.windows is None:
-            ends = torch.where(low > 0, low, bend.leak * low), torch.where(high > 0, high, bend.leak * high)
-        else:
+    def _after(self, bend: Bend) -> tuple[Tensor, Tensor]:
+        """The range of a bend's own numbers."""
+        low, high = self.low[bend.before], self.high[bend.before]
+        if bend.curve:
+            return values_between(bend.curve, bend.ends, low, high)
+        if bend.windows is not None:
             inside, place = bend.windows >= 0, bend.windows.clamp(min=0)
-            ends = (
+            return (
                 torch.where(inside, low[place], -math.inf).amax(1),
                 torch.where(inside, high[place], -math.inf).amax(1),
             )
-        if bend.leak:
-            room = 2 * UNIT * (ends[0].abs() + ends[1].abs())
-            ends = ends[0] - room, ends[1] + room
-        self.ends.append(ends)
-        self.most.append(torch.maximum(ends[0].abs(), ends[1].abs()))
+        first, last = torch.where(low > 0, low, bend.leak * low), torch.where(high > 0, high, bend.leak * high)
+        room = 2 * UNIT * (first.abs() + last.abs()) if bend.leak else 0.0
+        return first - room, last + room
 
-    def _intervals(self, form: Form) -> tuple[Tensor, Tensor]:
-        """Bounds from the ranges of the sources."""
-        centre, radius = form.const.flatten(), form.slack.flatten()
-        size = centre.abs() + radius
-        for source, values in form.mid.items():
-            low, high = self.ends[source]
-            middle, half = (low + high) / 2, (high - low) / 2
-            mid, rad = values.flatten(1), form.rad[source].flatten(1)
-            centre = centre + middle @ mid
-            radius = radius + half @ mid.abs() + self.most[source] @ rad
-            size = size + (middle.abs() + half) @ mid.abs()
-        radius = radius * (1 + 1e-12) + gamma(sum(len(v) for v in form.mid.values()) + 8) * size
+    def _intervals(self, node: Affine) -> tuple[Tensor, Tensor]:
+        """Bounds from the ranges of what an affine node reads."""
+        centre, radius = node.const, torch.zeros_like(node.const)
+        size = node.const.abs()
+        for part in node.maps:
+            low, high = self.low[part.source], self.high[part.source]
+            middle, half = ((low + high) / 2).reshape(part.shape), ((high - low) / 2).reshape(part.shape)
+            centre = centre + part.run(middle).flatten()
+            radius = radius + part.size(half).flatten()
+            size = size + part.size(middle.abs() + half).flatten()
+        radius = radius * (1 + 1e-12) + gamma(node.terms + 4 * len(node.maps) + 8) * size
         return centre - radius, centre + radius
 
     def _chunk(self) -> int:
-        widest = max([len(most) for most in self.most])
+        widest = max(low.shape[0] for low in self.low)
         options = self.domain.options * 4 if isinstance(self.domain, Transport) else 0
         return max(1, CHUNK // (widest + options + 1))
 
     # ---- rows
 
-    def _lowest(self, form: Form, rows: Tensor, prices: bool = False) -> tuple[Tensor, Rows]:
-        """Lower bounds of rows over a form; and the rows behind the better of both kinds for gains."""
-        plain = self._back(form, rows)
+    def _lowest(self, node: int, rows: Tensor, prices: bool = False) -> tuple[Tensor, Rows]:
+        """Lower bounds of rows over a node; and the rows behind the better of both kinds for gains."""
+        plain = self._back(node, rows)
         best, kept = self._value(plain), plain
-        if self.steps and self.ends[1:]:
-            best = torch.maximum(best, self._value(self._back(form, rows, parallel=True)))
+        bent = any(k <= node for k in self.network.bends)
+        if self.steps and bent:
+            best = torch.maximum(best, self._value(self._back(node, rows, parallel=True)))
         if self.anchors:
-            kept = self._back(form, rows, anchored=True)
+            kept = self._back(node, rows, anchored=True)
             best = torch.maximum(best, self._value(kept))
-        if self.steps and self.ends[1:]:
-            best = torch.maximum(best, self._climb(form, rows))
+        if self.steps and bent:
+            best = torch.maximum(best, self._climb(node, rows))
         if prices and isinstance(self.domain, Transport):
             for way in (plain, kept) if kept is not plain else (plain,):
                 for k in (best <= 0).nonzero()[:, 0].tolist():
@@ -159,23 +217,25 @@ class Checker:
                         best[k] = torch.maximum(best[k], (way.const[k] - top[0]) - 4 * UNIT * way.const[k].abs())
         return best, kept
 
-    def _climb(self, form: Form, rows: Tensor) -> Tensor:
-        """The best bound that gradient steps on the lower slopes find: any slopes are right."""
-        slopes: dict[int, Tensor] = {}
+    def _climb(self, node: int, rows: Tensor) -> Tensor:
+        """The best bound that gradient steps find: any slopes in range and any multipliers are right."""
+        given: Parameters = {}
         best = torch.full((rows.shape[0],), -math.inf, dtype=torch.float64)
         optimiser: torch.optim.Adam | None = None
         for _ in range(self.steps):
-            for index, slope in slopes.items():
-                slope.data.clamp_(self.network.bends[index].leak, 1.0)
+            for (kind, index), value in given.items():
+                bend = self.network.nodes[index]
+                assert isinstance(bend, Bend)
+                value.data.clamp_(*((bend.leak, 1.0) if kind == "slope" else (0.0, None)))
             with torch.enable_grad():
-                value = self._value(self._back(form, rows, anchored=bool(self.anchors), slopes=slopes))
-            best = torch.maximum(best, value.detach())
-            if not slopes:
+                bound = self._value(self._back(node, rows, anchored=bool(self.anchors), given=given))
+            best = torch.maximum(best, bound.detach())
+            if not given:
                 break
             if optimiser is None:
-                optimiser = torch.optim.Adam(slopes.values(), lr=0.2, betas=(0.9, 0.9))
+                optimiser = torch.optim.Adam(given.values(), lr=0.2, betas=(0.9, 0.9))
             optimiser.zero_grad()
-            value.sum().neg().backward()
+            bound.sum().neg().backward()
             optimiser.step()
             optimiser.param_groups[0]["lr"] *= 0.95
         return best
@@ -193,90 +253,105 @@ class Checker:
         return -(rows.const + at) + room, self.domain.gains(-rows.at_image, rows.charges)
 
     def _back(
-        self,
-        form: Form,
-        rows: Tensor,
-        anchored: bool = False,
-        parallel: bool = False,
-        slopes: dict[int, Tensor] | None = None,
+        self, node: int, rows: Tensor, anchored: bool = False, parallel: bool = False, given: Parameters | None = None
     ) -> Rows:
-        """Rows over a form as rows over the image.
+        """Rows over a node as rows over the image.
 
         Lower slopes are those of CROWN, ``parallel`` ones, or those given, which are filled in where they are missing.
         """
         const = torch.zeros(rows.shape[0], dtype=torch.float64)
-        pending: dict[int, Tensor] = {}
+        pending: dict[int, Tensor] = {node: rows}
         charges: Tensor | None = None
-        const = self._through(form, rows, const, pending)
-        for source in range(len(self.ends) - 1, 0, -1):
-            row = pending.pop(source, None)
+        for index in range(node, 0, -1):
+            row = pending.pop(index, None)
             if row is None:
                 continue
-            bend, index = self.network.bends[source - 1], source - 1
-            if bend.windows is not None:
-                row, const = self._pool(bend, index, row, const)
+            at = self.network.nodes[index]
+            if isinstance(at, Affine):
+                const = self._through(at, row, const, pending)
+                continue
+            assert isinstance(at, Bend)
+            if at.windows is not None:
+                row, const = self._pool(at, row, const)
+            elif at.curve:
+                row, const = self._curve(index, at, row, const)
             else:
-                under = self._lower_slopes(bend, index, row, anchored, parallel, slopes)
-                row, const, charge = self._activation(bend, index, row, const, under, anchored)
+                anchor = self._anchor(index, at) if anchored else None
+                under = self._lower_slopes(index, at, row, anchor, parallel, given)
+                row, const, charge = self._activation(at, row, const, under, anchor)
                 if charge is not None:
                     charges = charge if charges is None else (charges + charge) * (1 + 4 * UNIT)
-            const = self._through(bend.before, row, const, pending)
+                row, const = self._priced(index, at, row, const, given)
+            const = self._add(pending, at.before, row, const)
         image = pending.get(0)
         if image is None:
-            image = torch.zeros((rows.shape[0], len(self.most[0])), dtype=torch.float64)
+            image = torch.zeros((rows.shape[0], len(self.low[0])), dtype=torch.float64)
         return Rows(const, image, charges)
 
-    def _through(self, form: Form, rows: Tensor, const: Tensor, pending: dict[int, Tensor]) -> Tensor:
-        """Rows over a form become rows over its sources; errors are taken off the constant."""
+    def _add(self, pending: dict[int, Tensor], node: int, row: Tensor, const: Tensor) -> Tensor:
+        if node not in pending:
+            pending[node] = row
+            return const
+        pending[node] = pending[node] + row
+        return const - 2 * UNIT * (1 + 1e-9) * (pending[node].abs() @ self.most(node))
+
+    def _through(self, node: Affine, rows: Tensor, const: Tensor, pending: dict[int, Tensor]) -> Tensor:
+        """Rows over an affine node become rows over what it reads; errors are taken off the constant."""
         size = rows.abs()
-        base, slack = form.const.flatten(), form.slack.flatten()
-        many = rows.shape[1]
-        error = size @ (slack * (1 + 1e-9) + gamma(many) * base.abs())
-        const = const + rows @ base
-        for source, values in form.mid.items():
-            mid, rad = values.flatten(1).T, form.rad[source].flatten(1).T  # (numbers of the form, of the source)
-            part = rows @ mid
-            weight = self.most[source]
-            error = error + (size @ (rad + gamma(many) * mid.abs())) @ weight
-            if source in pending:
-                part = pending[source] + part
-                error = error + 2 * UNIT * (part.abs() @ weight)
-            pending[source] = part
+        error = gamma(rows.shape[1] + 4) * (size @ node.const.abs())
+        const = const + rows @ node.const
+        for part in node.maps:
+            error = error + gamma(node.terms) * (size @ self._reach(part))
+            const = self._add(pending, part.source, part.transposed(rows), const)
         return const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
 
-    def _chord(self, bend: Bend, index: int) -> tuple[Tensor, Tensor]:
+    def _reach(self, part: Map) -> Tensor:
+        """The largest magnitude of every number of a map's result."""
+        if id(part) not in self.reach:
+            self.reach[id(part)] = part.size(self.most(part.source).reshape(part.shape)).flatten()
+        return self.reach[id(part)]
+
+    # ---- bends
+
+    def _anchor(self, index: int, bend: Bend) -> Anchor | None:
+        anchor = self.anchors.get(index)
+        if anchor is None:
+            return None
+        low, high, at = self.low[bend.before][anchor.unit], self.high[bend.before][anchor.unit], anchor.centre
+        anchor = anchor.take((low < 0) & (high > 0) & (low < at) & (at < high))
+        return anchor if anchor.unit.numel() else None
+
+    def _chord(self, bend: Bend) -> tuple[Tensor, Tensor]:
         """Which units may bend, and the slope of the chord; of the others, their only slope."""
-        low, high, leak = self.low[index], self.high[index], bend.leak
+        low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         crossing = (low < 0) & (high > 0)
         chord = ((high - leak * low) / (high - low).clamp(min=1e-300)).clamp(leak, 1.0)
         return crossing, torch.where(crossing, chord, torch.where(low >= 0, 1.0, leak).to(chord))
 
     def _lower_slopes(
-        self, bend: Bend, index: int, row: Tensor, anchored: bool, parallel: bool, slopes: dict[int, Tensor] | None
+        self, index: int, bend: Bend, row: Tensor, anchor: Anchor | None, parallel: bool, given: Parameters | None
     ) -> Tensor:
-        crossing, chord = self._chord(bend, index)
+        crossing, chord = self._chord(bend)
         if parallel:
             return chord
-        if slopes is not None and index in slopes:
-            return torch.where(crossing, slopes[index], chord)
-        low, high, leak = self.low[index], self.high[index], bend.leak
+        if given is not None and ("slope", index) in given:
+            return torch.where(crossing, given["slope", index], chord)
+        low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         under = torch.where(crossing, torch.where(high > -low, 1.0, leak).to(chord), chord)
-        anchor = self.anchors.get(index) if anchored else None
         if anchor is not None:
             under[anchor.unit] = torch.where(anchor.centre > 0, 1.0, leak).to(chord)
-        if slopes is not None and bool(crossing.any()):
-            slopes[index] = under.expand(row.shape).clone().requires_grad_(True)
-            return torch.where(crossing, slopes[index], chord)
+        if given is not None and bool(crossing.any()):
+            given["slope", index] = under.expand(row.shape).clone().requires_grad_(True)
+            return torch.where(crossing, given["slope", index], chord)
         return under
 
     def _activation(
-        self, bend: Bend, index: int, row: Tensor, const: Tensor, under: Tensor, anchored: bool
+        self, bend: Bend, row: Tensor, const: Tensor, under: Tensor, anchor: Anchor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        low, high, leak = self.low[index], self.high[index], bend.leak
-        crossing, chord = self._chord(bend, index)
+        low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
+        crossing, chord = self._chord(bend)
         bend_by = torch.zeros_like(chord)
         centre = torch.zeros_like(chord)
-        anchor = self.anchors.get(index) if anchored else None
         if anchor is not None:
             at = anchor.centre
             value = torch.where(at > 0, at, leak * at)
@@ -296,18 +371,38 @@ class Checker:
         shift = torch.where(crossing & (bend_by == 0), torch.maximum(above(low), above(high)), shift)
         positive, negative = row.clamp(min=0), row.clamp(max=0)
         out = positive * under + negative * chord
-        largest = torch.maximum(low.abs(), high.abs())
         const = const + negative @ shift
-        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 4 * UNIT * (out.abs() @ largest)
+        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 4 * UNIT * (out.abs() @ self.most(bend.before))
         const = const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
         if anchor is None:
             return out, const, None
         weight = -negative[:, anchor.unit] * bend_by[anchor.unit]
         return out, const, (weight @ anchor.gain) * (1 + gamma(anchor.unit.shape[0]))
 
-    def _pool(self, bend: Bend, index: int, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
+    def _priced(
+        self, index: int, bend: Bend, row: Tensor, const: Tensor, given: Parameters | None
+    ) -> tuple[Tensor, Tensor]:
+        """Multipliers of the signs that are known."""
+        sign = self.signs.get(index)
+        if sign is None or given is None:
+            return row, const
+        if ("price", index) not in given:
+            given["price", index] = torch.zeros_like(row).requires_grad_(True)
+        out = row - given["price", index] * sign
+        return out, const - 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before))
+
+    def _curve(self, index: int, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
+        line, many = self.curves[index], row.shape[1]
+        positive, negative = row.clamp(min=0), row.clamp(max=0)
+        out = positive * line.under + negative * line.over
+        const = const + positive @ line.under_shift + negative @ line.over_shift
+        error = gamma(many) * (positive @ line.under_shift.abs() - negative @ line.over_shift.abs())
+        error = error + 4 * UNIT * (out.abs() @ self.most(bend.before))
+        return out, const - error * (1 + 1e-9) - 8 * UNIT * const.abs()
+
+    def _pool(self, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
         assert bend.windows is not None
-        low, high, place = self.low[index], self.high[index], bend.windows.clamp(min=0)
+        low, high, place = self.low[bend.before], self.high[bend.before], bend.windows.clamp(min=0)
         inside = bend.windows >= 0
         least = torch.where(inside, low[place], -math.inf)
         most = torch.where(inside, high[place], -math.inf)
@@ -318,25 +413,27 @@ class Checker:
         others = most.scatter(1, pick[:, None], -math.inf).amax(1)
         sure = least.gather(1, pick[:, None])[:, 0] >= others
         kept = torch.where((row > 0) | sure, row, 0.0)
-        out = torch.zeros((row.shape[0], low.shape[0]), dtype=torch.float64)
-        out.index_add_(1, chosen, kept)
+        out = torch.zeros((row.shape[0], low.shape[0]), dtype=torch.float64).index_add(1, chosen, kept)
         ceiling = most.amax(1)
         left = row - kept
         const = const + left @ ceiling
-        largest = torch.maximum(low.abs(), high.abs())
-        error = gamma(row.shape[1]) * (left.abs() @ ceiling.abs() + out.abs() @ largest)
+        error = gamma(row.shape[1]) * (left.abs() @ ceiling.abs() + out.abs() @ self.most(bend.before))
         return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
 
     # ---- the answer
 
-    def margin(self, label: int) -> float:
-        """A lower bound of ``logit[label] - best other logit``."""
-        logits = self.network.logits
-        assert logits is not None
-        classes = math.prod(logits.shape)
-        others = [k for k in range(classes) if k != label]
+    def margins(self, label: int, others: list[int] | None = None) -> Tensor:
+        """Lower bounds of ``logit[label]`` less each other logit, or of some of them."""
+        node = len(self.network.nodes) - 1
+        classes = math.prod(self.network.shape_of(node))
+        others = [k for k in range(classes) if k != label] if others is None else others
+        if self.empty or not others:
+            return torch.full((len(others),), math.inf, dtype=torch.float64)
         rows = torch.zeros((len(others), classes), dtype=torch.float64)
         rows[:, label] = 1.0
         rows[torch.arange(len(others)), torch.tensor(others)] = -1.0
-        found = [self._lowest(logits, part, prices=True)[0] for part in rows.split(self._chunk())]
-        return float(torch.cat(found).min())
+        return torch.cat([self._lowest(node, part, prices=True)[0] for part in rows.split(self._chunk())])
+
+    def margin(self, label: int) -> float:
+        """A lower bound of ``logit[label] - best other logit``."""
+        return float(self.margins(label).amin())

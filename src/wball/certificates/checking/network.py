@@ -1,26 +1,32 @@
-r"""A network as affine maps between its activations, with the rounding error of every coefficient.
+r"""A network as affine maps and bends, read from what PyTorch dispatches when the model runs once.
 
-The model itself is run once, on a tensor that carries instead of numbers what its numbers are: affine functions of the
-*sources*, the image (source 0) and the outputs of the activations before. Each coefficient is a float64 with a radius
-that contains the exact one, for the weights as they are stored. What PyTorch dispatches is all that is interpreted
-(``aten`` operations), so this shares nothing with :mod:`wball.certificates.tracing`, and sees what runs, whatever
-called it.
+The model is run on a tensor that carries no numbers; every ``aten`` operation it causes becomes a node. Affine nodes
+hold a linear map of each node they read, for the weights as they are stored, and a constant; bends are activations and
+max pooling. A map is the operation itself in float64: applied to values, to magnitudes (with the magnitudes of its
+constants), and transposed by differentiation. This shares nothing with :mod:`wball.certificates.tracing`, and sees what
+runs, whatever called it. Work in place is written without it by ``torch.func.functionalize`` before it is read.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 UNIT = 2.0**-53
-LARGEST = 8192
-"""Numbers that a source may have: the maps between sources are dense matrices."""
+LARGEST = 2**20
+"""Numbers that a node may have: rows over them are held in memory."""
+
+Shape = tuple[int, ...]
+Linear = Callable[[Tensor], Tensor]
 
 
 class Unfollowed(TypeError):
@@ -33,85 +39,112 @@ def gamma(terms: int) -> float:
 
 
 @dataclass
-class Form:
-    """An affine function of the sources: ``mid`` and ``rad`` are ``(numbers of the source, *shape)``."""
+class Map:
+    """A linear map of what node ``source`` holds; ``size`` is the map with the magnitudes of its coefficients."""
 
-    shape: tuple[int, ...]
-    mid: dict[int, Tensor]
-    rad: dict[int, Tensor]
-    const: Tensor
-    slack: Tensor
+    source: int
+    shape: Shape  # of the source
+    run: Linear
+    size: Linear
+    _graph: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
-    def apply(self, linear: Callable[[Tensor], Tensor], size: Callable[[Tensor], Tensor], terms: int) -> Form:
-        """A linear map of it; ``size`` is the map with the absolute values of its coefficients."""
-        error = gamma(terms)
-        mid, rad = {}, {}
-        for source, values in self.mid.items():
-            mid[source] = torch.vmap(linear)(values)
-            rad[source] = torch.vmap(size)(self.rad[source] * (1 + error) + error * values.abs())
-        const = linear(self.const)
-        slack = size(self.slack * (1 + error) + error * self.const.abs())
-        return Form(tuple(const.shape), mid, rad, const, slack)
+    def transposed(self, rows: Tensor) -> Tensor:
+        """Rows ``(R, *shape of the result)`` over the result as rows ``(R, numbers)`` over the source."""
+        if self._graph is None:
+            with torch.enable_grad():
+                zero = torch.zeros(self.shape, dtype=torch.float64, requires_grad=True)
+                self._graph = zero, self.run(zero)
+        zero, result = self._graph
+        (found,) = torch.autograd.grad(
+            result,
+            zero,
+            rows.reshape(-1, *result.shape),
+            retain_graph=True,
+            is_grads_batched=True,
+            create_graph=torch.is_grad_enabled() and rows.requires_grad,
+        )
+        return found.flatten(1)
 
-    def shifted(self, by: Tensor) -> Form:
-        const = self.const + by
-        slack = self.slack * (1 + 4 * UNIT) + 2 * UNIT * (const.abs() + by.abs())
-        return Form(self.shape, self.mid, self.rad, const, slack)
 
-    def plus(self, other: Form) -> Form:
-        mid, rad = dict(self.mid), dict(self.rad)
-        for source, values in other.mid.items():
-            if source in mid:
-                total = mid[source] + values
-                rad[source] = (rad[source] + other.rad[source]) * (1 + 4 * UNIT) + 2 * UNIT * total.abs()
-                mid[source] = total
-            else:
-                mid[source], rad[source] = values, other.rad[source]
-        joined = Form(self.shape, mid, rad, self.const, self.slack + other.slack)
-        return joined.shifted(other.const)
+@dataclass
+class Affine:
+    """A sum of linear maps of earlier nodes and a constant. ``terms``: products summed up in a number at most."""
+
+    shape: Shape
+    maps: list[Map]
+    const: Tensor  # flat
+    terms: int
 
 
 @dataclass
 class Bend:
-    """A source that is not affine in what it reads: ``max(v, leak v)``, or the largest number of each window."""
+    """A node that is not affine in what it reads.
 
-    before: Form
+    ``max(v, leak v)``; the largest number of each of some ``windows``, ``(numbers, k)`` positions in what is read, -1
+    for the padding; or a ``curve`` by name, with the ends of a clamp.
+    """
+
+    shape: Shape
+    before: int
     leak: float = 0.0
-    windows: Tensor | None = None  # (numbers, k): positions in what is read, -1 for the padding
+    windows: Tensor | None = None
+    curve: str = ""
+    ends: tuple[float, float] = (-math.inf, math.inf)
+
+    @property
+    def straight(self) -> bool:
+        """Whether it is ``max(v, leak v)``."""
+        return self.windows is None and not self.curve
 
 
 @dataclass
 class Network:
-    """The activations in the order they run, as sources 1, 2, ..., and the logits."""
+    """Nodes in the order they run; node 0 is the image (``None`` here), the last one holds the logits."""
 
-    bends: list[Bend] = field(default_factory=list)
-    logits: Form | None = None
+    shape: Shape
+    nodes: list[Affine | Bend | None] = field(default_factory=lambda: [None])
+
+    def shape_of(self, node: int) -> Shape:
+        found = self.nodes[node]
+        return self.shape if found is None else found.shape
+
+    @property
+    def bends(self) -> list[int]:
+        return [k for k, node in enumerate(self.nodes) if isinstance(node, Bend)]
+
+    def add(self, node: Affine | Bend) -> Held:
+        if math.prod(node.shape) > LARGEST:
+            raise Unfollowed(f"a layer of {math.prod(node.shape)} numbers, the checker handles up to {LARGEST}")
+        self.nodes.append(node)
+        return Held(len(self.nodes) - 1, node.shape)
+
+    def affine(self, maps: list[Map], terms: int, const: Tensor | None = None, shape: Shape | None = None) -> Held:
+        if shape is None:
+            shape = tuple(maps[0].run(torch.zeros(maps[0].shape, dtype=torch.float64)).shape)
+        flat = torch.zeros(math.prod(shape), dtype=torch.float64) if const is None else const.expand(shape).flatten()
+        return self.add(Affine(shape, maps, flat, terms))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A value of the run that depends on the image."""
+    """A value of the run that depends on the image: the node that holds it."""
 
-    step: int
+    node: int
+    shape: Shape
 
-
-@dataclass
-class Tape:
-    """What a run did: operations with their arguments, values that depend on the image by the step that made them."""
-
-    steps: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    def map(self, run: Linear, size: Linear | None = None) -> Map:
+        return Map(self.node, self.shape, run, size or run)
 
 
 class Abstract(Tensor):
-    """A tensor of the model's run: a shape outside, zeros inside, and the step that made it."""
+    """A tensor of the model's run: a shape outside, zeros inside, and the node that holds what it stands for."""
 
     zeros: Tensor
-    tape: Tape
-    step: int
-    shared: list[int]  # how many tensors share its memory
+    network: Network
+    held: Held
 
     @staticmethod
-    def __new__(cls, zeros: Tensor, tape: Tape, step: int, shared: list[int] | None = None) -> Abstract:
+    def __new__(cls, zeros: Tensor, network: Network, held: Held) -> Abstract:
         made: Abstract = Tensor._make_wrapper_subclass(
             cls,
             zeros.shape,
@@ -120,8 +153,7 @@ class Abstract(Tensor):
             dtype=zeros.dtype,
             device=zeros.device,
         )
-        made.zeros, made.tape, made.step, made.shared = zeros, tape, step, shared if shared is not None else [0]
-        made.shared[0] += 1
+        made.zeros, made.network, made.held = zeros, network, held
         return made
 
     @classmethod
@@ -130,63 +162,96 @@ class Abstract(Tensor):
     ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         first = next(a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Abstract))
-        tape, pair = first.tape, (args, kwargs or {})
+        pair = (args, kwargs or {})
         plain, named = tree_map(lambda v: v.zeros if isinstance(v, Abstract) else v, pair)
         result = func(*plain, **named)
-        held, options = tree_map(lambda v: Held(v.step) if isinstance(v, Abstract) else v, pair)
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if writes and (name not in _IN_PLACE or args[0] is not first or first.shared[0] != 1):
-            raise Unfollowed(f"{name} writes into memory that is shared")
-        tape.steps.append((name.removesuffix("_") if writes else name, held, options))
-        step = len(tape.steps)
-        if writes:
-            first.step = step
-            return first
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            raise Unfollowed(f"{name} writes into memory")
+        given, options = tree_map(lambda v: v.held if isinstance(v, Abstract) else v, pair)
+        held = _call(first.network, name, given, options)
         if isinstance(result, tuple):  # only what comes first is followed
-            return cls(result[0], tape, step), *result[1:]
+            return cls(result[0], first.network, held), *result[1:]
         if not isinstance(result, Tensor):
             raise Unfollowed(f"{name} asks for the values of a tensor")
-        return cls(result, tape, step, first.shared if func.is_view else None)
+        if tuple(result.shape) != held.shape:
+            raise Unfollowed(f"{name} gives shape {tuple(result.shape)}, the checker's rule {held.shape}")
+        return cls(result, first.network, held)
+
+
+class _Circular(TorchFunctionMode):
+    """Writes circular padding, which works in place below what can be seen, as slices side by side."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is F.pad and isinstance(args[0], Tensor):
+            pad = args[1] if len(args) > 1 else options["pad"]
+            if (args[2] if len(args) > 2 else options.get("mode")) == "circular":
+                return _wrap_around(args[0], list(pad))
+        return func(*args, **options)
+
+
+def _wrap_around(x: Tensor, pad: list[int]) -> Tensor:
+    for k in range(len(pad) // 2):
+        dim, (before, after) = x.ndim - 1 - k, pad[2 * k : 2 * k + 2]
+        size = x.shape[dim]
+        parts = [x.narrow(dim, size - before, before)] if before > 0 else []
+        start, end = max(0, -before), size - max(0, -after)
+        parts.append(x.narrow(dim, start, end - start))
+        if after > 0:
+            parts.append(x.narrow(dim, 0, after))
+        x = torch.cat(parts, dim)
+    return x
 
 
 def read(model: nn.Module, x: Tensor) -> Network:
     """The network that ``model`` runs on one image ``(1, ...)``, in evaluation mode."""
-    size, wide = x.numel(), torch.float64
-    if size > LARGEST:
-        raise Unfollowed(f"the image has {size} numbers, the checker handles up to {LARGEST}")
+    if "torch._dynamo" in sys.modules and isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
-    tape = Tape()
-    with torch.no_grad():
-        logits = model(Abstract(torch.zeros_like(x, dtype=dtype), tape, 0))
-    if not isinstance(logits, Abstract) or logits.tape is not tape:
-        raise Unfollowed("the model returns something else than a tensor that depends on the image")
-    network = Network()
-    eye = torch.eye(size, dtype=wide).reshape(size, *x.shape)
-    none = torch.zeros(x.shape, dtype=wide)
-    forms = [Form(tuple(x.shape), {0: eye}, {0: torch.zeros_like(eye)}, none, none)]
-    for name, args, kwargs in tape.steps[: logits.step]:
-        given, named = tree_map(lambda v: forms[v.step] if isinstance(v, Held) else v, (args, kwargs))
-        forms.append(_call(name, given, named, network))
-    network.logits = forms[logits.step]
+    network = Network(tuple(x.shape))
+    image = Abstract(torch.zeros_like(x, dtype=dtype), network, Held(0, tuple(x.shape)))
+    try:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), _Circular():
+            logits = torch.func.functionalize(model)(image)
+    except Unfollowed:
+        raise
+    except Exception as error:  # a model may fail in any way on a tensor without numbers
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise Unfollowed(f"the model cannot be run without numbers ({type(error).__name__}: {said})") from error
+    if not isinstance(logits, Abstract) or logits.network is not network or logits.ndim != 2:
+        raise Unfollowed("the model returns something else than logits that depend on the image")
+    network.nodes = network.nodes[: logits.held.node + 1]
     return network
 
 
 # ---- operations
 
-_SAME_SIGN = {
+_PLAIN = {
     *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "t", "expand", "slice"),
-    *("select", "clone", "detach", "alias", "contiguous", "reflection_pad2d", "replication_pad2d", "avg_pool2d"),
-    *("_adaptive_avg_pool2d", "mean", "sum", "upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle"),
-    *("pixel_unshuffle", "flip", "roll", "narrow", "channel_shuffle", "native_channel_shuffle", "movedim"),
+    *("select", "clone", "detach", "alias", "contiguous", "flip", "roll", "narrow", "movedim", "lift_fresh"),
+    *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
+    *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"),
+    *("avg_pool2d", "_adaptive_avg_pool2d", "mean", "sum"),
+    *("upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *("upsample_linear1d", "upsample_bilinear2d"),
 }
 """Linear operations of one tensor whose coefficients are not negative."""
 
-_IN_PLACE = ("relu_", "leaky_relu_", "add_", "sub_", "mul_", "div_", "neg_")
-_NORMS = ("native_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update")
+_SIGNED = {"upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"}
+"""Linear operations whose coefficients are at most 2 each way in all, whatever they are."""
+
+_PRODUCTS = {"mm", "bmm"}
+_CURVES = {"sigmoid", "tanh", "gelu", "silu"}
+_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update")
+_RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "lift_fresh": "alias"}
 
 
 def _wide(value: Any) -> Any:
-    if isinstance(value, Form):
+    if isinstance(value, Held):
         raise Unfollowed("a product of tensors that depend on the image")
     if isinstance(value, Tensor):
         if not value.is_floating_point():
@@ -195,96 +260,119 @@ def _wide(value: Any) -> Any:
     return float(value)
 
 
-def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], network: Network) -> Form:
-    given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Form)]
+def _call(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+    given = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Held)]
     form = given[0]
-    numbers = math.prod(form.shape)
-    if name == "max_pool2d_with_indices":
-        return _pool(network, *args, **kwargs)
-    if name in _NORMS:
-        return _norm(name, args)
     if name in ("add", "sub", "rsub", "mul", "div"):
-        return _arithmetic(name, args, kwargs)
-    if name == "neg":
-        return form.apply(lambda t: -t, lambda t: t, 1)
+        return _arithmetic(network, name, args, kwargs)
     if name in ("cat", "stack"):
-        return _join(name, args, kwargs)
-    if len(given) != 1 or not (args and args[0] is given[0]) and name != "addmm":
+        return _join(network, name, args, kwargs)
+    if name in ("slice_scatter", "select_scatter", "copy"):
+        return _overwritten(network, name, args, kwargs)
+    if len(given) != 1:
         raise Unfollowed(f"{name} of more than one tensor that depends on the image")
+    if name in _PRODUCTS:
+        return _product(network, name, args)
+    if name == "addmm":
+        if kwargs or isinstance(args[0], Held):
+            raise Unfollowed("addmm with other factors")
+        return _shifted(network, _product(network, "mm", args[1:]), _wide(args[0]))
+    if args[0] is not form:
+        raise Unfollowed(f"{name} with the image in another place")
     rest = args[1:]
-    if name == "_to_copy":
+    if name == "max_pool2d_with_indices":
+        return _pool(network, form, *rest, **kwargs)
+    if name in _NORMS:
+        return _norm(network, name, args)
+    if name == "neg":
+        return network.affine([form.map(torch.neg, lambda t: t)], 1)
+    if name in ("_to_copy", "to"):
         if kwargs.get("dtype") not in (None, torch.float32, torch.float64):
             raise Unfollowed(f"a cast to {kwargs['dtype']}")
         return form
+    if name in ("relu", "leaky_relu", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6") or name in _CURVES:
+        return _activation(network, name, form, rest, kwargs)
+    if name == "convolution":
+        return _convolution(network, form, *rest)
+    if name == "constant_pad_nd":
+        function: Any = torch.ops.aten.constant_pad_nd
+        value = float(rest[1]) if len(rest) > 1 else 0.0
+        fill = function(torch.zeros(form.shape, dtype=torch.float64), rest[0], value)
+        return network.affine([form.map(lambda t: function(t, rest[0]))], 1, fill)
+    if name in ("new_empty", "empty_like"):
+        raise Unfollowed("memory that nobody wrote to")
+    if name in _PLAIN or name in _SIGNED:
+        return _plain(network, name, form, rest, kwargs)
+    raise Unfollowed(f"{name} (no rule)")
+
+
+def _plain(network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+    if name == "avg_pool2d" and len(rest) > 5 and rest[5] is not None and rest[5] <= 0:
+        raise Unfollowed("average pooling with a divisor that is not positive")
+    if any(isinstance(v, torch.dtype) and v not in (torch.float32, torch.float64) for v in kwargs.values()):
+        raise Unfollowed(f"{name} in another dtype")
+    options = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
+    operation = getattr(torch.ops.aten, _RENAMED.get(name, name))
+
+    def run(t: Tensor) -> Tensor:
+        result: Tensor = operation(t, *rest, **options)
+        return result
+
+    numbers = max(math.prod(form.shape), run(torch.zeros(form.shape, dtype=torch.float64)).numel())
+    if name not in _SIGNED:
+        return network.affine([form.map(run)], numbers)
+
+    def size(t: Tensor) -> Tensor:
+        """Coefficients of a bicubic kernel add up to 1, and to less than 2 in magnitude, in each of two directions."""
+        return 4 * t.amax((-2, -1), keepdim=True).expand(run(t).shape)
+
+    return network.affine([form.map(run, size)], numbers)
+
+
+def _activation(network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
     if name == "relu":
-        return _bend(network, Bend(form, 0.0))
+        return network.add(Bend(form.shape, form.node))
     if name == "leaky_relu":
         leak = float(rest[0]) if rest else 0.01
         if not 0 <= leak <= 1:
             raise Unfollowed(f"a negative slope of {leak}")
-        return _bend(network, Bend(form, leak))
-    if name == "convolution":
-        return _convolution(form, *rest)
-    if name == "mm":
-        return _product(form, rest[0])
-    if name == "addmm":
-        if kwargs or args[1] is not given[0]:
-            raise Unfollowed("addmm with other factors")
-        return _product(form, args[2]).shifted(_wide(args[0]))
-    if name == "constant_pad_nd":
-        function: Any = torch.ops.aten.constant_pad_nd
-        value = float(rest[1]) if len(rest) > 1 else 0.0
-        padded = form.apply(lambda t: function(t, rest[0]), lambda t: function(t, rest[0]), 1)
-        return padded.shifted(function(torch.zeros_like(form.const), rest[0], value))
-    if name in _SAME_SIGN:
-        if name == "avg_pool2d" and len(rest) > 5 and rest[5] is not None and rest[5] <= 0:
-            raise Unfollowed("average pooling with a divisor that is not positive")
-        if any(isinstance(v, torch.dtype) and v not in (torch.float32, torch.float64) for v in kwargs.values()):
-            raise Unfollowed(f"{name} in another dtype")
-        options = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
-        operation = getattr(torch.ops.aten, "reshape" if name in ("view", "_unsafe_view") else name)
-
-        def run(t: Tensor) -> Tensor:
-            result: Tensor = operation(t, *rest, **options)
-            return result
-
-        return form.apply(run, run, numbers)
-    raise Unfollowed(f"{name} (no rule)")
-
-
-def _bend(network: Network, bend: Bend) -> Form:
-    shape, size = bend.before.shape, math.prod(bend.before.shape)
-    return _source(network, bend, shape, size)
-
-
-def _source(network: Network, bend: Bend, shape: tuple[int, ...], size: int) -> Form:
-    if size > LARGEST:
-        raise Unfollowed(f"a layer of {size} units, the checker handles up to {LARGEST}")
-    network.bends.append(bend)
-    eye = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
-    none = torch.zeros(shape, dtype=torch.float64)
-    source = len(network.bends)
-    return Form(shape, {source: eye}, {source: torch.zeros_like(eye)}, none, none)
+        return network.add(Bend(form.shape, form.node, leak))
+    if name in _CURVES:
+        if kwargs.get("approximate", "none") != "none":
+            raise Unfollowed(f"{name} with an approximation")
+        return network.add(Bend(form.shape, form.node, curve=name))
+    low, high = {"hardtanh": (-1.0, 1.0), "relu6": (0.0, 6.0)}.get(name, (None, None))
+    if name == "clamp_max":
+        high = rest[0] if rest else kwargs["max"]
+    else:
+        low = rest[0] if rest else kwargs.get("min", low)
+        high = rest[1] if len(rest) > 1 else kwargs.get("max", high)
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        raise Unfollowed("a clamp whose ends are tensors")
+    ends = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    if not ends[0] <= ends[1]:
+        raise Unfollowed(f"a clamp with its ends the wrong way round: {ends}")
+    return network.add(Bend(form.shape, form.node, curve="clamp", ends=ends))
 
 
 def _pool(
     network: Network,
-    form: Form,
+    form: Held,
     kernel: Any,
     stride: Any = (),
     padding: Any = 0,
     dilation: Any = 1,
     ceil_mode: bool = False,
-) -> Form:
+) -> Held:
     """Windows by pooling the positions themselves: each window is what unfolding the padded map gives."""
     k, s, p, d = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
     channels, height, width = form.shape[-3:]
     place = torch.arange(channels * height * width, dtype=torch.float64).reshape(1, channels, height, width)
-    like = torch.nn.functional.max_pool2d(place, k, s, p, d, ceil_mode)
+    like = F.max_pool2d(place, k, s, p, d, ceil_mode)
     rows, columns = like.shape[-2:]
     need = [(n - 1) * s[i] + d[i] * (k[i] - 1) + 1 for i, n in enumerate((rows, columns))]
     after = [max(0, need[i] - p[i] - side) for i, side in enumerate((height, width))]
-    padded = torch.nn.functional.pad(place, (p[1], after[1], p[0], after[0]), value=-1.0)
+    padded = F.pad(place, (p[1], after[1], p[0], after[0]), value=-1.0)
     windows = torch.stack(
         [
             padded[
@@ -298,23 +386,31 @@ def _pool(
         -1,
     )
     windows = windows.reshape(-1, k[0] * k[1]).long()
-    shape = (*form.shape[:-3], channels, rows, columns)
-    return _source(network, Bend(form, windows=windows), shape, windows.shape[0])
+    return network.add(Bend((*form.shape[:-3], channels, rows, columns), form.node, windows=windows))
 
 
 def _pair(value: Any) -> tuple[int, int]:
     return (int(value[0]), int(value[-1])) if isinstance(value, (list, tuple)) else (int(value), int(value))
 
 
-def _product(form: Form, matrix: Tensor) -> Form:
-    if isinstance(matrix, Form):
-        raise Unfollowed("a product of two tensors that depend on the image")
-    weight = _wide(matrix)
-    return form.apply(lambda t: t @ weight, lambda t: t @ weight.abs(), weight.shape[0])
+def _product(network: Network, name: str, args: tuple[Any, ...]) -> Held:
+    operation, first = getattr(torch.ops.aten, name), isinstance(args[0], Held)
+    form, matrix = (args[0], _wide(args[1])) if first else (args[1], _wide(args[0]))
+
+    def run(t: Tensor) -> Tensor:
+        result: Tensor = operation(t, matrix) if first else operation(matrix, t)
+        return result
+
+    def size(t: Tensor) -> Tensor:
+        result: Tensor = operation(t, matrix.abs()) if first else operation(matrix.abs(), t)
+        return result
+
+    return network.affine([form.map(run, size)], max(matrix.shape))
 
 
 def _convolution(
-    form: Form,
+    network: Network,
+    form: Held,
     weight: Tensor,
     bias: Tensor | None,
     stride: Any,
@@ -323,84 +419,102 @@ def _convolution(
     transposed: bool,
     output_padding: Any,
     groups: int,
-) -> Form:
+) -> Held:
     wide, operation = _wide(weight), torch.ops.aten.convolution
     settings = (None, stride, padding, dilation, transposed, output_padding, groups)
-    terms = math.prod(weight.shape)
-    out = form.apply(lambda t: operation(t, wide, *settings), lambda t: operation(t, wide.abs(), *settings), terms)
-    return out if bias is None else out.shifted(_wide(bias).reshape(-1, *[1] * (weight.ndim - 2)))
+    maps = [form.map(lambda t: operation(t, wide, *settings), lambda t: operation(t, wide.abs(), *settings))]
+    const = None if bias is None else _wide(bias).reshape(-1, *[1] * (weight.ndim - 2))
+    return network.affine(maps, math.prod(weight.shape), const)
 
 
-def _norm(name: str, args: tuple[Any, ...]) -> Form:
-    if name == "native_batch_norm":
-        given, weight, bias, mean, variance, training, _, eps = args
+def _norm(network: Network, name: str, args: tuple[Any, ...]) -> Held:
+    if name in ("native_batch_norm", "cudnn_batch_norm"):
+        form, weight, bias, mean, variance, training, _, eps = args
     else:
-        given, weight, bias, mean, variance, _, eps = args
+        form, weight, bias, mean, variance, _, eps = args
         training = False
-    if training or mean is None or variance is None or not isinstance(given, Form):
+    if training or mean is None or variance is None:
         raise Unfollowed("batch normalisation by the statistics of the batch")
-    form = given
     view = (-1, *[1] * (len(form.shape) - 2))
     scale = (_wide(variance) + eps).rsqrt().view(view)
     if weight is not None:
         scale = scale * _wide(weight).view(view)
-    centred = form.shifted(-_wide(mean).view(view).expand(form.shape[1:]))
-    scaled = centred.apply(lambda t: t * scale, lambda t: t * scale.abs(), 8)
-    return scaled if bias is None else scaled.shifted(_wide(bias).view(view).expand(form.shape[1:]))
+    centred = _shifted(network, form, -_wide(mean).view(view))
+    scaled = network.affine([centred.map(lambda t: t * scale, lambda t: t * scale.abs())], 8)
+    return scaled if bias is None else _shifted(network, scaled, _wide(bias).view(view))
 
 
-def _arithmetic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _shifted(network: Network, form: Held, by: Tensor) -> Held:
+    shape = tuple(torch.broadcast_shapes(form.shape, by.shape))
+    return network.affine([_scaled(form, 1.0, shape)], 2 + math.prod(shape) // math.prod(form.shape), by, shape)
+
+
+def _arithmetic(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
     first, second = args[0], args[1]
     alpha = float(kwargs.get("alpha", args[2] if len(args) > 2 else 1.0))
     if name == "rsub":
         first, second, name = second, first, "sub"
+        if alpha != 1:
+            raise Unfollowed("rsub with a factor")
     if set(kwargs) - {"alpha"}:
         raise Unfollowed(f"{name} with {sorted(kwargs)}")
     if name in ("mul", "div"):
-        if isinstance(first, Form) == isinstance(second, Form):
+        if isinstance(first, Held) == isinstance(second, Held):
             raise Unfollowed("a product of two tensors that depend on the image")
-        form, factor = (first, second) if isinstance(first, Form) else (second, first)
-        if name == "div" and not isinstance(first, Form):
+        form, factor = (first, second) if isinstance(first, Held) else (second, first)
+        if name == "div" and not isinstance(first, Held):
             raise Unfollowed("division by the image")
-        by = _wide(factor)
+        by = torch.as_tensor(_wide(factor), dtype=torch.float64)
         if name == "div":
             by = 1.0 / by
-        size = by.abs() if isinstance(by, Tensor) else abs(by)
-        return form.apply(lambda t: t * by, lambda t: t * size, 3)
+        return network.affine([form.map(lambda t: t * by, lambda t: t * by.abs())], math.prod(by.shape) + 3)
     sign = -alpha if name == "sub" else alpha
-    if isinstance(first, Form) and isinstance(second, Form):
-        left, right = first, second
-        if sign != 1:
-            right = right.apply(lambda t: t * sign, lambda t: t * abs(sign), 2)
-        shape = torch.broadcast_shapes(left.shape, right.shape)
-        return _expanded(left, shape).plus(_expanded(right, shape))
-    if isinstance(first, Form):
-        constant = torch.as_tensor(_wide(second), dtype=torch.float64) * sign
-        form = first
-    else:
-        constant = torch.as_tensor(_wide(first), dtype=torch.float64)
-        form = second.apply(lambda t: t * sign, lambda t: t * abs(sign), 2)
-    return _expanded(form, torch.broadcast_shapes(form.shape, constant.shape)).shifted(constant)
+    maps, const = [], None
+    held = [part for part in (first, second) if isinstance(part, Held)]
+    shapes = [part.shape for part in (first, second) if isinstance(part, (Held, Tensor))]
+    shape = tuple(torch.broadcast_shapes(*shapes))
+    for part, factor in ((first, 1.0), (second, sign)):
+        if isinstance(part, Held):
+            maps.append(_scaled(part, factor, shape))
+        else:
+            const = torch.as_tensor(_wide(part), dtype=torch.float64) * factor
+    return network.affine(maps, 2 + max(math.prod(shape) // max(1, math.prod(p.shape)) for p in held), const, shape)
 
 
-def _expanded(form: Form, shape: Any) -> Form:
-    if tuple(shape) == form.shape:
-        return form
-    return form.apply(lambda t: t.expand(shape), lambda t: t.expand(shape), 1)
+def _scaled(form: Held, factor: float, shape: Shape) -> Map:
+    return form.map(lambda t: (t * factor).expand(shape), lambda t: (t * abs(factor)).expand(shape))
 
 
-def _join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _join(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
     parts, dim = args[0], (args[1] if len(args) > 1 else kwargs.get("dim", 0))
     operation = torch.cat if name == "cat" else torch.stack
-    sources = sorted({s for part in parts if isinstance(part, Form) for s in part.mid})
-    sizes = {s: part.mid[s].shape[0] for part in parts if isinstance(part, Form) for s in part.mid}
+    nothing = [torch.zeros(tuple(part.shape), dtype=torch.float64) for part in parts]
 
-    def piece(part: Any, table: str, source: int) -> Tensor:
-        held = getattr(part, table).get(source) if isinstance(part, Form) else None
-        return held if held is not None else torch.zeros((sizes[source], *part.shape), dtype=torch.float64)
+    def place(k: int) -> Linear:
+        return lambda t: operation([t if i == k else zero for i, zero in enumerate(nothing)], dim)
 
-    joined = [{s: torch.vmap(lambda *t: operation(t, dim))(*(piece(p, table, s) for p in parts)) for s in sources}
-              for table in ("mid", "rad")]  # fmt: skip
-    const = operation([part.const if isinstance(part, Form) else _wide(part) for part in parts], dim)
-    slack = [part.slack if isinstance(part, Form) else torch.zeros_like(_wide(part)) for part in parts]
-    return Form(tuple(const.shape), joined[0], joined[1], const, operation(slack, dim))
+    maps = [part.map(place(k)) for k, part in enumerate(parts) if isinstance(part, Held)]
+    const = operation([n if isinstance(p, Held) else _wide(p) for p, n in zip(parts, nothing, strict=True)], dim)
+    return network.affine(maps, 2, const)
+
+
+def _overwritten(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+    """A part of a tensor replaced by another one, or the whole of it."""
+    base, source = args[0], args[1]
+    shape = tuple(base.shape)
+    if name == "copy":
+        if not isinstance(source, Held):
+            raise Unfollowed("a constant written over what depends on the image")
+        return network.affine([source.map(lambda t: t.expand(shape))], math.prod(shape), shape=shape)
+    operation, zero = getattr(torch.ops.aten, name), torch.zeros(shape, dtype=torch.float64)
+    none = torch.zeros(tuple(source.shape), dtype=torch.float64)
+    maps, const = [], zero
+    if isinstance(base, Held):
+        maps.append(base.map(lambda t: operation(t, none, *args[2:], **kwargs)))
+    else:
+        const = operation(_wide(base), none, *args[2:], **kwargs)
+    if isinstance(source, Held):
+        maps.append(source.map(lambda t: operation(zero, t, *args[2:], **kwargs)))
+    else:
+        const = const + operation(zero, _wide(source), *args[2:], **kwargs)
+    return network.affine(maps, 2, const, shape)

@@ -22,14 +22,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.ball import LinfBall, Plans, WassersteinBall
-from wball.certificates.checking.network import UNIT, gamma
+from wball.certificates.checking.network import UNIT, Unfollowed, gamma
 from wball.cost import DenseCost, GridCost
 
 ALL = 128
 """Images of at most so many pixels have every move listed."""
 
-NEAR, GROUPS, SEARCH = 3.0, (4.0, 6.0, 10.0, math.inf), 24
-"""Moves shorter than this are listed in larger images, the others grouped up to these lengths; steps of bisection."""
+GROUPS, SEARCH = (3.0, 4.0, 6.0, 10.0, math.inf), 20
+"""Longer moves than those listed are grouped up to these lengths; steps of bisection."""
+
+LARGEST = 4096
+"""Pixels of an image whose costs are held as a matrix."""
 
 
 class Cube:
@@ -51,11 +54,13 @@ class Cube:
 class Transport:
     """One image's Wasserstein ball: mass, moves with their costs, budget and box."""
 
-    def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans) -> None:
-        """``x``: one image ``(C, H, W)`` or histogram ``(n,)``."""
+    def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans, near: float) -> None:
+        """``x``: one image ``(C, H, W)`` or histogram ``(n,)``; moves shorter than ``near`` are listed."""
         grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
         self.channels, height, width = grid.shape
         self.pixels, self.size = height * width, (height, width)
+        if self.pixels > LARGEST:
+            raise Unfollowed(f"an image of {self.pixels} pixels, the checker handles up to {LARGEST}")
         self.x = grid.reshape(self.channels, self.pixels)
         self.box = ball.box
         self.budget = float(ball.budget(x[None])[0]) * (1 + 8 * UNIT)
@@ -64,8 +69,8 @@ class Transport:
         channel, pixel = (self.x > 0).nonzero(as_tuple=True)
         self.channel, self.pixel, self.mass = channel, pixel, self.x[channel, pixel]
         self.cost = cost[pixel] * (1 - 8 * UNIT)  # (sources, pixels), never more than it is
-        limit = math.inf if self.pixels <= ALL or isinstance(ball.cost, DenseCost) else NEAR
-        self._list(limit, ball.cost.p if isinstance(ball.cost, GridCost) else 1.0)
+        self.listed = self.pixels <= ALL or isinstance(ball.cost, DenseCost)  # every move
+        self._list(math.inf if self.listed else near, ball.cost.p if isinstance(ball.cost, GridCost) else 1.0)
 
     def _list(self, near: float, power: float) -> None:
         """Options of every source: single targets first, then groups of targets."""
@@ -76,7 +81,7 @@ class Transport:
         prices = [torch.where(listed, self.cost, math.inf).gather(1, order)]
         self.windows: list[int] = []  # how far the targets of each group are at most, in rows and columns
         start = near
-        for end in GROUPS if math.isfinite(near) else []:
+        for end in [e for e in GROUPS if e > near] if math.isfinite(near) else []:
             group = (self.cost >= start**power) & (self.cost < end**power) & torch.isfinite(self.cost)
             if bool(group.any()):
                 self.windows.append(int(min(end, max(self.size))))
@@ -101,8 +106,7 @@ class Transport:
         parts = [maps[:, self.channel[:, None], self.target]]
         image = rows.view(-1, self.channels, *self.size)
         for reach in self.windows:
-            around = F.max_pool2d(image, (1, 2 * reach + 1), 1, (0, reach))
-            around = F.max_pool2d(around, (2 * reach + 1, 1), 1, (reach, 0))
+            around = _largest_around(_largest_around(image, reach, 3), reach, 2)
             parts.append(around.flatten(2)[:, self.channel, self.pixel][..., None])
         moved = torch.where(torch.isfinite(self.price), torch.cat(parts, 2), -math.inf)
         return stay, moved
@@ -201,6 +205,20 @@ class Transport:
         return torch.from_numpy(dual[1 : 1 + cells] - dual[1 + cells :]).to(torch.float64)
 
 
+def _largest_around(image: Tensor, reach: int, dim: int) -> Tensor:
+    """The largest of the numbers at most ``reach`` away along a dimension, by windows that double."""
+    size = image.shape[dim]
+    if reach >= size - 1:
+        return image.amax(dim, keepdim=True).expand(image.shape)
+    wide = F.pad(image, (reach, reach) if dim == image.ndim - 1 else (0, 0, reach, reach), value=-math.inf)
+    window, covered = 2 * reach + 1, 1
+    while 2 * covered <= window:
+        count = wide.shape[dim] - covered
+        wide = torch.maximum(wide.narrow(dim, 0, count), wide.narrow(dim, covered, count))
+        covered *= 2
+    return torch.maximum(wide.narrow(dim, 0, size), wide.narrow(dim, window - covered, size))
+
+
 def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tensor:
     cost = ball.cost
     if isinstance(cost, DenseCost):
@@ -217,8 +235,8 @@ def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tens
     return out
 
 
-def domain(ball: object, x: Tensor, plans: Plans) -> Cube | Transport:
-    """The set of images around one image ``x`` (without a batch)."""
+def domain(ball: object, x: Tensor, plans: Plans, near: float = 3.0) -> Cube | Transport:
+    """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are told apart."""
     if type(ball) is LinfBall:
         wide = x.to("cpu", torch.float64)
         eps = float(torch.as_tensor(ball.eps).reshape(-1)[0])
@@ -228,5 +246,5 @@ def domain(ball: object, x: Tensor, plans: Plans) -> Cube | Transport:
         room = 2 * UNIT * (wide.abs() + eps)
         return Cube((low - room).flatten(), (high + room).flatten())
     if type(ball) is WassersteinBall:
-        return Transport(ball, x, plans)
-    raise TypeError(f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}")
+        return Transport(ball, x, plans, near)
+    raise Unfollowed(f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}")

@@ -1,0 +1,147 @@
+r"""Lines below and above curves, with every rounding error accounted for: the checker's own.
+
+An interval is cut into cells. On a cell with centre ``c`` and half width ``r``, for ``g(v) = f(v) - k v`` and any bound
+``B`` of ``|f''|``, Taylor's theorem says ``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these over the cells
+is the shift of a line with slope ``k`` below the curve, the largest that of one above it. A clamp has its extremes at
+the ends of the interval and at its kinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CELLS = 128
+ROOM = 2.0**-44
+"""What the value of a curve, or of a sum of a few terms, may be off by, relative to the magnitudes that entered it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A function, its derivative, a bound of its second one, and where it turns if it is not monotone."""
+
+    value: Callable[[Tensor], Tensor]
+    steepness: Callable[[Tensor], Tensor]
+    bend: float
+    least: float  # over all numbers
+    most: float
+    lowest_at: tuple[float, float] | None = None  # an interval that contains the point of the least value
+
+
+def _sigmoid(v: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-v))
+
+
+def _normal(v: Tensor) -> Tensor:
+    """The distribution function of a normal variable."""
+    return 0.5 * torch.special.erfc(-v / math.sqrt(2))
+
+
+def _density(v: Tensor) -> Tensor:
+    return torch.exp(-v * v / 2) / math.sqrt(2 * math.pi)
+
+
+CURVES = {
+    "sigmoid": Curve(_sigmoid, lambda v: _sigmoid(v) * _sigmoid(-v), 0.09623, 0.0, 1.0),
+    "tanh": Curve(torch.tanh, lambda v: 1 - torch.tanh(v).square(), 0.76981, -1.0, 1.0),
+    "silu": Curve(
+        lambda v: v * _sigmoid(v),
+        lambda v: _sigmoid(v) * (1 + v * _sigmoid(-v)),
+        0.50001,
+        -0.278465,
+        math.inf,
+        (-1.2785, -1.2784),
+    ),
+    "gelu": Curve(
+        lambda v: v * _normal(v),
+        lambda v: _normal(v) + v * _density(v),
+        0.79789,
+        -0.169972,
+        math.inf,
+        (-0.7518, -0.7517),
+    ),
+}
+"""|f''| is largest for the sigmoid at log(2 + sqrt 3), 1 / (6 sqrt 3); tanh: 4 / (3 sqrt 3); SiLU and GELU at 0."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """``under v + under_shift <= f(v) <= over v + over_shift``, flat."""
+
+    under: Tensor
+    under_shift: Tensor
+    over: Tensor
+    over_shift: Tensor
+
+
+def values_between(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and largest value of a curve on intervals."""
+    if curve == "clamp":
+        return low.clamp(*ends), high.clamp(*ends)
+    shape = CURVES[curve]
+    room = ROOM * (1 + low.abs() + high.abs())
+    first, last = shape.value(low), shape.value(high)
+    least, most = torch.minimum(first, last) - room, torch.maximum(first, last) + room
+    if shape.lowest_at is not None:
+        turns = (low <= shape.lowest_at[1]) & (high >= shape.lowest_at[0])
+        least = torch.where(turns, shape.least, least)
+    wide = ~(torch.isfinite(low) & torch.isfinite(high))
+    least = torch.where(wide, shape.least, least.clamp(min=shape.least))
+    return least, torch.where(wide, shape.most, most.clamp(max=shape.most))
+
+
+def lines(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> Lines:
+    """Of lines with a few slopes the highest one below and the lowest one above, in the middle of each interval."""
+    middle, width = (low + high) / 2, (high - low).clamp(min=1e-12)
+    if curve == "clamp":
+        points = torch.stack([low, high, *(torch.full_like(low, e).clamp(low, high) for e in ends)])
+        worth = points.clamp(*ends)
+        chord = (worth[1] - worth[0]) / width
+        slopes = [chord, torch.zeros_like(chord), torch.ones_like(chord)]
+
+        def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
+            gap = worth - slope * points
+            room = ROOM * (worth.abs() + (slope * points).abs()).amax(0)
+            return gap.amin(0) - room, gap.amax(0) + room
+
+    else:
+        shape = CURVES[curve]
+        chord = (shape.value(high) - shape.value(low)) / width
+        slopes = [chord, shape.steepness(middle), torch.zeros_like(chord), torch.ones_like(chord)]
+        half = width / CELLS / 2
+        centres = torch.stack([low + (2 * k + 1) * half for k in range(CELLS)])
+        worth, steep = shape.value(centres), shape.steepness(centres)
+        room = ROOM * (1 + low.abs() + high.abs())
+
+        def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
+            gap = worth - slope * centres
+            off = ((steep - slope).abs() + room) * half * (1 + 1e-9) + shape.bend * (half * (1 + 1e-9)).square() / 2
+            more = room * (1 + slope.abs())
+            return (gap - off).amin(0) - more, (gap + off).amax(0) + more
+
+    return _best(slopes, extremes, middle, values_between(curve, ends, low, high))
+
+
+def _best(
+    slopes: list[Tensor],
+    extremes: Callable[[Tensor], tuple[Tensor, Tensor]],
+    middle: Tensor,
+    between: tuple[Tensor, Tensor],
+) -> Lines:
+    zero = torch.zeros_like(middle)
+    found = Lines(zero, between[0], zero, between[1])  # what holds anyway
+    for slope in slopes:
+        least, most = extremes(slope)
+        higher = least + slope * middle > found.under_shift + found.under * middle
+        lower = most + slope * middle < found.over_shift + found.over * middle
+        found = Lines(
+            torch.where(higher, slope, found.under),
+            torch.where(higher, least, found.under_shift),
+            torch.where(lower, slope, found.over),
+            torch.where(lower, most, found.over_shift),
+        )
+    return found
