@@ -1,0 +1,344 @@
+"""ONNX models: against PyTorch's own answer for what it exported, and against files of other frameworks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wball
+from wball import DualAveraging, WassersteinBall
+
+onnx = pytest.importorskip("onnx")
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+from wball.attacks.adapters.onnx import ForwardOnly, OnnxModel, load  # noqa: E402
+
+
+class Assorted(nn.Module):
+    """Layers that exporters write in their own ways, and a shape that depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 6, 3, padding=1, dilation=1), nn.BatchNorm2d(6)
+        self.second = nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False)
+        self.head = nn.Linear(6 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.leaky_relu(self.norm(self.first((x - 0.3) / 0.4)), 0.1)
+        h = F.max_pool2d(h + self.second(h), 3, 2, 1)
+        h = h + F.avg_pool2d(h, 3, 1, 1, count_include_pad=False) * F.adaptive_avg_pool2d(h, 1).sigmoid()
+        return self.head(h.view(x.size(0), -1).clamp(-3, 3))
+
+
+def export(model: nn.Module, x: Tensor, path: Path, opset: int = 17, fixed: bool = False) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter that needs nothing but onnx is the old one
+        names: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "opset_version": opset}
+        names |= {} if fixed else {"dynamic_axes": {"x": {0: "n"}, "y": {0: "n"}}}
+        torch.onnx.export(model, (x,), str(path), dynamo=False, **names)
+    return path
+
+
+def test_exported_network(images: Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Assorted()
+    net(torch.rand(50, 1, 8, 8))  # running statistics that matter
+    net.eval()
+    model = load(export(net, images[:3], tmp_path / "net.onnx"))
+    x, z = (images.clone().requires_grad_() for _ in range(2))
+    expected, found = net(x), model(z)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(z.grad, x.grad, atol=1e-4, rtol=1e-4)
+    assert not model.training and sum(p.numel() for p in model.parameters()) >= 700
+
+
+def test_attack_on_an_exported_model_of_the_zoo(tmp_path: Path) -> None:
+    net, (x, y) = wball.load_model("mnist-standard"), wball.load_sample("mnist")
+    model = load(export(net, x[:2], tmp_path / "zoo.onnx"))
+    attack = DualAveraging(WassersteinBall(0.1), steps=5)
+    expected, found = attack(net, x[:6], y[:6]), attack(model, x[:6], y[:6])
+    assert torch.equal(found.success, expected.success) and found.success.any()
+    torch.testing.assert_close(found.images, expected.images, atol=1e-3, rtol=0)
+    assert wball.audit(attack.ball, x[:6], found.images).all_valid
+
+
+class InvertedResidual(nn.Module):
+    """A block of MobileNetV3 and EfficientNet: expand, filter each channel, squeeze and excite, project."""
+
+    def __init__(self, inputs: int, outputs: int, act: type[nn.Module], gate: type[nn.Module]) -> None:
+        super().__init__()
+        wide = 3 * inputs
+        self.expand = nn.Sequential(nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), act())
+        self.filter = nn.Sequential(
+            nn.Conv2d(wide, wide, 3, 1, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), act()
+        )
+        self.excite = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 4, 1), nn.ReLU(), nn.Conv2d(4, wide, 1), gate()
+        )
+        self.project = nn.Sequential(nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.filter(self.expand(x))
+        return torch.cat([x, self.project(h * self.excite(h))], 1)[:, 1:]
+
+
+def mobile(act: type[nn.Module], gate: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, 2, 1),
+        act(),
+        InvertedResidual(8, 8, act, gate),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(15, 5),
+    )
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, attention written out, GELU: the way timm and Hugging Face write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 12, 4, 4)
+        self.token, self.position = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.randn(1, 5, 12))
+        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+        self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat([self.token.expand(h.shape[0], -1, -1), h], 1) + self.position
+        b, n, d = h.shape
+        q, k, v = self.qkv(self.norm(h)).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.transpose(-2, -1) * (d // 2) ** -0.5).softmax(-1)
+        h = h + self.out((weights @ v).transpose(1, 2).reshape(b, n, d))
+        return self.head((h + self.mlp(h))[:, 0])
+
+
+NETWORKS = {
+    "MobileNetV3": lambda: mobile(nn.Hardswish, nn.Hardsigmoid),
+    "EfficientNet": lambda: mobile(nn.SiLU, nn.Sigmoid),
+    "vision transformer": VisionTransformer,
+}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("opset", [11, 18])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_usual_architectures(images: Tensor, tmp_path: Path, name: str, opset: int, fixed: bool) -> None:
+    """Also exported for one image at a time: the file then takes any number of them, all at once or one by one."""
+    torch.manual_seed(0)
+    net = NETWORKS[name]()
+    net(images.repeat(5, 1, 1, 1))
+    net.eval()
+    path = export(net, images[:1], tmp_path / "net.onnx", opset, fixed)
+    model = load(path)
+    x, z = (images.clone().requires_grad_() for _ in range(2))
+    expected, found = net(x), model(z)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(z.grad, x.grad, atol=1e-3, rtol=1e-3)
+
+
+def classifier(nodes: list[Any], shape: list[Any], weights: dict[str, Any], opset: int = 13) -> Any:
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    first = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+    last = helper.make_tensor_value_info(nodes[-1].output[0], TensorProto.FLOAT, ["n", "k"])
+    graph = helper.make_graph(nodes, "classifier", [first], [last], stored)
+    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", opset)])
+
+
+def text_direction() -> Any:
+    """As Paddle writes it: HardSigmoid with a slope of its own, Slice and Concat of shapes, a softmax at the end."""
+    random = np.random.default_rng(0)
+    weights = {
+        "w": random.normal(size=(8, 3, 3, 3)).astype(np.float32),
+        "gate": random.normal(size=(8, 8, 1, 1)).astype(np.float32),
+        "head": random.normal(size=(8, 2)).astype(np.float32),
+        "bias": random.normal(size=2).astype(np.float32),
+        "zero": np.array([0]),
+        "one": np.array([1]),
+        "rest": np.array([8]),
+    }
+    node = helper.make_node
+    nodes = [
+        node("Conv", ["x", "w"], ["c"], strides=[2, 2], pads=[1, 1, 1, 1], kernel_shape=[3, 3]),
+        node("HardSwish", ["c"], ["h"]),
+        node("GlobalAveragePool", ["h"], ["g"]),
+        node("Conv", ["g", "gate"], ["e"]),
+        node("HardSigmoid", ["e"], ["s"], alpha=0.2, beta=0.5),
+        node("Mul", ["h", "s"], ["m"]),
+        node("GlobalAveragePool", ["m"], ["p"]),
+        node("Shape", ["p"], ["shape"]),
+        node("Slice", ["shape", "zero", "one"], ["batch"]),
+        node("Concat", ["batch", "rest"], ["flat"], axis=0),
+        node("Reshape", ["p", "flat"], ["r"]),
+        node("MatMul", ["r", "head"], ["l"]),
+        node("Add", ["l", "bias"], ["logits"]),
+        node("Softmax", ["logits"], ["y"], axis=1),
+    ]
+    return classifier(nodes, ["n", 3, "h", "w"], weights, 14)
+
+
+def test_a_text_direction_classifier_and_its_softmax(tmp_path: Path) -> None:
+    proto = text_direction()
+    onnx.save(proto, tmp_path / "cls.onnx")
+    with pytest.warns(UserWarning, match="softmax, which is left out"):
+        model = load(tmp_path / "cls.onnx")
+    x = torch.rand(4, 3, 12, 20)
+    (expected,) = ReferenceEvaluator(proto).run(None, {"x": x.numpy()})
+    found = model(x)
+    assert float(found.min()) < 0
+    torch.testing.assert_close(found.softmax(1), torch.from_numpy(expected), atol=1e-5, rtol=1e-4)
+    attack = wball.StandardAttack(WassersteinBall(0.5), version="fast", check=False)
+    result = attack(model, x, found.argmax(1))
+    assert bool(result.success.any()) and wball.audit(attack.ball, x, result.images).all_valid
+
+
+@pytest.mark.parametrize("size", [(8, 10), (3, 3)])
+def test_images_with_channels_last(tmp_path: Path, size: tuple[int, int]) -> None:
+    """As TensorFlow's exporter writes them: a Transpose in front, which the shape of the input tells."""
+    weight = np.random.default_rng(0).normal(size=(4, 3, 3, 3)).astype(np.float32)
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 3, 1, 2]),
+        helper.make_node("Conv", ["t", "w"], ["c"], auto_pad="SAME_UPPER", strides=[2, 2]),
+        helper.make_node("ReduceMean", ["c"], ["y"], axes=[2, 3], keepdims=0),
+    ]
+    proto = classifier(nodes, ["n", *size, 3], {"w": weight})
+    x = torch.rand(5, 3, *size)
+    model = OnnxModel(proto, layout=None if size != (3, 3) else "NHWC")
+    (expected,) = ReferenceEvaluator(proto).run(None, {"x": x.permute(0, 2, 3, 1).numpy()})
+    torch.testing.assert_close(model(x), torch.from_numpy(expected), atol=1e-5, rtol=1e-5)
+    if size != (3, 3):
+        with pytest.raises(ValueError, match=r"images of shape \(3, 8, 10\), got \(1, 8, 10\)"):
+            model(x[:, :1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "inception_v2", "resnet50"])
+def test_classifiers_that_come_with_onnx(name: str) -> None:
+    """Caffe2's exports, with constants for weights; images of 224 x 224, one at a time."""
+    folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
+    if not (folder / f"light_{name}.onnx").is_file():
+        pytest.skip("this onnx package has no models")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the softmax
+        model = load(folder / f"light_{name}.onnx")
+    stored = TensorProto.FromString((folder / f"light_{name}_output_0.pb").read_bytes())
+    expected = torch.from_numpy(numpy_helper.to_array(stored).copy()).flatten(1)
+    with torch.no_grad():
+        found = model(torch.ones(2, *(s or 224 for s in model.ends.shape)))
+    assert found.shape == (2, 1000)
+    torch.testing.assert_close(found[:1].softmax(1), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_certificates_follow_an_exported_network(images: Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
+    model, y = load(export(net, images[:2], tmp_path / "zoo.onnx")), net(images).argmax(1)
+    ball = WassersteinBall(0.01)
+    found, expected = (wball.certify(m, images, y, ball, method="crown") for m in (model, net))
+    torch.testing.assert_close(found.margin, expected.margin, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.certified, expected.certified)
+
+
+def test_half_precision(images: Tensor, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).half()
+    model = load(export(net, images[:1].half(), tmp_path / "half.onnx"))
+    torch.testing.assert_close(wball.model.ask(model, images), net(images.half()).float(), atol=1e-2, rtol=1e-2)
+    assert model(images).dtype == torch.float16
+    assert model.float()(images).dtype == torch.float32
+
+
+def test_a_branch_that_depends_on_the_shape() -> None:
+    """PyTorch's exporter writes If for a squeeze of an axis that it does not know."""
+    value = helper.make_tensor_value_info
+    out = value("b", TensorProto.FLOAT, None)
+    then = helper.make_graph([helper.make_node("Mul", ["flat", "two"], ["b"])], "then", [], [out])
+    other = helper.make_graph([helper.make_node("Neg", ["flat"], ["b"])], "else", [], [out])
+    nodes = [
+        helper.make_node("Flatten", ["x"], ["flat"]),
+        helper.make_node("Size", ["x"], ["size"]),
+        helper.make_node("Greater", ["size", "many"], ["large"]),
+        helper.make_node("If", ["large"], ["y"], then_branch=then, else_branch=other),
+    ]
+    proto = classifier(nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array(4)})
+    x = torch.rand(2, 1, 2, 2, requires_grad=True)
+    model = OnnxModel(proto)
+    torch.testing.assert_close(model(x), 2 * x.flatten(1))
+    torch.testing.assert_close(model(x[:1]), -x[:1].flatten(1))
+
+
+def test_one_output_of_several(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Flatten", ["x"], ["f"]), helper.make_node("Neg", ["f"], ["logits"])]
+    proto = classifier(nodes, ["n", 1, 2, 2], {})
+    proto.graph.output.append(helper.make_tensor_value_info("f", TensorProto.FLOAT, None))
+    x = torch.rand(2, 1, 2, 2)
+    torch.testing.assert_close(OnnxModel(proto)(x), -x.flatten(1))
+    torch.testing.assert_close(OnnxModel(proto, output="f")(x), x.flatten(1))
+    proto.graph.output[0].name = proto.graph.node[1].output[0] = "a"
+    with pytest.raises(ValueError, match="outputs a, f: say which one"):
+        OnnxModel(proto)
+    with pytest.raises(ValueError, match="one of a, f, got 'b'"):
+        OnnxModel(proto, output="b")
+
+
+def resize() -> Any:
+    """A classifier with an operator that is not in the table."""
+    nodes = [
+        helper.make_node("Resize", ["x", "", "scales"], ["r"], mode="linear"),
+        helper.make_node("Flatten", ["r"], ["f"]),
+        helper.make_node("MatMul", ["f", "w"], ["y"]),
+    ]
+    weights = {
+        "scales": np.array([1, 1, 0.5, 0.5], np.float32),
+        "w": np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32),
+    }
+    return classifier(nodes, ["n", 1, 8, 8], weights)
+
+
+def test_onnx_runtime_serves_the_rest_without_gradients(images: Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    proto = resize()
+    onnx.save(proto, tmp_path / "r.onnx")
+    with pytest.warns(UserWarning, match="Resize is not known here.*without gradients"):
+        model = load(tmp_path / "r.onnx")
+    assert isinstance(model, ForwardOnly)
+    (expected,) = ReferenceEvaluator(proto).run(None, {"x": images.numpy()})
+    found = model(images)
+    torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-4, rtol=1e-4)
+    assert not model(images.clone().requires_grad_()).requires_grad
+    attack = wball.ScoreSearch(WassersteinBall(0.5), queries=300)
+    result = attack(model, images, found.argmax(1))
+    assert bool(result.success.any()) and wball.audit(attack.ball, images, result.images).all_valid
+    with pytest.raises(ValueError, match="Resize is not known here"):
+        load(tmp_path / "r.onnx", engine="torch")
+
+
+def test_errors_name_what_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Resize.*onnxruntime"):
+        OnnxModel(resize())
+    proto = classifier([helper.make_node("Add", ["x", "z"], ["y"])], [2, 2], {})
+    proto.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 2]))
+    with pytest.raises(ValueError, match="one input, images; it has 2: x, z"):
+        OnnxModel(proto)
+    with pytest.raises(ValueError, match="operator set 6"):
+        OnnxModel(classifier([helper.make_node("Relu", ["x"], ["y"])], ["n", 2], {}, 6))
+    (tmp_path / "half.onnx").write_bytes(text_direction().SerializeToString()[:500])
+    with pytest.raises(ValueError, match="is not a complete ONNX file"):
+        load(tmp_path / "half.onnx")
+    with pytest.raises(FileNotFoundError, match="no ONNX file"):
+        load(tmp_path / "none.onnx")
+    with pytest.raises(ValueError, match='engine must be "auto"'):
+        load(tmp_path / "none.onnx", engine="tensorrt")  # type: ignore[arg-type]
