@@ -121,7 +121,7 @@ def _cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
 
 @operator("Clip", attributes="min max")
 def _clip(node: Node, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    ends = [
+    ends: list[Any] = [
         node[name] if v is None else v if v.requires_grad else v.item() for v, name in ((low, "min"), (high, "max"))
     ]
     return x if ends == [None, None] else torch.clamp(x, ends[0], ends[1])
