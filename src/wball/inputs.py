@@ -67,10 +67,19 @@ def recording(values: Tensor) -> bool:
 
 def check_tensor(name: str, value: Tensor) -> Tensor:
     """A floating, finite ``(B, C, H, W)`` or ``(B, n)`` tensor."""
-    check_layout(name, value)
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+    check_extent(name, value)
     return value
+
+
+def check_extent(name: str, value: Tensor) -> tuple[float, float]:
+    """The smallest and the largest value of such a tensor, which are finite: one look at the device."""
+    check_layout(name, value)
+    if value.numel() == 0:
+        return 0.0, 0.0
+    low, high = torch.stack(torch.aminmax(value.detach())).tolist()  # NaN if one is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+    return low, high
 
 
 def check_layout(name: str, value: Tensor) -> None:
@@ -92,11 +101,10 @@ def check_layout(name: str, value: Tensor) -> None:
 
 def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> Tensor:
     """Images with non-negative pixels inside the box, up to rounding, which is clipped away."""
-    check_tensor(name, value)
+    low, high = check_extent(name, value)
     if value.numel() == 0:
         return value
     lo, hi = box if box is not None else (0.0, math.inf)
-    low, high = float(value.detach().min()), float(value.detach().max())
     # Half precision rounds by far more than BOX_SLACK, but never past the box: 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
         where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"

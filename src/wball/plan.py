@@ -37,7 +37,8 @@ class StoredPlan(ABC):
 
     def written(self) -> Plan:
         """The plan written out."""
-        return Plan(self.moves, self.arcs())
+        arcs = self.arcs()
+        return Plan(self.moves.like(arcs), arcs)
 
     def rows(self) -> Tensor:
         """What each pixel sends, itself included: the centre ``x``."""
@@ -45,11 +46,13 @@ class StoredPlan(ABC):
 
     def columns(self) -> Tensor:
         """What each pixel receives, itself included: the point ``z``."""
-        return self.moves.scatter(self.arcs())
+        arcs = self.arcs()
+        return self.moves.like(arcs).scatter(arcs)
 
     def cost(self) -> Tensor:
         """``<P, C>`` per image, in mass x pixels."""
-        return (self.arcs() * self.moves.cost).flatten(1).sum(1)
+        arcs = self.arcs()
+        return (arcs * self.moves.like(arcs).cost).flatten(1).sum(1)
 
     def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
         """A plan near this one that is feasible to the last bit; see :meth:`Plan.repair`."""
@@ -119,16 +122,27 @@ class FactoredPlan(StoredPlan):
         none = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
         return cls(moves, x, zero, none.to(x.dtype), one, one, none)
 
+    @classmethod
+    def tempered(
+        cls, moves: Moves, x: Tensor, u: Tensor, psi: Tensor, tau: Tensor, keep: Tensor, give: Tensor
+    ) -> FactoredPlan:
+        """The plan of a potential and a price in image units at temperature ``tau``; nothing moves where that is 0."""
+        warm = tau.to(torch.float64) > 0
+        heat = torch.where(warm, tau.to(torch.float64), 1.0)
+        potentials = u.to(torch.float64) / heat.view(-1, 1, 1, 1)
+        return cls(moves, x, potentials, psi.to(torch.float64) / heat, keep, give, warm.to(torch.float64))
+
     def arcs(self) -> Tensor:
         """The mass on each move, ``(B, C, K, H, W)``, in float64."""
         x, s, keep, give = (part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give))
         moves, psi, scale = self.moves.like(x), self.psi.to(torch.float64), self.scale.to(torch.float64)
         score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
-        sent = scale.view(-1, 1, 1, 1, 1) * (x * give).unsqueeze(2) * sent * moves.gather(keep)
-        stay = moves.stay()
-        sent = torch.where(stay, torch.zeros_like(sent), sent)
-        return torch.where(stay, x.unsqueeze(2) - sent.sum(2, keepdim=True), sent)
+        out = (scale.view(-1, 1, 1, 1) * x * give).unsqueeze(2)
+        # A row that sends nothing need not have potentials that are numbers.
+        sent = torch.where(moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep))
+        home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(min=0)  # a difference: rounding only
+        return torch.where(moves.stay(), home, sent)
 
 
 @dataclass(frozen=True)

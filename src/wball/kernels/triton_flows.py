@@ -19,23 +19,25 @@ _ROUNDING = tl.constexpr(4 * 2.0**-23)
 @triton.jit
 def flows(
     ptr, place, own, toward: tl.constexpr, psi, prices, offset_ptr, price_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PRICED: tl.constexpr = False,
 ):  # fmt: skip
-    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays.
+    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays, each times its cost
+    if ``PRICED``.
 
     With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
     leaves.
     """
-    total = tl.zeros(place.shape, tl.float32)
+    total = tl.zeros(place.shape, own.dtype)
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
         for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL):
-            toll = psi * tl.load(price_ptr + k)
+            price = tl.load(price_ptr + k)
             value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
-            total += value * tl.exp(-toll) if LINEAR else tl.exp(value + own - toll)
+            flow = value * tl.exp(-psi * price) if LINEAR else tl.exp(value + own - psi * price)
+            total += price * flow if PRICED else flow
     else:
         for d in tl.static_range(1, len(ENDS) - 1):
             toll = psi * prices[d]
-            ring = tl.zeros(place.shape, tl.float32)
+            ring = tl.zeros(place.shape, own.dtype)
             if len(OFFSETS) > 0:
                 for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                     value = tl.load(ptr + place + toward * OFFSETS[k])
@@ -44,7 +46,8 @@ def flows(
                 for k in tl.range(ENDS[d], ENDS[d + 1]):
                     value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
                     ring += value if LINEAR else tl.exp(value + own - toll)
-            total += ring * tl.exp(-toll) if LINEAR else ring
+            ring = ring * tl.exp(-toll) if LINEAR else ring
+            total += prices[d] * ring if PRICED else ring
     return own * total if LINEAR else total
 
 
@@ -89,10 +92,16 @@ def is_broken(z, x, lo, hi, slack, real):
 
 
 @triton.jit
-def tighten(x, sent, received, keep, give, over, under, lo, hi, counted):
-    """Factors after one repair sweep; if nothing is counted on, every column is treated, and every row for lo > 0."""
-    room = tl.maximum((hi - x + counted * give * sent) / tl.maximum(received, 1.2e-38), 0.0)
-    spare = tl.maximum((x - lo + counted * keep * received) / tl.maximum(sent, 1.2e-38), 0.0)
+def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
+    """Factors after one repair sweep; if nothing is counted on, every column is treated, and every row for lo > 0.
+
+    Pixels outside the box go ``more`` times as far inside it: what circulates among full pixels would take forever to
+    die out if no one gave back more than the excess.
+    """
+    z = x - give * sent + keep * received
+    above, below = tl.where(over, more * (z - hi), 0.0), tl.where(under, more * (lo - z), 0.0)
+    room = tl.maximum((hi - x + counted * give * sent - above) / tl.maximum(received, 1.2e-38), 0.0)
+    spare = tl.maximum((x - lo + counted * keep * received - below) / tl.maximum(sent, 1.2e-38), 0.0)
     last = counted == 0.0
     kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
     return (
@@ -144,16 +153,18 @@ def _unstaged(step, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
 @triton.jit
 def factored_flows(
     ptr, factor_ptr, place, index, real, own, toward: tl.constexpr, psi, offset_ptr, price_ptr,
-    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
+    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr, PRICED: tl.constexpr = False,
 ):  # fmt: skip
     """:func:`flows` in logs, each flow times the factor of the pixel at the other end, from an image without halos."""
-    total = tl.zeros(place.shape, tl.float32)
+    total = tl.zeros(place.shape, own.dtype)
     for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
         step = toward * tl.load(offset_ptr + k)
         value = tl.load(ptr + place + step)
         there = real & (value > float("-inf"))  # halos and empty rows have nothing
         factor = tl.load(factor_ptr + index + _unstaged(step, W, RR, RC), mask=there, other=0.0)
-        total += tl.exp(value + own - psi * tl.load(price_ptr + k)) * factor
+        price = tl.load(price_ptr + k)
+        flow = tl.exp(value + own - psi * price) * factor
+        total += price * flow if PRICED else flow
     return total
 
 

@@ -59,6 +59,7 @@ class Stencil:
         offsets: address offset of each move, for the code; empty for windows that loop over the table.
         offset: the same as a table, int32.
         price: cost of each move, float32.
+        exact_price: the same in float64.
         pair_offset: offsets of pairs of opposite moves, each pair once.
         pair_price: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
     """
@@ -69,6 +70,7 @@ class Stencil:
     offsets: tuple[int, ...]
     offset: Tensor
     price: Tensor
+    exact_price: Tensor
     pair_offset: Tensor
     pair_price: Tensor
 
@@ -106,9 +108,11 @@ class Stencil:
         """How many pairs of opposite moves there are."""
         return self.pair_price.shape[0] // 2 if len(self.ends) > 2 else 0
 
-    def stage(self, count: int, batch: int, device: torch.device) -> tuple[Tensor, ...]:
+    def stage(
+        self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, ...]:
         """``count`` buffers for a batch, each starting at its first pixel."""
-        buffers = torch.empty((count, self.guard + batch * self.staged), dtype=torch.float32, device=device)
+        buffers = torch.empty((count, self.guard + batch * self.staged), dtype=dtype, device=device)
         return tuple(buffers[k, self.guard :] for k in range(count))
 
 
@@ -118,12 +122,17 @@ OLDEST = (3, 3)
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why Triton kernels in float32 must refuse such images, or ``None``."""
+    if x.dtype == torch.float64:
+        return "the Triton kernels compute in float32, the images are float64"
+    return why_not_here(x, moves)
+
+
+def why_not_here(x: Tensor, moves: Moves) -> str | None:
+    """Why Triton kernels in any precision must refuse such images, or ``None``."""
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
         return f"Triton {triton.__version__} is too old, these kernels need {'.'.join(map(str, OLDEST))}"
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton needs a CUDA device, the images are on {x.device} (TRITON_INTERPRET=1 interprets it on the CPU)"
-    if x.dtype == torch.float64:
-        return "the Triton kernels compute in float32, the images are float64"
     if not isinstance(moves, StencilMoves):
         return "the Triton kernels serve stencil costs, not matrices"
     return None
@@ -180,6 +189,7 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
         tuple(offsets) if len(ends) - 1 <= MAX_RINGS else (),
         table(offsets, torch.int32),
         table(moves.costs, torch.float32),
+        table(moves.costs, torch.float64),
         table([p[0] for p in pairs] or [0], torch.int32),
         table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
     )
@@ -220,7 +230,7 @@ def pixels(
 
 @triton.jit
 def stage_halos(
-    s_ptr, t_ptr, index,
+    ptr, index,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     LINEAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -231,8 +241,7 @@ def stage_halos(
     for first in tl.range(0, STAGED + GUARD, BLOCK):
         spot = first + index - GUARD
         halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
-        tl.store(s_ptr + spot, nothing, mask=halo)
-        tl.store(t_ptr + spot, nothing, mask=halo)
+        tl.store(ptr + spot, nothing, mask=halo)
 
 
 @triton.jit
@@ -265,7 +274,7 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
     """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the centre."""
     rings = (own,)
     for d in tl.static_range(1, len(ENDS) - 1):
-        top = tl.full(own.shape, -3.0e38, tl.float32)  # finite: a ring may lie outside the image
+        top = tl.full(own.shape, -3.0e38, own.dtype)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
         if len(OFFSETS) > 0:
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
@@ -411,11 +420,11 @@ def solve_price(
     Returns ``(psi, mean, norm, moved)``; with ``given_up`` nothing is computed.
     """
     rings = make_rings(s_ptr, place, own, offset_ptr, ENDS, OFFSETS, LINEAR)
-    low = -1.0
-    high = float("inf")
+    low = 0.0 * psi - 1.0  # in the precision of psi, which the loop keeps
+    high = 0.0 * psi + float("inf")
     mean = tl.zeros_like(own)
     moved = tl.zeros_like(own)
-    norm = tl.full(own.shape, 1.0, tl.float32)
+    norm = tl.full(own.shape, 1.0, own.dtype)
     # One counter, which jumps when the price is found: Triton's layout pass stumbles over a flag that only ends a loop.
     step = tl.where(given_up, steps + 1, 0)
     while step <= steps:

@@ -1,8 +1,10 @@
-r"""The entropic projection as a step of an attack: the point and what it costs, and no plan.
+r"""The entropic projection by fused sweeps: for whoever asks for one, and as a step of an attack.
 
-:func:`wball.solvers.projection.project` returns a plan, which is ``k^2`` times the size of the images, and looks at
-each gap to decide what to do next. An attack that projects at every step needs neither. Here the fused sweeps of
-:mod:`wball.kernels.projected_sinkhorn.reference` are asked for their repaired point alone:
+:func:`swept` is what :func:`wball.solvers.projection.project` does for finite ``reg``: all images at once, one kernel,
+one look at the gaps. The plan stays in factors, a few images, until somebody asks for it.
+
+An attack that projects at every step needs neither plan nor gap (:class:`EntropicProjection`). The sweeps of
+:mod:`wball.kernels.projected_sinkhorn` are asked for their repaired point alone:
 
 .. math::
     z = x + (1 - \delta)(P^T 1 - x), \qquad cost(P) \le budget, \qquad lo \le P^T 1 \le hi,
@@ -14,6 +16,7 @@ the next: an attack moves its points slowly. Nothing is read back from the devic
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,10 +25,57 @@ from torch import Tensor
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
-from wball.kernels.projected_sinkhorn import projected_sinkhorn
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, projected_sinkhorn
+from wball.moves import Moves
+from wball.plan import FactoredPlan, Plan
+from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
-from wball.solvers.problem import TransportProblem
-from wball.solvers.projection import SWEEP_TOL
+from wball.solvers.problem import TransportProblem, as_given, as_images
+
+SWEEPS, SWEEP_TOL = 200, 3e-5
+"""At most so many sweeps, and in float32 no gap that could not be resolved."""
+
+
+def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> ProjectionResult:
+    """The entropic projection of ``w`` by projected Sinkhorn. Who has another status than converged needs more."""
+    x, budget, spend = problem.x, problem.budget, problem.spendable()
+    grid, target, tau = as_images(x), as_images(w), problem.mass / reg
+    moves = problem.moves(grid)
+    answer = projected_sinkhorn(
+        grid, target, spend, moves, problem.box, tau,
+        u=target - grid, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=True,
+    )  # fmt: skip
+    gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
+    # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
+    held = (spend <= 0) & ((budget > 0) | escapes(moves, grid))
+    return ProjectionResult(
+        point=as_given(answer.z, x, problem.box),
+        objective=answer.objective + entropy_of(grid, tau),
+        gap=gap,
+        residual=answer.residual,
+        status=statuses((gap <= answer.allowed) & ~held),
+        n_iter=answer.n_iter,
+        duals=Duals(answer.u.reshape(x.shape), answer.psi),
+        write=partial(_written, moves, grid, tau, answer),
+        kernel=answer.kernel,
+    )
+
+
+def _written(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) -> Plan:
+    assert answer.keep is not None and answer.give is not None
+    return FactoredPlan.tempered(moves, grid, answer.u, answer.psi, tau, answer.keep, answer.give).written()
+
+
+def escapes(moves: Moves, x: Tensor) -> Tensor:
+    """Whether some of an image's mass can leave its pixel at no cost, per image."""
+    return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
+
+
+def entropy_of(x: Tensor, tau: Tensor) -> Tensor:
+    """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
+    x = x.to(torch.float64)
+    mass = x.flatten(1).sum(1)
+    return tau * (torch.special.xlogy(x, x).flatten(1).sum(1) - torch.special.xlogy(mass, mass))
 
 
 class EntropicProjection:

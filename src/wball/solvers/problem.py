@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ class TransportProblem:
     box: tuple[float, float] | None
     unit: Tensor
 
+    @cached_property
+    def mass(self) -> Tensor:
+        """Of each image, float64."""
+        return self.x.flatten(1).sum(1, dtype=torch.float64)
+
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
         return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
@@ -70,8 +76,7 @@ class TransportProblem:
         """
         x, numbers = self.x, torch.finfo(result_dtype(self.x))
         roundings *= SUMS if numbers.bits == 64 else 1
-        mass = x.to(torch.float64).flatten(1).sum(1)
-        off = 0.5 * numbers.eps * (mass + x[0:1].numel() * numbers.smallest_normal)
+        off = 0.5 * numbers.eps * (self.mass + x[0:1].numel() * numbers.smallest_normal)
         return 0.5 * roundings * off * dearest_move(self.cost, x) * _moves_to_balance(self.cost, x)
 
     def spendable(self, roundings: int = 1) -> Tensor:
@@ -85,10 +90,15 @@ class TransportProblem:
         return (self.budget - held).clamp(min=0)
 
 
+def as_images(values: Tensor) -> Tensor:
+    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. In their precision, but at least float32."""
+    grid = values.detach() if values.ndim == 4 else values.detach()[:, None, None, :]
+    return grid.to(result_dtype(values)).contiguous()  # compiled loops walk over it
+
+
 def as_grid(values: Tensor) -> Tensor:
-    """Histograms ``(B, n)`` become ``(B, 1, 1, n)``; images pass through. Always float64."""
-    grid = values if values.ndim == 4 else values[:, None, None, :]
-    return grid.to(torch.float64).contiguous()  # compiled loops walk over it
+    """The same in float64."""
+    return as_images(values).to(torch.float64)
 
 
 def as_given(point: Tensor, x: Tensor, box: tuple[float, float] | None) -> Tensor:

@@ -28,16 +28,13 @@ from wball.kernels.entropic_path.reference import dot, per_image
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
-from wball.plan import FactoredPlan, Plan
+from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
-from wball.solvers.problem import TransportProblem, as_given, as_grid, chunks, held_back
+from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
+from wball.solvers.problem import TransportProblem, as_given, as_grid, as_images, chunks, held_back
 from wball.solvers.sinkhorn import paper_projection
 
 _EVERYWHERE = (-math.inf, math.inf)
-SWEEPS, SWEEP_TOL = 200, 3e-5
-"""Projected Sinkhorn before the path: at most so many sweeps, and in float32 no gap that could not be resolved."""
-SAFETY = 0.7
-"""Share of the tolerance for sweeps in float32: their plan is made anew in float64, and its gap differs a little."""
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap, and the path is fast."""
 
@@ -70,7 +67,7 @@ def project(
         the optimum. The second term is for points inside the ball, where ``d`` vanishes; where ``d`` is below 3 % of
         ``d`` and the entropy together, that share of them counts instead.
     """
-    x, budget = problem.x, problem.budget
+    x = problem.x
     w = inputs.check_like("w", w, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
@@ -86,32 +83,34 @@ def project(
             raise ValueError('mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)')
         return _paper(problem, w, reg, tol, max_iter)
 
+    images = as_images(x)
+    cold = init is None and math.isfinite(reg)
+    if not cold or not dispatch.has_kernel("projected_sinkhorn", images, problem.moves(images)):
+        return _followed(problem, w, reg, tol, max_iter, init)
+    found = swept(problem, w, reg=reg, tol=tol)
+    left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
+    if not left:
+        return found
+    index = torch.tensor(left, device=x.device)
+    return _patched(found, index, _followed(problem.take(index), w[index], reg, tol, max_iter, None))
+
+
+def _followed(
+    problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int, init: Duals | None
+) -> ProjectionResult:
+    """The projection by following the path, in chunks of images whose plans fit in memory."""
+    x, budget = problem.x, problem.budget
     grid, target, spend = as_grid(x), as_grid(w), problem.spendable()
     moves = problem.moves(grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
-    sweeps = init is None and not math.isinf(reg) and kernel == "cpu" and grid.device.type == "cpu"
     parts: list[_Solved] = []
-    plans: list[Plan | FactoredPlan | _Patched] = []
+    plans: list[Tensor] = [grid.new_zeros((0, grid.shape[1], len(moves.cost), *grid.shape[2:]))]
     served: set[str] = set()
     for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        solver = partial(_Projection, moves, box=problem.box, reg=reg, tol=tol, kernel=kernel, served=served)
-        images, points, limit, most = grid[part], target[part], budget[part], spend[part]
-        if not sweeps:
-            run = solver(images, points, limit)
-            parts.append(run.run(max_iter, warm, most))
-            plans.append(Plan(moves, run.flow))
-            continue
-        served.add("cpu")
-        solved, plan = _swept(moves, images, points, limit, most, problem.box, reg, tol)
-        parts.append(solved)
-        left = torch.tensor([status is not Status.CONVERGED for status in solved.status]).nonzero().squeeze(1)
-        if left.numel():
-            run = solver(images[left], points[left], limit[left])
-            solved.replace(left, run.run(max_iter, None, most[left]))
-            plans.append(_Patched(moves, plan, left, run.flow))
-        else:
-            plans.append(plan)
+        run = _Projection(moves, grid[part], target[part], budget[part], problem.box, reg, tol, kernel, served)
+        parts.append(run.run(max_iter, warm, spend[part]))
+        plans.append(run.flow)
     joined = _join(parts, grid)
     shape = x.shape
     return ProjectionResult(
@@ -122,8 +121,41 @@ def project(
         status=joined.status,
         n_iter=joined.n_iter,
         duals=Duals(joined.beta.reshape(shape), joined.psi),
-        write=partial(_written, moves, plans, grid.new_zeros((0, grid.shape[1], len(moves.cost), *grid.shape[2:]))),
+        write=partial(_written, moves, plans),
         kernel=joined_kernels(served),
+    )
+
+
+def _written(moves: Moves, flows: list[Tensor]) -> Plan:
+    """The plans of all chunks."""
+    return Plan(moves, torch.cat(flows).clamp(min=0))
+
+
+def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -> ProjectionResult:
+    """The result with the images at ``index`` replaced; their steps are counted on top."""
+
+    def put(mine: Tensor, theirs: Tensor) -> Tensor:
+        return mine.index_copy(0, index, theirs.to(mine))
+
+    def written() -> Plan:
+        mine, theirs = found.plan, others.plan
+        assert mine is not None and theirs is not None
+        return mine.put(index, theirs)
+
+    assert found.duals is not None and others.duals is not None
+    status = list(found.status)
+    for place, new in zip(index.tolist(), others.status, strict=True):
+        status[place] = new
+    return ProjectionResult(
+        point=put(found.point, others.point),
+        objective=put(found.objective, others.objective),
+        gap=put(found.gap, others.gap),
+        residual=put(found.residual, others.residual),
+        status=tuple(status),
+        n_iter=found.n_iter.index_add(0, index, others.n_iter.to(found.n_iter)),
+        duals=Duals(put(found.duals.beta, others.duals.beta), put(found.duals.psi, others.duals.psi)),
+        write=written,
+        kernel=joined_kernels((found.kernel, others.kernel)),
     )
 
 
@@ -143,7 +175,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
             point=as_given(point, x, problem.box),
-            objective=answer.objective + _offset(grid, mass / reg),
+            objective=answer.objective + entropy_of(grid, mass / reg),
             gap=answer.gap,
             residual=(answer.z - point).flatten(1).abs().amax(1),
             status=statuses(answer.gap <= answer.allowed),
@@ -153,7 +185,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         )
     if dispatch.choose("entropic_path", grid, moves) == "torch":
         found = paper_projection(problem, w, reg=reg, tol=tol, max_iter=max_iter)
-        return replace(found, objective=found.objective + _offset(grid, mass / reg))
+        return replace(found, objective=found.objective + entropy_of(grid, mass / reg))
     found = project(replace(problem, box=None), w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))
@@ -173,86 +205,6 @@ class _Solved:
     psi: Tensor
     n_iter: Tensor
     status: tuple[Status, ...]
-
-    def replace(self, index: Tensor, others: _Solved) -> None:
-        """Put the answers of ``others`` at ``index``; their steps are counted on top."""
-        steps = self.n_iter[index]
-        status = list(self.status)
-        for place, new in zip(index.tolist(), others.status, strict=True):
-            status[place] = new
-        self.status = tuple(status)
-        for field in fields(self):
-            if field.name != "status":
-                getattr(self, field.name)[index] = getattr(others, field.name)
-        self.n_iter[index] += steps
-
-
-def _swept(
-    moves: Moves,
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    spend: Tensor,
-    box: tuple[float, float] | None,
-    reg: float,
-    tol: float,
-) -> tuple[_Solved, FactoredPlan]:
-    """Entropic problems by projected Sinkhorn on a CPU, and their plans; who is not done has another status."""
-    mass = x.flatten(1).sum(1)
-    tau = mass / reg
-    factors = torch.ones((x.shape[0], 2, *x.shape[1:]), dtype=torch.float64)
-    answer = dispatch.load("projected_sinkhorn", "cpu").projected_sinkhorn(
-        x, w, spend, moves, box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=factors
-    )
-    gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
-    # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
-    held = (spend <= 0) & ((budget > 0) | _escapes(moves, x))
-    solved = _Solved(
-        point=answer.z,
-        objective=answer.objective + _offset(x, tau),
-        gap=gap,
-        residual=answer.residual,
-        beta=answer.u,
-        psi=answer.psi,
-        n_iter=answer.n_iter,
-        status=statuses((gap <= answer.allowed) & ~held),
-    )
-    # An image that stays as it is has no temperature to divide by: nothing of its plan moves.
-    moves_some = (spend > 0) & (mass > 0)
-    heat = torch.where(moves_some, tau.clamp(min=torch.finfo(torch.float64).tiny), math.inf)
-    keep, give = factors.unbind(1)
-    beta = answer.u / per_image(heat, answer.u)
-    return solved, FactoredPlan(moves, x, beta, answer.psi / heat, keep, give, moves_some.to(torch.float64))
-
-
-@dataclass(frozen=True)
-class _Patched:
-    """Plans in factors, some of which are written out."""
-
-    moves: Moves
-    factored: FactoredPlan
-    index: Tensor
-    flow: Tensor
-
-    def arcs(self) -> Tensor:
-        return self.factored.arcs().index_copy(0, self.index, self.flow)
-
-
-def _written(moves: Moves, plans: list[Plan | FactoredPlan | _Patched], empty: Tensor) -> Plan:
-    """The plans of all chunks, written out."""
-    flow = torch.cat([empty, *(plan.arcs() for plan in plans)])
-    return Plan(moves, flow.clamp(min=0))  # in factors, what stays is a difference
-
-
-def _escapes(moves: Moves, x: Tensor) -> Tensor:
-    """Whether some of an image's mass can leave its pixel at no cost, per image."""
-    return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
-
-
-def _offset(x: Tensor, tau: Tensor) -> Tensor:
-    """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
-    mass = x.flatten(1).sum(1)
-    return tau * (torch.special.xlogy(x, x).flatten(1).sum(1) - torch.special.xlogy(mass, mass))
 
 
 class _Projection:
@@ -278,7 +230,7 @@ class _Projection:
         # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
         self.columns = path.Quadratic(w, lo if lo > 0 else -math.inf, hi)
         still = Plan.identity(moves, x)
-        self.offset = _offset(x, self.tau)
+        self.offset = entropy_of(x, self.tau)
         self.flow = still.flow
         self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)
         self.primal = self.at_centre.clone()  # what stays has no entropy
@@ -304,11 +256,9 @@ class _Projection:
         # Without mass or budget the centre is the answer, and the only point unless there are free moves.
         single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-        alone = single & ~_escapes(self.moves, x)
+        alone = single & ~escapes(self.moves, x)
         self.dual = torch.where(alone, self.primal, self._bound_without_prices())
         todo = (~single).nonzero().squeeze(1)
-        if todo.numel() and init is None and bool(self.tau.any()):
-            todo = self._sweep(todo, start, n_iter)
         if todo.numel():
             self.served.add(self.kernel)
         steps = torch.full_like(n_iter, max_iter)
@@ -344,25 +294,6 @@ class _Projection:
         least = 0.5 * (self.w - self.w.clamp(lo, hi)).square().flatten(1).sum(1)
         ways = self.moves.allowed.sum(-3).to(self.x.dtype)
         return least - self.tau * (self.x * torch.log(ways)).flatten(1).sum(1)
-
-    def _sweep(self, todo: Tensor, start: Tensor, n_iter: Tensor) -> Tensor:
-        """Entropic problems by projected Sinkhorn, where a fused kernel serves. Returns who is not done."""
-        x = self.x[todo].float()
-        if dispatch.choose("projected_sinkhorn", x, self.moves) != "triton":
-            return todo
-        answer = projected_sinkhorn(
-            x, self.w[todo].float(), self.budget[todo], self.moves, self.box, self.tau[todo],
-            u=start[todo].float(), psi=torch.full_like(self.tau[todo], 0.1),
-            tol=max(SAFETY * self.tol, SWEEP_TOL), max_iter=SWEEPS,
-        )  # fmt: skip
-        self.served.add(answer.kernel)
-        u, psi, tau = answer.u.double(), answer.psi.double(), self.tau[todo]
-        score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
-        share = torch.softmax(torch.where(self.moves.allowed, score / per_image(tau, score), -math.inf), 2)
-        done = self.accept(todo, Plan(self.moves, self.x[todo].unsqueeze(2) * share), [(u, psi)])
-        start[todo] = u
-        n_iter[todo] = answer.n_iter
-        return todo[~done]
 
     def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int, *, warm: bool) -> Tensor:
         """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep.

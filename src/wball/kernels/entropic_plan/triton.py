@@ -108,7 +108,8 @@ def _plan_kernel(
     here = image * N + index
     s_ptr += image * STAGED
     t_ptr += image * STAGED
-    stage_halos(s_ptr, t_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    stage_halos(t_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32)
@@ -168,7 +169,7 @@ def _plan_kernel(
     broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
     repair = 0
     while (repair < _REPAIRS) & (broken > 0):
-        tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _counted(repair))
+        tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0)
         if LINEAR:
             stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
             next_sent, received = exchange(

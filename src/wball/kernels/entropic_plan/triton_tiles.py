@@ -277,7 +277,7 @@ def _tighten_kernel(
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
         s, t = _without_factors(s, t, keep, give)
         over, under = is_broken(x - give * sent + keep * received, x, lo, hi, slack, real)
-        keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, counted)
+        keep, give = tighten(x, sent, received, keep, give, over, under, lo, hi, counted, 0.0)
         tl.store(give_ptr + values + index, give, mask=real)
         if linear:
             tl.store(s_ptr + staged + place, s * keep, mask=real)

@@ -55,6 +55,7 @@ class ProjectedSinkhorn:
         allowed: the gap at which an image counts as solved, float64.
         residual: largest difference between ``z`` and ``clip(w - u)``.
         n_iter: sweeps per image.
+        keep, give: column and row factors of that plan, like ``x``, in float64, where they were asked for.
         kernel: which implementation computed it.
     """
 
@@ -67,6 +68,8 @@ class ProjectedSinkhorn:
     allowed: Tensor
     residual: Tensor
     n_iter: Tensor
+    keep: Tensor | None = None
+    give: Tensor | None = None
     kernel: str = ""
 
 
@@ -82,6 +85,7 @@ def projected_sinkhorn(
     psi: Tensor,
     tol: float = 1e-4,
     max_iter: int = 500,
+    factors: bool = False,
 ) -> ProjectedSinkhorn:
     """The entropic projection of ``w`` at temperature ``tau`` (``m / lambda`` in image units).
 
@@ -97,8 +101,12 @@ def projected_sinkhorn(
         tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
             ``d = 1/2 |w - z|^2``.
         max_iter: at most so many sweeps per image.
+        factors: whether to return the plan. It is then the plan of point, cost and gap in float64: to the last bit, and
+            for gaps that float32 does not resolve. Images that a kernel leaves to others have an infinite gap.
     """
     name = dispatch.choose("projected_sinkhorn", x, moves)
     solve = dispatch.load("projected_sinkhorn", name).projected_sinkhorn
-    answer: ProjectedSinkhorn = solve(x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol, max_iter=max_iter)
+    answer: ProjectedSinkhorn = solve(
+        x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol, max_iter=max_iter, factors=factors
+    )
     return replace(answer, kernel=name)

@@ -23,7 +23,7 @@ could overlap, the compiler would not vectorise it.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -62,19 +62,17 @@ def projected_sinkhorn(
     psi: Tensor,
     tol: float = 1e-4,
     max_iter: int = 500,
-    factors: Tensor | None = None,
+    factors: bool = False,
 ) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`.
 
-    Args:
-        factors: where to write the plan's column and row factors, float64 ones ``(B, 2, C, H, W)``: with ``answer.u``
-            and ``answer.psi`` they are the plan. Images that would have to be continued in logs are then left with an
-            infinite gap.
+    With ``factors`` images that would have to be continued in logs are left with an infinite gap.
     """
     stencil, shape = Stencil(moves), tuple(x.shape)
     rows, columns, price, _, ring_cost, ring = stencil.arrays
     lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
-    slack = reference.SLACK if x.dtype == torch.float32 else 1e-12  # well above the rounding of sums
+    dtype = torch.float64 if factors else x.dtype
+    slack = reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK
     settings = (
         lo, hi, slack * max(1.0, hi if math.isfinite(hi) else 1.0), float(tol), reference.PARTS, max(max_iter, 1),
         np.array([reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM]),
@@ -82,10 +80,10 @@ def projected_sinkhorn(
     )  # fmt: skip
     given = [t.detach().to(x.dtype).numpy() for t in (x, w, u)]
     single = [t.detach().to(torch.float64).contiguous().numpy() for t in (budget, tau, psi)]
-    out = np.empty((2, *shape), dtype=given[0].dtype)
+    out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)
     wide = np.zeros(shape[0], dtype=np.bool_)
-    plan = np.empty((shape[0], 2, 0, 0, 0)) if factors is None else factors.numpy()
+    plan = np.ones((shape[0], 2, *shape[1:])) if factors else np.empty((shape[0], 2, 0, 0, 0))
 
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((_RINGS + max(stencil.rings, _FUSED + 1), stencil.length(shape)))
@@ -104,12 +102,14 @@ def projected_sinkhorn(
     z, potential = (torch.from_numpy(a) for a in out)
     cost, psi_out, objective, gap, allowed, residual = torch.from_numpy(numbers).unbind(1)
     answer = ProjectedSinkhorn(
-        z, cost, potential, psi_out.to(x.dtype), objective, gap, allowed, residual.to(x.dtype),
+        z, cost, potential, psi_out.to(dtype), objective, gap, allowed, residual.to(dtype),
         torch.from_numpy(n_iter),
     )  # fmt: skip
-    if wide.any() and factors is not None:
+    if factors:
         gap[torch.from_numpy(wide)] = math.inf
-    elif wide.any():
+        keep, give = torch.from_numpy(plan).unbind(1)
+        return replace(answer, keep=keep, give=give)
+    if wide.any():
         _continue_in_logs(answer, torch.from_numpy(wide), x, w, budget, moves, box, tau, tol, max_iter)
     return answer
 

@@ -20,8 +20,8 @@ ROUNDS = 8
 FIRST, LEAST = 0.7, 0.02
 """An image offers its plan when the estimate falls below this share of the tolerance, halved from offer to offer."""
 REPAIR_SWEEPS = 40
-SLACK = 5e-7
-"""What may be left above ``hi`` (and is cut off: far less mass than float32 images are given in)."""
+SLACK, EXACT_SLACK = 5e-7, 1e-12
+"""What float32 and float64 may leave above ``hi``: it is cut off, far less mass than the images are given in."""
 PARTS = 0.03
 """Share of the objective's parts that counts where ``1/2 |w - z|^2`` is small next to the entropy."""
 PSI_TOL = 0.2
@@ -62,10 +62,13 @@ def projected_sinkhorn(
     psi: Tensor,
     tol: float = 1e-4,
     max_iter: int = 500,
+    factors: bool = False,
 ) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    search = _Search(x, w, budget.to(torch.float64), moves.like(x), box, tau.to(x.dtype), tol)
-    return search.run(u.to(x.dtype), psi.to(x.dtype), max_iter)
+    work = torch.float64 if factors else x.dtype
+    x, w, tau, u, psi = (given.to(work) for given in (x, w, tau, u, psi))
+    answer = _Search(x, w, budget.to(torch.float64), moves.like(x), box, tau, tol).run(u, psi, max_iter)
+    return answer if factors else replace(answer, keep=None, give=None)
 
 
 class _Priced(PlanRows):
@@ -129,6 +132,7 @@ class _Search:
             keep = per_image(done)
             beta, last = torch.where(keep, beta, new + per_image(weight) * (new - last)), torch.where(keep, last, new)
         still = per_image(self.single)
+        assert answer.give is not None
         nothing = torch.zeros_like(answer.gap)
         at_centre = 0.5 * image_sums((self.w - x).square())
         return ProjectedSinkhorn(
@@ -141,6 +145,8 @@ class _Search:
             allowed=torch.where(self.single, self.tol * at_centre, answer.allowed),
             residual=torch.where(self.single, torch.zeros_like(answer.residual), answer.residual),
             n_iter=n_iter,
+            keep=answer.keep,
+            give=torch.where(still, torch.zeros_like(x), answer.give),
         )
 
     def _price(self, beta: Tensor, price: Tensor, offer: Tensor, newton: int) -> Tensor:
@@ -230,6 +236,8 @@ class _Search:
             allowed=self.tol * self._scale(distance, entropy),
             residual=(z - (w - u).clamp(self.lo, self.hi)).flatten(1).abs().amax(1),
             n_iter=torch.zeros_like(psi, dtype=torch.long),
+            keep=keep,
+            give=give * per_image(share.to(x.dtype)),
         )
 
     def _into_box(self, rows: _Priced) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,7 +245,8 @@ class _Search:
         x, lo, hi = self.x, self.lo, self.hi
         keep, give = torch.ones_like(x), torch.ones_like(x)
         sent, received = rows.exchange(keep, give)
-        slack = SLACK * max(1.0, hi if math.isfinite(hi) else 1.0)
+        slack = SLACK if x.dtype == torch.float32 else EXACT_SLACK
+        slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
         tiny = torch.finfo(x.dtype).tiny
 
         def tightened(share: float) -> tuple[Tensor, Tensor]:
@@ -285,6 +294,6 @@ def _choose(mask: Tensor, yes: ProjectedSinkhorn, no: ProjectedSinkhorn) -> Proj
         a, b = getattr(yes, name), getattr(no, name)
         return torch.where(per_image(mask) if a.ndim == 4 else mask, a, b)
 
-    names = ("z", "cost", "u", "psi", "objective", "gap", "allowed", "residual", "n_iter")
+    names = ("z", "cost", "u", "psi", "objective", "gap", "allowed", "residual", "n_iter", "keep", "give")
     chosen: dict[str, Any] = {name: pick(name) for name in names}
     return replace(no, **chosen)

@@ -1,12 +1,21 @@
 r"""Projected Sinkhorn (:mod:`wball.kernels.projected_sinkhorn.reference`) in Triton: every sweep inside one launch.
 
 One program per image: both blocks of the ascent, momentum, the stopping test, repair and the gap. Images leave one by
-one. Arithmetic is float32; the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to
-do without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second.
+one, and nothing is read by the host.
+
+Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
+without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second. Where the
+plan itself is wanted (``factors``), that second launch is the same program in float64 for all images: a few more
+sweeps, then point, plan, cost and gap of the same numbers, to the last bit. So it is for float64 images. Only
+potentials wider than float64's range are beyond it; such images come back with an infinite gap.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -14,15 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
-from wball.kernels.triton_flows import (
-    exchange,
-    flows,
-    pair_costs,
-    stage_factors,
-    tighten,
-    way_back,
-    with_factors,
-)
+from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
     RANGE,
     extent,
@@ -35,23 +36,29 @@ from wball.kernels.triton_stencil import (
     sum_six,
     too_large,
     warps,
+    why_not_here,
 )
-from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
 
+EXACT_RANGE = 600.0
+"""Potentials that differ by no more than this over an image need no logs in float64."""
+
+ROUGH_TOL, ROUGH_SHARE = 3e-5, 0.7
+"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap that it cannot resolve."""
+
 _FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
 _PARTS = tl.constexpr(reference.PARTS)
-_RESOLUTION = tl.constexpr(reference.RESOLUTION * 2.0**-23)
+_RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``."""
-    return _why_not(x, moves) or too_large(x, MAX_VALUES)
+    return why_not_here(x, moves) or too_large(x, MAX_VALUES)
 
 
 def projected_sinkhorn(
@@ -66,33 +73,51 @@ def projected_sinkhorn(
     psi: Tensor,
     tol: float = 1e-4,
     max_iter: int = 500,
+    factors: bool = False,
 ) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     table = stencil(moves, x)
     batch, device = x.shape[0], x.device
-    z, u_out = torch.empty((2, *x.shape), dtype=torch.float32, device=device)
-    # objective, gap, allowed gap, cost
-    numbers = torch.empty((4, batch), dtype=torch.float64, device=device)
-    psi_out, residual = torch.empty((2, batch), dtype=torch.float32, device=device)
-    n_iter = torch.empty(batch, dtype=torch.int32, device=device)
-    staged = table.stage(2, batch, device)
-    lo, hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, float("inf"))
+    lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
+    doubly = factors or x.dtype == torch.float64
+    gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
+    work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
+    z, u_out = torch.empty((2, *x.shape), dtype=out, device=device)
+    keep = torch.empty(x.shape, dtype=work, device=device)
+    give = torch.empty(x.shape if gives else (1,), dtype=work, device=device)
+    # objective, gap, allowed gap, cost, residual, scale of what moves
+    numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
+    psi_out = torch.empty(batch, dtype=work, device=device)
+    n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
+    (staged,) = table.stage(1, batch, device, work)
     x, w, budget = x.contiguous(), w.contiguous(), budget.to(torch.float64)
-    for linear in (True, False) if batch else ():
-        start = (u.contiguous(), psi) if linear else (u_out, psi_out)
+    rough, unit = max(ROUGH_SHARE * tol, ROUGH_TOL) if doubly else tol, 1.0 if box is None else max(1.0, hi)
+    for first in (True, False) if batch else ():
+        exact = doubly and not first
+        start = (u.contiguous(), psi) if first else (u_out, psi_out)
         _projection_kernel[(batch,)](
-            x, w, budget, tau, *start, z, u_out, psi_out, numbers, residual, n_iter, *staged, wide,
-            table.offset, table.price, table.pair_offset, table.pair_price,
-            1, lo, hi, reference.SLACK * (max(1.0, hi) if box is not None else 1.0),
-            tol, max_iter, batch,
-            # In logs the moves are looped over: that kernel is rarely needed, and long to compile.
-            **table.constants(offsets=linear), PAIRS=table.pairs,
-            BOX=box is not None, LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block),
-            num_stages=1,
+            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
+            staged if exact else staged.view(torch.float32), wide,
+            table.offset, table.exact_price if exact else table.price,
+            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * unit,
+            tol if exact else rough, max_iter, batch,
+            # Where few sweeps are made the moves are looped over, which is faster to compile.
+            **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact,
+            REPAIRED=box is not None or not (first or exact),
+            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
-    objective, gap, allowed, cost = numbers
-    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long())
+    objective, gap, allowed, cost, residual, scale = numbers
+    answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long())
+    if not factors:
+        return answer
+    return replace(answer, keep=keep, give=give if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
+
+
+@lru_cache(maxsize=16)
+def _limits(box: tuple[float, float], device: torch.device) -> Tensor:
+    """The box in float64: a number that is handed to a kernel is rounded to float32."""
+    return torch.tensor(box, dtype=torch.float64).to(device)
 
 
 @triton.jit
@@ -106,11 +131,11 @@ def _x_log_y(x, y):
 
 
 @triton.jit
-def wright_omega(y):
+def wright_omega(y, EXACT: tl.constexpr):
     """The solution ``o`` of ``o + log(o) = y``, by Newton steps on ``log(o)``."""
-    y = tl.maximum(y, -80.0)  # where o = e^y and vanishes in float32 next to anything
+    y = tl.maximum(y, -700.0 if EXACT else -80.0)  # where o = e^y and vanishes next to anything
     v = tl.where(y < 1.0, y - tl.minimum(tl.exp(tl.minimum(y, 1.0)), 0.5), tl.log(tl.maximum(y, 1.0)))
-    for _ in tl.static_range(4):
+    for _ in tl.static_range(6 if EXACT else 4):
         o = tl.exp(v)
         v = v - (o + v - y) / (1.0 + o)
     return tl.exp(v)
@@ -129,19 +154,53 @@ def _misfit(w, u, z, lo, hi):
     return 0.5 * (z - c) * (z - c) - (z - c) * (v - c)
 
 
+@triton.jit
+def _stage(ptr, place, values, real):
+    """Let the neighbours see them."""
+    tl.debug_barrier()
+    tl.store(ptr + place, values, mask=real)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _exchanged(
+    ptr, factor_ptr, place, index, real, theirs, own, factor, toward: tl.constexpr, price, prices,
+    offset_ptr, price_ptr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PRICED: tl.constexpr = False,
+):  # fmt: skip
+    """What each pixel exchanges by its ``own`` terms with those around, whose terms and factors are staged for it.
+
+    With column terms and ``toward=1``: what it would send if its own factor were 1. With row terms and ``toward=-1``:
+    what it would receive. In logs, factors are read from plain images, so that both are sums of the same numbers.
+    """
+    if LINEAR:
+        _stage(ptr, place, theirs * factor, real)
+        return flows(ptr, place, own, toward, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR, PRICED)
+    else:
+        tl.debug_barrier()
+        tl.store(factor_ptr + index, factor, mask=real)
+        _stage(ptr, place, theirs, real)
+        return factored_flows(
+            ptr, factor_ptr, place, index, real, own, toward, price, offset_ptr, price_ptr,
+            W, RR, RC, ENDS[len(ENDS) - 1], PRICED,
+        )  # fmt: skip
+
+
 @kernel("one", "max_iter", "batch", "tol")
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
-    z_out, u_out, psi_out, numbers_out, residual_out, n_iter_out,
-    s_ptr, t_ptr, wide_ptr,
-    offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
-    one, lo, hi, slack, tol, max_iter, batch,
+    z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
+    s_ptr, wide_ptr,
+    offset_ptr, price_ptr,
+    box_ptr, one, slack, tol, max_iter, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, LINEAR: tl.constexpr, WIDEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
+    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    REAL: tl.constexpr = tl.float64 if EXACT else tl.float32
+    RESOLUTION: tl.constexpr = _RESOLUTION * (2.0**-52 if EXACT else 2.0**-23)
     image = tl.program_id(0).to(tl.int64)
     if not LINEAR:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
@@ -149,16 +208,20 @@ def _projection_kernel(
     index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
     here = image * N + index
     s_ptr += image * STAGED
-    t_ptr += image * STAGED
-    stage_halos(s_ptr, t_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
-    x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + here, mask=real, other=0.0).to(tl.float32)
-    u = tl.load(u_ptr + here, mask=real, other=0.0).to(tl.float32)
+    keep_out += image * N
+    if GIVES:
+        give_out += image * N
+    stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
+    w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
+    u = tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
     budget_exact = tl.load(budget_ptr + image)
-    budget = budget_exact.to(tl.float32)
-    psi = tl.load(psi_ptr + image).to(tl.float32)
+    budget = budget_exact.to(REAL)
+    psi = tl.load(psi_ptr + image).to(REAL)
     single = (budget <= 0.0) | (tl.sum(x, 0) <= 0.0)
-    tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(tl.float32))
+    tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(REAL))
+    lo = tl.load(box_ptr).to(REAL)
+    hi = tl.load(box_ptr + 1).to(REAL)
     at_centre = _total(0.5 * (w - x) * (w - x), real)
     prices = ring_prices(price_ptr, ENDS)
     log_tau = tl.log(tau)
@@ -167,25 +230,25 @@ def _projection_kernel(
     last = beta
     price = psi / tau
     streak = 0.0
+    begun = tl.load(n_iter_out + image)
     n_iter = 0
     offers = 0
     target = tol * _FIRST
-    scale = at_centre.to(tl.float32)
+    scale = at_centre.to(REAL)
     done = single
     wide = False
     while (n_iter < max_iter) & (done == False):  # noqa: E712
-        # Rows and price.
+        # Rows and price, for potentials as they are stored.
+        beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
         s = beta
         top = 0.0
         if LINEAR:
             top, bottom = extent(beta, real)
             wide = top - bottom > WIDEST
             s = tl.where(real, tl.exp(beta - top), 1.0)
-        tl.debug_barrier()
-        tl.store(s_ptr + place, s, mask=real)
-        tl.debug_barrier()
+        _stage(s_ptr, place, s, real)
         worth = tl.maximum(tau * price * budget, 1.2e-38)
-        miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, _RESOLUTION), _PSI_TOL)
+        miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, RESOLUTION), _PSI_TOL)
         price, mean, norm, moved = solve_price(
             x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), wide,
             s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR,
@@ -196,14 +259,13 @@ def _projection_kernel(
         else:
             t = tl.log(x) - norm  # -inf where the row is empty
             log_sum = norm
-        tl.store(t_ptr + place, t, mask=real)
-        tl.debug_barrier()
-        received = flows(t_ptr, place, s, -1, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+        _stage(s_ptr, place, t, real)
+        received = flows(s_ptr, place, s, -1, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
 
         # Columns.
         columns = received + x * (1.0 - moved)
         log_s = tl.log(columns) - beta
-        omega = wright_omega(w / tau + log_s - log_tau)
+        omega = wright_omega(w / tau + log_s - log_tau, EXACT)
         new = w / tau - omega
         new = tl.where(omega * tau > hi, tl.log(hi) - log_s, new)
         new = tl.where(omega * tau < lo, tl.log(lo) - log_s, new)
@@ -221,36 +283,45 @@ def _projection_kernel(
             (new - beta) * (new - last),
         )
         scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
-        scale += tol * at_centre.to(tl.float32)
-        unspent = tl.maximum(tl.abs(budget - cost) - _RESOLUTION * budget, 0.0)
+        scale += tol * at_centre.to(REAL)
+        unspent = tl.maximum(tl.abs(budget - cost) - RESOLUTION * budget, 0.0)
         estimate = misfit + tau * price * (unspent + 1.5 * outside)
         if wide:
             done = True
         elif (estimate <= target * scale) | (n_iter == max_iter):
             # Into the box.
-            keep = tl.full([BLOCK], 1.0, tl.float32)
-            give = tl.full([BLOCK], 1.0, tl.float32)
-            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
+            keep = tl.full([BLOCK], 1.0, REAL)
+            give = tl.full([BLOCK], 1.0, REAL)
             stayed = x * (1.0 - moved)
             raw_sent = x * moved
             raw_received = received
+            if not LINEAR:  # the very numbers that arrive, which are off by the rounding of their exponents
+                raw_sent = _exchanged(
+                    s_ptr, keep_out, place, index, real, s, t, keep, 1, price, prices,
+                    offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                )  # fmt: skip
             sent = raw_sent
             arrived = raw_received
             z = x - sent + arrived
-            if BOX:
-                over = (z > hi + slack) & real
-                under = (z < lo - slack) & real
+            if REPAIRED:
+                over, under = _outside(z, x, lo, hi, slack, real, LINEAR)
                 broken = tl.max((over | under).to(tl.int32), 0)
                 repair = 0
                 while (repair <= _REPAIRS) & (broken > 0):
                     final = repair == _REPAIRS
+                    more = tl.where(final | (repair < 6), 0.0, tl.exp2(tl.minimum(repair - 6, 10).to(tl.float32)))
                     tighter_keep, tighter_give = tighten(
-                        x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0)
+                        x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0), more
                     )
-                    stage_factors(s_ptr, t_ptr, place, s, t, tighter_keep, tighter_give, real, LINEAR)
-                    raw_sent, raw_received = exchange(
-                        s_ptr, t_ptr, place, s, t, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
-                    )
+                    raw_sent = _exchanged(
+                        s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, prices,
+                        offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                    )  # fmt: skip
+                    if GIVES:
+                        raw_received = _exchanged(
+                            s_ptr, give_out, place, index, real, t, s, tighter_give, -1, price, prices,
+                            offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                        )  # fmt: skip
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
                     mix = tl.max(way_back(z, x - next_sent + next_arrived, hi, slack, real), 0)
@@ -260,21 +331,19 @@ def _projection_kernel(
                     keep += mix * (tighter_keep - keep)
                     give += mix * (tighter_give - give)
                     z = x - sent + arrived
-                    over = (z > hi + slack) & real
-                    under = (z < lo - slack) & real
+                    over, under = _outside(z, x, lo, hi, slack, real, LINEAR)
                     broken = tl.max((over | under).to(tl.int32), 0)
                     repair += 1
-            stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
-            s_kept, t_given = with_factors(s, t, keep, give, LINEAR)
-            paid, _ = pair_costs(
-                s_ptr, t_ptr, place, s_kept, t_given, price, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
-            )  # fmt: skip
             # Within the budget.
-            spent = _total(paid, real)
+            paid = _exchanged(
+                s_ptr, keep_out, place, index, real, s, t, keep, 1, price, prices,
+                offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR, True,
+            )  # fmt: skip
+            spent = _total(give * paid, real)
             share = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
             spent *= share
-            sent *= share.to(tl.float32)
-            arrived *= share.to(tl.float32)
+            sent *= share.to(REAL)
+            arrived *= share.to(REAL)
             z = _clip(x - sent + arrived, lo, hi)
             # The gap of this plan.
             stay = tl.maximum(x - sent, 0.0)
@@ -282,7 +351,7 @@ def _projection_kernel(
                 _x_log_y(arrived, keep)
                 + _x_log_y(sent, give)
                 + _x_log_y(stay, stay / tl.maximum(stayed, 1.2e-38))
-                + sent * tl.log(share.to(tl.float32)),
+                + sent * tl.log(share.to(REAL)),
                 real,
             )
             heat = tau.to(tl.float64)
@@ -297,11 +366,10 @@ def _projection_kernel(
             tl.store(z_out + here, z, mask=real)
             tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
-            tl.store(numbers_out + image, distance_exact + entropy_exact)
-            tl.store(numbers_out + batch + image, gap)
-            tl.store(numbers_out + 2 * batch + image, allowed)
-            tl.store(numbers_out + 3 * batch + image, spent)
-            tl.store(residual_out + image, residual)
+            tl.store(keep_out + index, keep, mask=real)
+            if GIVES:
+                tl.store(give_out + index, share.to(REAL) * give, mask=real)
+            _note(numbers_out + image, batch, distance_exact + entropy_exact, gap, allowed, spent, residual, share)
             offers += 1
             done = (gap <= allowed) | (offers == _ROUNDS)
             target = tl.maximum(0.5 * target, tol * _LEAST)
@@ -312,16 +380,42 @@ def _projection_kernel(
         last = new
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
-        if wide:  # where the second launch takes over
+        n_iter -= wide.to(tl.int32)  # the sweep that found it out
+        if wide:  # where the next launch takes over
             tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
-    tl.store(n_iter_out + image, n_iter)
-    if single:  # a ball of one point
+    tl.store(n_iter_out + image, begun + n_iter)
+    still = single  # a ball of one point, or an image that is left to others: nothing moves
+    if EXACT:
+        still = single | wide
+    if still:
         tl.store(z_out + here, x, mask=real)
-        tl.store(u_out + here, u, mask=real)
-        tl.store(psi_out + image, psi)
-        tl.store(numbers_out + image, at_centre)
-        tl.store(numbers_out + batch + image, 0.0)
-        tl.store(numbers_out + 2 * batch + image, tol * at_centre)
-        tl.store(numbers_out + 3 * batch + image, 0.0)
-        tl.store(residual_out + image, 0.0)
+        tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
+        if GIVES:
+            tl.store(give_out + index, tl.zeros([BLOCK], REAL), mask=real)
+        _note(
+            numbers_out + image, batch, at_centre, tl.where(single, 0.0, float("inf")), tol * at_centre, 0.0, 0.0, 0.0
+        )
+        if single:
+            tl.store(u_out + here, u, mask=real)
+            tl.store(psi_out + image, psi)
+
+
+@triton.jit
+def _outside(z, x, lo, hi, slack, real, LINEAR: tl.constexpr):
+    """The columns above the box, and those below it."""
+    if LINEAR:
+        return (z > hi + slack) & real, (z < lo - slack) & real
+    else:
+        return is_broken(z, x, lo, hi, slack, real)
+
+
+@triton.jit
+def _note(ptr, batch, objective, gap, allowed, cost, residual, scale):
+    """The numbers of an image."""
+    tl.store(ptr, objective)
+    tl.store(ptr + batch, gap)
+    tl.store(ptr + 2 * batch, allowed)
+    tl.store(ptr + 3 * batch, cost)
+    tl.store(ptr + 4 * batch, residual)
+    tl.store(ptr + 5 * batch, scale)
