@@ -49,15 +49,14 @@ class Case:
         return x, x + self.step * torch.randn(self.shape, generator=random)
 
     def solve(
-        self, kernel: str, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: Tensor | None = None
+        self, kernel: str, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: bool = False
     ) -> ProjectedSinkhorn:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.sum((1, 2, 3))
         moves = self.cost.arcs(*self.shape[2:], x)
-        more = {} if factors is None else {"factors": factors}
         answer: ProjectedSinkhorn = (cpu if kernel == "cpu" else reference).projected_sinkhorn(
             x, w, self.ball.budget(x), moves, self.box, mass / self.reg,
-            u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter, **more,
+            u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter, factors=factors,
         )  # fmt: skip
         return answer
 
@@ -120,11 +119,10 @@ def test_point_is_in_the_ball_wherever_it_is_stopped(case: Case) -> None:
 def test_plan_is_the_points_proof(case: Case) -> None:
     x, w = case.images()
     arcs = case.cost.arcs(*case.shape[2:], x.double())
-    factors = torch.ones((case.shape[0], 2, *case.shape[1:]), dtype=torch.float64)
-    ours = case.solve("cpu", torch.float64, 1e-4, factors=factors)
-    heat = (x.double().sum((1, 2, 3)) / case.reg).clamp(min=1e-300)
-    potentials, keep, give = ours.u / heat.view(-1, 1, 1, 1), *factors.unbind(1)
-    flow = FactoredPlan(arcs, x.double(), potentials, ours.psi / heat, keep, give, torch.ones_like(heat)).arcs()
+    ours = case.solve("cpu", torch.float64, 1e-4, factors=True)
+    assert ours.keep is not None and ours.give is not None
+    heat = x.double().sum((1, 2, 3)) / case.reg
+    flow = FactoredPlan.tempered(arcs, x.double(), ours.u, ours.psi, heat, ours.keep, ours.give).arcs()
     assert bool((flow >= -1e-15).all())
     torch.testing.assert_close(flow.sum(2), x.double(), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(arcs.scatter(flow), ours.z, atol=1e-11, rtol=0)
@@ -144,8 +142,7 @@ def test_potentials_too_wide_are_continued_in_logs() -> None:
     assert bool(torch.isfinite(ours.gap).all())
     apart = (ours.z - exact.point).square().sum((1, 2, 3))
     assert bool((apart <= 2 * (2 * ours.gap + 2 * exact.gap) + 1e-9).all())
-    factors = torch.ones((2, 2, 1, 6, 6), dtype=torch.float64)
-    left = WIDE.solve("cpu", torch.float64, 1e-3, factors=factors)
+    left = WIDE.solve("cpu", torch.float64, 1e-3, factors=True)
     assert math.isinf(float(left.gap[0])) and float(left.gap[1]) == 0.0
 
 
