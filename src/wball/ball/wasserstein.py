@@ -20,7 +20,7 @@ from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
 from wball.solvers.distance import distance
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
-from wball.solvers.problem import TransportProblem
+from wball.solvers.problem import DIVISIBLE, TransportProblem, masses
 from wball.solvers.projection import project
 from wball.solvers.support import support
 
@@ -74,19 +74,22 @@ class WassersteinBall:
 
         Nothing on images so dark (denormal numbers) that their dtype cannot split their mass.
         """
+        return self._budget(x, masses(x))
+
+    def _budget(self, x: Tensor, mass: Tensor) -> Tensor:
         inputs.check_eps_count(self.eps, x.shape[0])
-        eps = torch.as_tensor(self.eps, dtype=torch.float64, device=x.device)
-        mass = x.to(torch.float64).flatten(1).sum(1)
+        eps = self.eps.to(x.device) if isinstance(self.eps, Tensor) else self.eps
         numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        divisible = mass >= 1e6 * x[0:1].numel() * numbers.eps * numbers.smallest_normal
-        return torch.where(divisible, eps * mass if self.mass == "relative" else eps.expand_as(mass), 0.0)
+        divisible = mass >= DIVISIBLE * x[0:1].numel() * numbers.eps * numbers.smallest_normal
+        return torch.where(divisible, eps * (mass if self.mass == "relative" else torch.ones_like(mass)), 0.0)
 
     def problem(self, x: Tensor) -> TransportProblem:
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
         x = x.detach()
-        mass = x.to(torch.float64).flatten(1).sum(1)
-        unit = mass.clamp(min=torch.finfo(torch.float64).tiny) if self.mass == "relative" else torch.ones_like(mass)
-        return TransportProblem(x, self.cost, self.budget(x), self.box, unit)
+        mass, relative = masses(x), self.mass == "relative"
+        unit = mass.clamp(min=torch.finfo(torch.float64).tiny) if relative else torch.ones_like(mass)
+        least = self.eps if relative and isinstance(self.eps, float) and x.dtype is not torch.float64 else None
+        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, unit, mass, least)
 
     def support(
         self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200
@@ -168,11 +171,11 @@ class WassersteinBall:
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
-        potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device).to(x.device)
+        potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device)
         part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
         oracle = self.oracle(x)
         oracle.budget = part * oracle.problem.spendable(ROUNDINGS + 1)  # who mixes it with other points rounds again
-        return oracle(3 * potential).z
+        return oracle((3 * potential).to(x.device)).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
         """The ball as certificates see it: for ``full`` plans, or for those inside its window."""

@@ -26,10 +26,11 @@ from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, projected_sinkhorn
+from wball.kernels.pull_back.reference import balanced
 from wball.moves import Moves
 from wball.plan import FactoredPlan, Plan
 from wball.result import Duals, ProjectionResult, statuses
-from wball.solvers.oracle import ROUNDINGS, OraclePoint, balanced
+from wball.solvers.oracle import ROUNDINGS, OraclePoint
 from wball.solvers.problem import TransportProblem, as_given, as_images
 
 SWEEPS, SWEEP_TOL = 200, 3e-5
@@ -140,7 +141,7 @@ class EntropicProjection:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
             size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
             share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z, answer.kernel)
+            z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z)
             cost = share * answer.cost
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)

@@ -19,21 +19,15 @@ Cancelling makes the point cheaper than the plan that was asked for, so the next
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import entropic_plan
+from wball.kernels.pull_back import pull_back
 from wball.plan import FactoredPlan
 from wball.solvers.problem import TransportProblem
-
-if TYPE_CHECKING:
-    pass
-
-KAPPA = (0.5, 8.0)
-"""How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
 
 ROUNDINGS = 2
 """Of a point: when the plan's columns are summed up, and when it is pulled back to the budget."""
@@ -56,23 +50,6 @@ class OraclePoint:
     share: Tensor
     kernel: str = "torch"
     proof: FactoredPlan | None = None
-
-
-def balanced(x: Tensor, z: Tensor, kernel: str) -> Tensor:
-    """``z - x`` with as much lost as gained in each channel: the larger of the two is scaled down to the other.
-
-    What pixels send and what they receive are sums of different roundings of the same flows, and in float32 they differ
-    by the share ``delta`` above. Each pixel ends between its ``x`` and its ``z``, so the box still holds. The ``cpu``
-    kernel adds in float64, and nothing is left to do.
-    """
-    change = z - x
-    if kernel == "cpu":
-        return change
-    gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
-    lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
-    tiny = torch.finfo(torch.float64).tiny
-    up, down = ((a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost)))
-    return change * torch.where(change > 0, up, down)
 
 
 class TransportOracle:
@@ -103,21 +80,10 @@ class TransportOracle:
             psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton,
         )  # fmt: skip
         self._psi, self._q = plan.psi, plan.q
-        # Exponents are sums of potentials and prices. In this precision a sum of size M is off by a few M * eps, and
-        # so is each flow: those that were priced and those that arrived may differ by that share.
-        chosen = potentials + plan.q
-        size = chosen.flatten(1).abs().amax(1) + plan.psi.to(potentials) * self._moves.dearest
-        doubt = (6 * torch.finfo(potentials.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
-        slack = self.budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
-        self._kappa = (self._kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
-        # An image on which a kernel fails stays where it is: it loses its step, not its validity.
-        share = slack.nan_to_num(nan=0.0).clamp(max=1.0)
-        step = share.to(self.x.dtype).view(-1, 1, 1, 1)
-        z = self._grid + step * balanced(self._grid, plan.z, plan.kernel).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        if box is not None:
-            z = z.clamp(*box)  # rounding only
-        proof = FactoredPlan(self._moves, self._grid, chosen, plan.psi, plan.keep, plan.give, share)
-        return OraclePoint(z.view(self.x.shape), (share * plan.net_cost).nan_to_num(nan=0.0), share, plan.kernel, proof)
+        point = pull_back(self._grid, potentials, plan, self.budget, self._kappa, self._moves, box)
+        self._kappa = point.kappa
+        proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.share)
+        return OraclePoint(point.z.view(self.x.shape), point.cost, point.share, plan.kernel, proof)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

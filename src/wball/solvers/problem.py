@@ -8,18 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from wball.cost import DenseCost, GroundCost
+from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.inputs import result_dtype
 from wball.moves import Moves
 from wball.plan import Plan
 
 ROUNDING_SHARE = 9e-5
 """Share of the radius that rounding may exceed it by: most of the 1e-4 by which a point of the ball may."""
+
+DIVISIBLE = 1e8
+"""How much more mass than the rounding of denormal pixels an image must have to be worth a budget."""
 
 SUMS = 8
 """Roundings that a sum over the moves of a pixel amounts to."""
@@ -38,6 +41,8 @@ class TransportProblem:
         budget: what may be spent, per image in mass x pixels, float64.
         box: the lowest and highest value of a pixel, or ``None``.
         unit: what a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1.
+        mass: of each image, float64.
+        least: every budget that is not 0 is at least this share of the mass; ``None`` if nothing is known.
     """
 
     x: Tensor
@@ -45,11 +50,8 @@ class TransportProblem:
     budget: Tensor
     box: tuple[float, float] | None
     unit: Tensor
-
-    @cached_property
-    def mass(self) -> Tensor:
-        """Of each image, float64."""
-        return self.x.flatten(1).sum(1, dtype=torch.float64)
+    mass: Tensor
+    least: float | None = None
 
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
@@ -57,7 +59,8 @@ class TransportProblem:
 
     def take(self, index: Tensor) -> TransportProblem:
         """The problem of a subset of the images (``index``: positions or a mask)."""
-        return replace(self, x=self.x[index], budget=self.budget[index], unit=self.unit[index])
+        parts = {name: getattr(self, name)[index] for name in ("x", "budget", "unit", "mass")}
+        return replace(self, **parts)
 
     def rounding_cost(self, roundings: int = 1) -> Tensor:
         r"""How much dearer a point can become when it is rounded to the dtype of the results, in mass x pixels.
@@ -86,8 +89,25 @@ class TransportProblem:
         radii near 1e-6 in float32, and all of those below what one rounding may cost, where the centre is the only
         point.
         """
+        if self.least is not None and self._most_rounding(roundings) <= ROUNDING_SHARE * self.least:
+            return self.budget
         held = (self.rounding_cost(roundings) - ROUNDING_SHARE * self.budget).clamp(min=0)
         return (self.budget - held).clamp(min=0)
+
+    def _most_rounding(self, roundings: int) -> float:
+        """A bound of :meth:`rounding_cost` for images with a budget, as a share of their mass; no image is looked at.
+
+        It holds for float32: such images have enough mass (:data:`DIVISIBLE`) for denormal pixels not to matter.
+        """
+        numbers = torch.finfo(torch.float32)
+        dark = 1 / (DIVISIBLE * numbers.eps)
+        far = _largest_moves_to_balance(self.cost, self.x)
+        return 0.25 * roundings * numbers.eps * (1 + dark) * dearest_move(self.cost, self.x) * far * (1 + 1e-9)
+
+
+def masses(x: Tensor) -> Tensor:
+    """The mass of each image, float64."""
+    return x.flatten(1).sum(1, dtype=torch.float64)
 
 
 def as_images(values: Tensor) -> Tensor:
@@ -113,8 +133,20 @@ def dearest_move(cost: GroundCost, x: Tensor) -> float:
     """What the dearest move costs that these images allow."""
     if isinstance(cost, DenseCost):
         return float(cost.matrix[cost.matrix.isfinite()].max())
-    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
-    return cost.moves(height, width)[-1][2]
+    return _window(cost, *_sides(x))[0]
+
+
+def _sides(x: Tensor) -> tuple[int, int]:
+    return (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
+
+
+@lru_cache(maxsize=64)
+def _window(cost: GridCost | StencilCost, height: int, width: int) -> tuple[float, int, float]:
+    """The dearest move, how far moves go along the images, and the pixels to be crossed if all have the same mass."""
+    moves = cost.moves(height, width)
+    along = 0 if height > width else 1
+    reach = max(1, *(abs(int(move[along])) for move in moves))
+    return moves[-1][2], reach, math.sqrt(max(height, width) / min(height, width))
 
 
 def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
@@ -128,14 +160,19 @@ def _moves_to_balance(cost: GroundCost, x: Tensor) -> Tensor:
     values = x.to(torch.float64).flatten(1)
     if isinstance(cost, DenseCost):
         return torch.ones_like(values[:, 0])
-    height, width = (int(x.shape[-2]), int(x.shape[-1])) if x.ndim == 4 else (1, int(x.shape[-1]))
-    long, short = max(height, width), min(height, width)
-    along = 0 if height > width else 1
-    reach = max(1, *(abs(move[along]) for move in cost.moves(height, width)))
+    _, reach, least = _window(cost, *_sides(x))
     largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     equal = (values / largest).sum(1).square() / (values / largest).square().sum(1).clamp(min=1)
     apart = 0.5 * torch.sqrt(values.shape[1] / equal.clamp(min=1))
-    return (apart.clamp(min=math.sqrt(long / short)) / reach).clamp(min=1)
+    return (apart.clamp(min=least) / reach).clamp(min=1)
+
+
+def _largest_moves_to_balance(cost: GroundCost, x: Tensor) -> float:
+    """The same for the worst of all images of this shape: one that has its mass in one pixel."""
+    if isinstance(cost, DenseCost):
+        return 1.0
+    _, reach, least = _window(cost, *_sides(x))
+    return max(1.0, max(0.5 * math.sqrt(x[0:1].numel()), least) / reach)
 
 
 def held_back(

@@ -53,6 +53,7 @@ class EntropicPlan:
         q: box potentials, to warm-start the next call.
         keep: column factors on the moving mass.
         give: row factors on the moving mass.
+        balanced: whether ``z`` has the mass of ``x``, as sums in float64 have it.
         kernel: which implementation computed it.
     """
 
@@ -63,6 +64,7 @@ class EntropicPlan:
     q: Tensor
     keep: Tensor
     give: Tensor
+    balanced: bool = False
     kernel: str = ""
 
 

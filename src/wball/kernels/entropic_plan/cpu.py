@@ -97,7 +97,7 @@ def entropic_plan(
     split(shape[0], work, entries=math.prod(shape[1:]) * len(moves))
     z, q_new, keep, give = (torch.from_numpy(a) for a in out)
     tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(price).to(x.dtype))
-    return EntropicPlan(z, *tensors, q_new, keep, give)
+    return EntropicPlan(z, *tensors, q_new, keep, give, balanced=True)
 
 
 # The functions below work on the flat image between ``pad`` and ``pad + n``. With ``logs``, ``_E``, ``_A``, ``_Q`` and
