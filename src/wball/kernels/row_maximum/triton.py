@@ -1,6 +1,6 @@
 """Row maxima (:mod:`wball.kernels.row_maximum`) in Triton: the whole search of a row is one program.
 
-The options of a row are read again for every price; they stay in the cache of a multiprocessor. Prices are compared in
+The choices of a row are read again for every price; they stay in the cache of a multiprocessor. Prices are compared in
 float32, sums are taken in float64, and the bound at the best price is evaluated in the precision of the field.
 """
 
@@ -31,7 +31,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     """See :func:`wball.kernels.row_maximum.row_maximum`."""
     field = problem.field()
-    rows, channels, options, sources = field.worth.shape
+    rows, channels, choices, sources = field.worth.shape
     dtype, device = problem.coeff.dtype, field.worth.device
     value = torch.empty(rows, dtype=torch.float64, device=device)
     psi = torch.empty(rows, dtype=torch.float32, device=device)
@@ -42,7 +42,7 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         _row_kernel[(rows,)](
             field.worth.contiguous(), field.stay.contiguous(), field.mass.contiguous(), field.cost.contiguous(),
             problem.budget.to(torch.float64), far.contiguous(), elsewhere.contiguous(), away.contiguous(), value, psi,
-            channels, options, sources, float(problem.step), rounds,
+            channels, choices, sources, float(problem.step), rounds,
             TIERS=elsewhere.shape[2] if beyond else 0, BLOCK=block, num_warps=max(1, block // 128),
         )  # fmt: skip
     return value.to(dtype), psi.to(dtype)
@@ -50,10 +50,10 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _evaluate(
-    worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, options, sources,
+    worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, choices, sources,
     TIERS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What the best options at ``psi`` are worth, and what they cost."""
+    """What the best choices at ``psi`` are worth, and what they cost."""
     kind: tl.constexpr = tl.float64 if EXACT else tl.float32
     lane = tl.arange(0, BLOCK)
     worth = tl.zeros([BLOCK], tl.float64)
@@ -65,8 +65,8 @@ def _evaluate(
         best = tl.load(stay_ptr + place, mask=real, other=0.0).to(kind)
         mass = tl.load(mass_ptr + place, mask=real, other=0.0).to(kind)
         toll = tl.zeros([BLOCK], kind)
-        option_ptr = worth_ptr + place // sources * (options * sources) + place % sources
-        for k in tl.range(0, options):
+        option_ptr = worth_ptr + place // sources * (choices * sources) + place % sources
+        for k in tl.range(0, choices):
             cost = tl.load(cost_ptr + k).to(kind)
             score = tl.load(option_ptr + k * sources, mask=real, other=0.0).to(kind) - price * cost
             better = score > best
@@ -87,14 +87,14 @@ def _evaluate(
     return value, paid
 
 
-@kernel("channels", "options", "sources", "step", "rounds")
+@kernel("channels", "choices", "sources", "step", "rounds")
 def _row_kernel(
     worth_ptr, stay_ptr, mass_ptr, cost_ptr, budget_ptr, far_ptr, elsewhere_ptr, away_ptr, value_out, psi_out,
-    channels, options, sources, step, rounds,
+    channels, choices, sources, step, rounds,
     TIERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    worth_ptr += n * channels * options * sources
+    worth_ptr += n * channels * choices * sources
     stay_ptr += n * channels * sources
     mass_ptr += n * channels * sources
     if TIERS > 0:
@@ -110,8 +110,8 @@ def _row_kernel(
         real = place < channels * sources
         real = real & (tl.load(mass_ptr + place, mask=real, other=0.0) > 0.0)
         stay = tl.load(stay_ptr + place, mask=real, other=0.0).to(tl.float32)
-        option_ptr = worth_ptr + place // sources * (options * sources) + place % sources
-        for k in tl.range(0, options):
+        option_ptr = worth_ptr + place // sources * (choices * sources) + place % sources
+        for k in tl.range(0, choices):
             cost = tl.load(cost_ptr + k).to(tl.float32)
             apart = tl.where(cost > 0.0, cost, step)
             gain = (tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay) / apart
@@ -123,11 +123,11 @@ def _row_kernel(
     high = high * (1.0 + 1e-6)
     low = high * 0.0
     value_low, cost_low = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, low, channels, options, sources,
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, low, channels, choices, sources,
         TIERS, BLOCK, False,
     )  # fmt: skip
     value_high, cost_high = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, high, channels, options, sources,
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, high, channels, choices, sources,
         TIERS, BLOCK, False,
     )  # fmt: skip
     value_high += budget * high
@@ -146,7 +146,7 @@ def _row_kernel(
         trial = tl.where(low > 0.0, trial, _DOWN * high)
         trial = tl.maximum(tl.minimum(trial, high), low)
         value, cost = _evaluate(
-            worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, trial, channels, options,
+            worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, trial, channels, choices,
             sources, TIERS, BLOCK, False,
         )  # fmt: skip
         value += budget * trial
@@ -161,7 +161,7 @@ def _row_kernel(
         )  # fmt: skip
         steps += 1
     value, cost = _evaluate(
-        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, options, sources,
+        worth_ptr, stay_ptr, mass_ptr, cost_ptr, far_ptr, elsewhere_ptr, away_ptr, psi, channels, choices, sources,
         TIERS, BLOCK, True,
     )  # fmt: skip
     tl.store(value_out + n, value + budget * psi.to(tl.float64))
