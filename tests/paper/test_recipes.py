@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import wball
 from wball.evaluation import Evaluation
 from wball.models import Binarized
-from wball.paper import authors, certificates, curves, measure, pictures, published
+from wball.paper import authors, certificates, curves, measure, pictures, published, tricks
+from wball.paper.measure import accuracy_at
 from wball.paper.run import RECIPES
-from wball.paper.tables import unpack
+from wball.paper.tables import percent, unpack
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 
 SIDE = 6
@@ -289,6 +290,20 @@ def test_authors_weights(shop: Small) -> None:
         assert (text[1]["eps"], scripts[1]["eps"]) == (0.3, 0.7)
         assert row["text"]["attack"].endswith("p = 1") and row["scripts"]["attack"].endswith("p = 2")
         assert text[0]["accuracy"] == scripts[0]["accuracy"]
+
+
+def test_training_tricks_and_the_cost_of_a_move(shop: Small) -> None:
+    data = measured("cifar10-tricks", shop)
+    assert [(r["name"], r["source"]) for r in data["rows"]] == [
+        (name, source) for name in tricks.MODELS for source in ("text", "scripts")
+    ]
+    powers = [r["paper_attack"]["attack"][-1] for r in data["rows"]]
+    assert powers == ["1", "2", "1", "2"]
+    (table,) = tricks.tables(data)
+    assert table.rows[0] == ["paper", None, None, None, "75.0 %", None, "3.0 %"] and len(table.rows) == 5
+    left = [accuracy_at(r["paper_attack"], 0.1) for r in data["rows"]]
+    (said,) = tricks.remarks(data)
+    assert f"turns {percent(left[1])} into {percent(left[3])}" in said and f"Both: {percent(left[2])}" in said
 
 
 def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:

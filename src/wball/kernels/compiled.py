@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -38,9 +40,8 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
     """``numba.njit`` without the interpreter lock, with numpy's division, and cached on disk where that is possible.
 
     ``inner`` functions are called by compiled ones only and become part of their callers. A cached function is compiled
-    anew when its file changes and not when another does: keep what it calls in the same file (what this one and
-    :mod:`wball.kernels.layout` have stays as it is), and hand it settings of other modules as arguments. numba's
-    own parallel loops are not used: their thread pools do not survive a fork and may not be entered twice.
+    anew when any file of the kernels changes; hand it settings of other modules as arguments. numba's own parallel
+    loops are not used: their thread pools do not survive a fork and may not be entered twice.
     """
     options |= {"nogil": True, "error_model": "numpy"}
 
@@ -48,11 +49,21 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
         if inner:
             return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)(function)
         try:
-            return numba.njit(cache=True, **options)(function)
-        except RuntimeError:  # no place to write a cache
+            loop = numba.njit(cache=True, **options)(function)
+            index = loop._cache._cache_file  # which asks about the function's own file only
+            index._source_stamp = (index._source_stamp, _stamp())
+        except (RuntimeError, AttributeError):  # no place to write a cache, or a numba that keeps it otherwise
             return numba.njit(**options)(function)
+        return loop
 
     return wrap
+
+
+@cache
+def _stamp() -> tuple[tuple[str, int, int], ...]:
+    """The kernels' files as they are now: compiled loops have functions of several of them inside."""
+    seen = ((path, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py")))
+    return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})

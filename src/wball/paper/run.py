@@ -22,7 +22,18 @@ import torch
 from wball import provenance
 from wball.ball import WassersteinBall
 from wball.inputs import check_count
-from wball.paper import authors, certificates, curves, leaderboard, leaderboard_page, nominal, page, pictures, timings
+from wball.paper import (
+    authors,
+    certificates,
+    curves,
+    leaderboard,
+    leaderboard_page,
+    nominal,
+    page,
+    pictures,
+    timings,
+    tricks,
+)
 from wball.paper.recipe import Recipe
 from wball.paper.tables import Table
 from wball.paper.workshop import Clock, Settings, Workshop
@@ -41,6 +52,7 @@ RECIPES: dict[str, Recipe] = {
         pictures.DIGITS,
         curves.MNIST_CURVES,
         curves.CIFAR10_CURVES,
+        tricks.RECIPE,
         pictures.GALLERY,
         curves.HEADLINES,
         authors.RECIPE,

@@ -152,6 +152,18 @@ def _cifar10_standard() -> TrainConfig:
     )
 
 
+def _cifar10_standard_plain() -> TrainConfig:
+    standard = _cifar10_standard()
+    return dataclasses.replace(
+        standard,
+        name="cifar10-standard-plain",
+        cutout=0,
+        loss=Loss(),
+        optimisation=dataclasses.replace(standard.optimisation, ema=0.0),
+        summary="ResNet-18 with standard training, without label smoothing, cutout and averaged weights.",
+    )
+
+
 def _cifar10_linf_provable() -> TrainConfig:
     return TrainConfig(
         "cifar10-linf-provable",
@@ -251,6 +263,7 @@ _PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "mnist-flow-noise": _mnist_flow_noise,
     "mnist-certified": _mnist_certified,
     "cifar10-standard": _cifar10_standard,
+    "cifar10-standard-plain": _cifar10_standard_plain,
     "cifar10-linf-provable": _cifar10_linf_provable,
     "cifar10-adversarial-paper": _cifar10_adversarial_paper,
     "cifar10-adversarial": _cifar10_adversarial,

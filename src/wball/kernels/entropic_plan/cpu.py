@@ -24,13 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
-from wball.kernels.layout import GROUP, LINEAR_SPREAD, PART, Stencil, mass_box
+from wball.kernels.factors import EXACT, SUMS, TINY, Box, Factors, Flat, Schedule, correlate, receive, repair
+from wball.kernels.layout import LINEAR_SPREAD, PART, Stencil, mass_box
+from wball.kernels.price import narrowed, smooth_step
 from wball.moves import StencilMoves
 
 # Rows of the working memory; the rings follow.
@@ -38,21 +39,16 @@ _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _T
 _RINGS = 13
 
 _NOTHING = -1e30  # the logarithm of no mass; finite, so that differences are numbers
-_SUMS = {"contract", "nsz", "reassoc"}  # liberties the compiler may take: order of sums, fused multiplications
-_EXACT = {"contract", "nsz"}
 
 
 class _Settings(NamedTuple):
     """What is the same for all images; see :mod:`wball.kernels.entropic_plan`."""
 
-    lo: float
-    hi: float
-    slack: float  # what a column may be above hi by rounding
-    rounding: float  # what a row may send beyond what it has, relative to that
+    box: Box
+    schedule: Schedule
     sweeps: int
     newton: int
     cost_tol: float
-    counted: NDArray[np.float64]
 
 
 def entropic_plan(
@@ -73,8 +69,13 @@ def entropic_plan(
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     rounding = 4 * torch.finfo(x.dtype).eps
     slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
+    counted = np.asarray(REPAIR_COUNTED)
     settings = _Settings(
-        lo, hi, slack, rounding, sweeps if box is not None else 0, newton, COST_TOL, np.asarray(REPAIR_COUNTED)
+        Box(lo, hi, slack, rounding, TINY),  # a row may send no more than it has, but for rounding
+        Schedule(counted, np.zeros_like(counted)),
+        sweeps if box is not None else 0,
+        newton,
+        COST_TOL,
     )
     given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
@@ -111,42 +112,14 @@ def _weights(price, psi, out):  # type: ignore[no-untyped-def]
         out[k] = math.exp(-psi * price[k]) if price[k] < math.inf else 0.0
 
 
-@compiled(inner=True, fastmath=_SUMS)
-def _correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[no-untyped-def]
-    """``out[i] = sum_k weight[k] * values[i + shift[k]]`` over ``first <= k < last``, in groups of four moves."""
-    o = out[pad : pad + n]
-    for i in range(n):
-        o[i] = 0.0
-    for k in range(first, last, GROUP):
-        s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
-        a0, a1, a2, a3 = values[s0 : s0 + n], values[s1 : s1 + n], values[s2 : s2 + n], values[s3 : s3 + n]
-        w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
-        for i in range(n):
-            o[i] += w0 * a0[i] + w1 * a1[i] + w2 * a2[i] + w3 * a3[i]
-
-
-@compiled(inner=True, fastmath=_SUMS)
-def _correlate_logs(out, here, there, factor, pad, n, shift, price, psi, first, last):  # type: ignore[no-untyped-def]
-    """``out[i] = sum_k exp(here[i] + there[i + shift[k]] - psi price[k]) * factor[i + shift[k]]``."""
-    o, h = out[pad : pad + n], here[pad : pad + n]
-    for i in range(n):
-        o[i] = 0.0
-    for k in range(first, last):
-        if price[k] < math.inf:
-            s, toll = pad + shift[k], psi * price[k]
-            t, f = there[s : s + n], factor[s : s + n]
-            for i in range(n):
-                o[i] += exp(h[i] + t[i] - toll) * f[i]
-
-
-@compiled(inner=True, fastmath=_SUMS)
+@compiled(inner=True, fastmath=SUMS)
 def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-def]
     """Per distinct cost, the sum of ``E`` over the moves of that cost."""
     for d in range(ring.size - 1):
         if not logs:
             ones = np.empty(price.size)
             _weights(price, 0.0, ones)
-            _correlate(work[_RINGS + d], work[_E], pad, n, shift, ones, ring[d], ring[d + 1])
+            correlate(work[_RINGS + d], work[_E], pad, n, shift, ones, ring[d], ring[d + 1])
             continue
         out, total = work[_RINGS + d, pad : pad + n], work[_TMP, pad : pad + n]
         for i in range(n):
@@ -164,7 +137,7 @@ def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-d
             out[i] += math.log(total[i])
 
 
-@compiled(inner=True, fastmath=_SUMS)
+@compiled(inner=True, fastmath=SUMS)
 def _moments(work, pad, n, psi, ring_cost, logs):  # type: ignore[no-untyped-def]
     """Cost of the plan at ``psi`` and minus its derivative; the rows' normalisers go to ``_NORM`` and ``_TOP``."""
     x, norm, top = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_TOP, pad : pad + n]
@@ -209,14 +182,8 @@ def _solve_psi(work, pad, n, psi, budget, ring_cost, newton, cost_tol, logs):  #
         cost, slope = _moments(work, pad, n, psi, ring_cost, logs)
         if attempt == newton or cost <= budget and (cost >= budget * (1 - cost_tol) or psi == 0.0):
             break
-        if cost <= budget:
-            high = psi
-        else:
-            low = psi
-        step = max(psi + cost * math.log(cost / target) / slope, 0.0) if cost > 0.0 and slope > 0.0 else -1.0
-        if not (low < step < min(high, 100 * psi + 100)):
-            step = 2 * psi + 1 if math.isinf(high) else (max(low, 0.0) + high) / 2
-        psi = step
+        low, high = narrowed(psi, cost, budget, low, high)
+        psi = smooth_step(psi, cost, slope, target, low, high)
     x, norm, top = work[_X, pad : pad + n], work[_NORM, pad : pad + n], work[_TOP, pad : pad + n]
     a = work[_A, pad : pad + n]
     if logs:
@@ -228,37 +195,7 @@ def _solve_psi(work, pad, n, psi, budget, ring_cost, newton, cost_tol, logs):  #
     return psi
 
 
-@compiled(inner=True, fastmath=_EXACT)
-def _receive(work, pad, n, back, weight, price, psi, first, logs):  # type: ignore[no-untyped-def]
-    """``_RECEIVED``: what each pixel would get by the moves from ``first`` on if ``keep`` were 1."""
-    a, e, give = work[_A, pad : pad + n], work[_E, pad : pad + n], work[_GIVE, pad : pad + n]
-    received, scaled = work[_RECEIVED, pad : pad + n], work[_TMP, pad : pad + n]
-    if logs:
-        _correlate_logs(work[_RECEIVED], work[_E], work[_A], work[_GIVE], pad, n, back, price, psi, first, price.size)
-        return
-    for i in range(n):
-        scaled[i] = a[i] * give[i]
-    _correlate(work[_RECEIVED], work[_TMP], pad, n, back, weight, first, price.size)
-    for i in range(n):
-        received[i] *= e[i]
-
-
-@compiled(inner=True, fastmath=_EXACT)
-def _send(work, pad, n, shift, weight, price, psi, first, logs):  # type: ignore[no-untyped-def]
-    """``_SENT``: what each pixel would send by the moves from ``first`` on if ``give`` were 1."""
-    a, e, keep = work[_A, pad : pad + n], work[_E, pad : pad + n], work[_KEEP, pad : pad + n]
-    sent, scaled = work[_SENT, pad : pad + n], work[_TMP, pad : pad + n]
-    if logs:
-        _correlate_logs(work[_SENT], work[_A], work[_E], work[_KEEP], pad, n, shift, price, psi, first, price.size)
-        return
-    for i in range(n):
-        scaled[i] = e[i] * keep[i]
-    _correlate(work[_SENT], work[_TMP], pad, n, shift, weight, first, price.size)
-    for i in range(n):
-        sent[i] *= a[i]
-
-
-@compiled(inner=True, fastmath=_EXACT)
+@compiled(inner=True, fastmath=EXACT)
 def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-def]
     """The coordinate step on ``q`` from the column sums in ``_RECEIVED``."""
     z, q, e = work[_RECEIVED, pad : pad + n], work[_Q, pad : pad + n], work[_E, pad : pad + n]
@@ -278,46 +215,7 @@ def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-de
             q[i] = new
 
 
-@compiled(inner=True, fastmath=_EXACT)
-def _repair(work, pad, n, shift, weight, price, psi, first, settings, logs):  # type: ignore[no-untyped-def]
-    """``_KEEP`` and ``_GIVE`` such that the box holds; what is then sent and received."""
-    lo, hi, slack, rounding = settings.lo, settings.hi, settings.slack, settings.rounding
-    x, keep, give = work[_X, pad : pad + n], work[_KEEP, pad : pad + n], work[_GIVE, pad : pad + n]
-    sent, received = work[_SENT, pad : pad + n], work[_RECEIVED, pad : pad + n]
-    kept, had_sent = work[_FIRST, pad : pad + n], work[_SECOND, pad : pad + n]
-    for attempt in range(settings.counted.size + 1):
-        _send(work, pad, n, shift, weight, price, psi, first, logs)
-        _receive(work, pad, n, -shift, weight, price, psi, first, logs)
-        if attempt == settings.counted.size and lo <= 0.0:
-            # Between the last two plans, just far enough.
-            way = 0.0
-            for i in range(n):
-                excess = x[i] - give[i] * had_sent[i] + kept[i] * received[i] - hi
-                if excess > slack:
-                    below = max(hi - (x[i] - give[i] * sent[i] + keep[i] * received[i]), 0.0)
-                    way = max(way, excess / (excess + below))
-            for i in range(n):
-                keep[i] = kept[i] + way * (keep[i] - kept[i])
-                sent[i] = had_sent[i] + way * (sent[i] - had_sent[i])
-        broken = 0
-        for i in range(n):
-            z = x[i] - give[i] * sent[i] + keep[i] * received[i]
-            # Outside the image x and z are 0, which is below lo and no fault.
-            broken += int(z > hi + slack) + int((z < lo - rounding * x[i] - 1e-300) & (x[i] > 0.0))
-        if broken == 0 or attempt == settings.counted.size:
-            return
-        counted = settings.counted[attempt]
-        for i in range(n):
-            kept[i], had_sent[i] = keep[i], sent[i]
-            z = x[i] - give[i] * sent[i] + keep[i] * received[i]
-            room = max((hi - x[i] + counted * give[i] * sent[i]) / max(received[i], 1e-300), 0.0)
-            spare = max((x[i] - lo + counted * keep[i] * received[i]) / max(sent[i], 1e-300), 0.0)
-            keep[i] = min(keep[i], room) if z > hi + slack or counted == 0.0 else keep[i]
-            empty = z < lo - rounding * x[i] - 1e-300
-            give[i] = min(give[i], spare) if empty or counted == 0.0 and lo > 0.0 else give[i]
-
-
-@compiled(inner=True, fastmath=_SUMS)
+@compiled(inner=True, fastmath=SUMS)
 def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: ignore[no-untyped-def]
     """Cost of the plan, and of what is left of it when opposite flows cancel."""
     start, end = work[_A], work[_E]
@@ -354,10 +252,9 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
 
 
 @compiled()
-def _plan_images(  # type: ignore[no-untyped-def]
-    x, b, q, budget, moves, settings, work, out, psi, cost, net
-):  # fmt: skip
+def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  # type: ignore[no-untyped-def]
     rows, columns, price, ring, sweeps = moves.rows, moves.columns, moves.price, moves.ring, settings.sweeps
+    lo, hi = settings.box.lo, settings.box.hi
     rr, rc = 0, 0
     for k in range(rows.size):
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
@@ -404,16 +301,20 @@ def _plan_images(  # type: ignore[no-untyped-def]
                     work[_E, at + j] = s if logs else exp(s - middle)
                     work[_Q, at + j] = p if logs else exp(p)
 
-        p = psi[m]
+        p, flat = psi[m], Flat(pad, n, shift, -shift, price, ring[1])
+        factors = Factors(
+            work[_X], work[_A], work[_E], work[_KEEP], work[_GIVE], work[_SENT], work[_RECEIVED],
+            work[_FIRST], work[_SECOND], work[_TMP],
+        )  # fmt: skip
         for sweep in range(sweeps + 1):
             if sweep > 0:
                 _weights(price, p, weight)
-                _receive(work, pad, n, -shift, weight, price, p, ring[0], logs)
-                _shift_potentials(work, pad, n, settings.lo, settings.hi, logs)
+                receive(factors, flat, weight, p, ring[0], logs)
+                _shift_potentials(work, pad, n, lo, hi, logs)
             _rings(work, pad, n, shift, price, ring, logs)
             p = _solve_psi(work, pad, n, p, budget[m], moves.ring_cost, settings.newton, settings.cost_tol, logs)
         _weights(price, p, weight)
-        _repair(work, pad, n, shift, weight, price, p, ring[1], settings, logs)
+        repair(factors, flat, weight, p, settings.box, settings.schedule, logs)
         cost[m], net[m] = _costs(work, pad, n, shift, price, moves.price_back, p, ring[1], logs)
         psi[m] = p
 
@@ -424,7 +325,7 @@ def _plan_images(  # type: ignore[no-untyped-def]
                     i = at + j
                     keep, give, p = work[_KEEP, i], work[_GIVE, i], work[_Q, i]
                     z = work[_X, i] - give * work[_SENT, i] + keep * work[_RECEIVED, i]
-                    out[0, m, c, r, j] = min(max(z, settings.lo), settings.hi)
+                    out[0, m, c, r, j] = min(max(z, lo), hi)
                     if sweeps > 0:
                         out[1, m, c, r, j] = p if logs else 0.0 if p == 1.0 else math.log(p)
                     out[2, m, c, r, j] = keep

@@ -1,0 +1,203 @@
+r"""A plan in factors, as compiled loops see it: what its pixels exchange, and the repair that brings it into the box.
+
+``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.layout`), with factors ``give_i`` and
+``keep_{i+k}`` on whatever moves. All loops run over the image between ``pad`` and ``pad + n``; moves are shifts.
+
+**Repair.** Full columns send their excess back, which may overfill those who sent it, and so on. The last attempt takes
+a plan in which no column counts on what it sends away, and goes just far enough towards it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wball.kernels.compiled import compiled, exp
+from wball.kernels.layout import GROUP
+
+SUMS = {"contract", "nsz", "reassoc", "nnan"}
+"""Liberties the compiler may take: order of sums and maxima, fused multiplications; there are no NaNs."""
+EXACT = {"contract", "nsz"}
+TINY = 1e-300
+
+
+class Flat(NamedTuple):
+    """Where the flat image lies, and the moves as shifts of it; those before ``first`` stay."""
+
+    pad: int
+    n: int
+    shift: Any
+    back: Any
+    price: Any
+    first: int
+
+
+class Factors(NamedTuple):
+    """Lines of working memory, margins included, the last three of them scratch. With logs, ``a`` and ``e`` are."""
+
+    x: Any
+    a: Any
+    e: Any
+    keep: Any
+    give: Any
+    sent: Any
+    received: Any
+    kept: Any
+    had: Any
+    tmp: Any
+
+
+class Box(NamedTuple):
+    """The box; a column may be above it by ``slack``, and below it by ``rounding`` times its pixel plus ``floor``."""
+
+    lo: float
+    hi: float
+    slack: float
+    rounding: float
+    floor: float
+
+
+class Schedule(NamedTuple):
+    """Of each attempt: what part of the mass that a pixel exchanges the other way it counts on, and how many times as
+    far as the box asks for it goes; what circulates among full pixels would else take forever to die out."""
+
+    counted: NDArray[np.float64]
+    more: NDArray[np.float64]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[no-untyped-def]
+    """``out[i] = sum_k weight[k] * values[i + shift[k]]`` over ``first <= k < last``, in groups of four moves."""
+    o = out[pad : pad + n]
+    for k in range(first, last, GROUP):
+        s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
+        a0, a1, a2, a3 = values[s0 : s0 + n], values[s1 : s1 + n], values[s2 : s2 + n], values[s3 : s3 + n]
+        w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
+        if k == first:
+            for i in range(n):
+                o[i] = w0 * a0[i] + w1 * a1[i] + w2 * a2[i] + w3 * a3[i]
+        else:
+            for i in range(n):
+                o[i] += w0 * a0[i] + w1 * a1[i] + w2 * a2[i] + w3 * a3[i]
+    for i in range(n if first >= last else 0):
+        o[i] = 0.0
+
+
+@compiled(inner=True, fastmath=SUMS)
+def correlate_logs(out, here, there, factor, pad, n, shift, price, psi, first):  # type: ignore[no-untyped-def]
+    """``out[i] = sum_k exp(here[i] + there[i + shift[k]] - psi price[k]) * factor[i + shift[k]]``."""
+    o, h = out[pad : pad + n], here[pad : pad + n]
+    for i in range(n):
+        o[i] = 0.0
+    for k in range(first, price.size):
+        if price[k] < math.inf:
+            s, toll = pad + shift[k], psi * price[k]
+            t, f = there[s : s + n], factor[s : s + n]
+            for i in range(n):
+                o[i] += exp(h[i] + t[i] - toll) * f[i]
+
+
+@compiled(inner=True, fastmath=EXACT)
+def receive(f, flat, weight, psi, first, logs):  # type: ignore[no-untyped-def]
+    """``received``: what each pixel would get by the moves from ``first`` on if ``keep`` were 1."""
+    pad, n = flat.pad, flat.n
+    if logs:
+        correlate_logs(f.received, f.e, f.a, f.give, pad, n, flat.back, flat.price, psi, first)
+        return
+    a, e, give = f.a[pad : pad + n], f.e[pad : pad + n], f.give[pad : pad + n]
+    received, scaled = f.received[pad : pad + n], f.tmp[pad : pad + n]
+    for i in range(n):
+        scaled[i] = a[i] * give[i]
+    correlate(f.received, f.tmp, pad, n, flat.back, weight, first, weight.size)
+    for i in range(n):
+        received[i] *= e[i]
+
+
+@compiled(inner=True, fastmath=EXACT)
+def send(f, flat, weight, psi, logs):  # type: ignore[no-untyped-def]
+    """``sent``: what each pixel would send if ``give`` were 1."""
+    pad, n = flat.pad, flat.n
+    if logs:
+        correlate_logs(f.sent, f.a, f.e, f.keep, pad, n, flat.shift, flat.price, psi, flat.first)
+        return
+    a, e, keep = f.a[pad : pad + n], f.e[pad : pad + n], f.keep[pad : pad + n]
+    sent, scaled = f.sent[pad : pad + n], f.tmp[pad : pad + n]
+    for i in range(n):
+        scaled[i] = e[i] * keep[i]
+    correlate(f.sent, f.tmp, pad, n, flat.shift, weight, flat.first, weight.size)
+    for i in range(n):
+        sent[i] *= a[i]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _broken(f, flat, box):  # type: ignore[no-untyped-def]
+    """How many columns lie outside the box. Margins, where x and z are 0, do not count as below it."""
+    pad, n, broken = flat.pad, flat.n, 0.0
+    x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
+    sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
+    for i in range(n):
+        z = x[i] - give[i] * sent[i] + keep[i] * received[i]
+        broken += 1.0 if z > box.hi + box.slack else 0.0
+        broken += 1.0 if (z < box.lo - box.rounding * x[i] - box.floor) & (x[i] > 0.0) else 0.0
+    return broken
+
+
+@compiled(inner=True, fastmath=EXACT)
+def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
+    """Smaller factors where the box is broken, everywhere if nothing is counted on; the old ones stay in ``kept``."""
+    pad, n, lo, hi = flat.pad, flat.n, box.lo, box.hi
+    x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
+    sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
+    kept, had = f.kept[pad : pad + n], f.had[pad : pad + n]
+    for i in range(n):
+        kept[i] = keep[i]
+        had[i] = sent[i]
+    for i in range(n):
+        z = x[i] - give[i] * sent[i] + kept[i] * received[i]
+        room = max((hi - x[i] + counted * give[i] * sent[i] - more * (z - hi)) / max(received[i], TINY), 0.0)
+        keep[i] = min(keep[i], room) if counted == 0.0 or z > hi + box.slack else keep[i]
+    every = counted == 0.0 and lo > 0.0
+    for i in range(n):
+        z = x[i] - give[i] * sent[i] + kept[i] * received[i]
+        spare = max((x[i] - lo + counted * kept[i] * received[i] - more * (lo - z)) / max(sent[i], TINY), 0.0)
+        give[i] = min(give[i], spare) if every or z < lo - box.rounding * x[i] - box.floor else give[i]
+
+
+@compiled(inner=True, fastmath=EXACT)
+def _between(f, flat, box):  # type: ignore[no-untyped-def]
+    """Of the last two plans the mixture that just keeps the box. ``received`` does not depend on ``keep``."""
+    pad, n, way = flat.pad, flat.n, 0.0
+    x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
+    sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
+    kept, had = f.kept[pad : pad + n], f.had[pad : pad + n]
+    for i in range(n):
+        excess = x[i] - give[i] * had[i] + kept[i] * received[i] - box.hi
+        if excess > box.slack:
+            below = max(box.hi - (x[i] - give[i] * sent[i] + keep[i] * received[i]), 0.0)
+            way = max(way, excess / (excess + below))
+    for i in range(n):
+        keep[i] = kept[i] + way * (keep[i] - kept[i])
+        sent[i] = had[i] + way * (sent[i] - had[i])
+
+
+@compiled(inner=True)
+def repair(f, flat, weight, psi, box, schedule, logs):  # type: ignore[no-untyped-def]
+    """``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box."""
+    keep, give = f.keep[flat.pad : flat.pad + flat.n], f.give[flat.pad : flat.pad + flat.n]
+    for i in range(flat.n):
+        keep[i] = 1.0
+        give[i] = 1.0
+    last = schedule.counted.size
+    for attempt in range(last + 1):
+        send(f, flat, weight, psi, logs)
+        receive(f, flat, weight, psi, flat.first, logs)
+        if attempt == last:
+            if box.lo <= 0.0:  # with a lower bound both factors differ, and a mixture would not have this form
+                _between(f, flat, box)
+            return
+        if _broken(f, flat, box) == 0.0:
+            return
+        _tighten(f, flat, box, schedule.counted[attempt], schedule.more[attempt])

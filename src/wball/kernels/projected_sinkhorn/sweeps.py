@@ -1,0 +1,266 @@
+r"""The sweeps of projected Sinkhorn on a CPU: rows with the price, then columns, then momentum.
+
+With ``E = exp(beta - middle)``, ``w_k = exp(-psi C_k / tau)`` and ``A_i = x_i / sum_k w_k E_{i + k}``, rows and columns
+are correlations with a small kernel. What is left per pixel and sweep is one exponential for ``E`` and, for the
+columns, a logarithm and an exponential: with ``log s_j = log(sum_k w_k A_{j - k}) - middle`` the logarithm ``v`` of
+``z_j / tau`` solves
+
+.. math::
+    e^v + v = w_j / \tau + \log(s_j / \tau), \qquad \beta_j = clip(v + \log \tau,\ \log lo,\ \log hi) - \log s_j,
+
+and a step of Halley's method from the ``v`` of the sweep before is exact enough once sweeps change little.
+
+Every loop either only sums or writes to one or two arrays and reads few: with more than eight pairs of arrays that
+could overlap, the compiler would not vectorise it. All work on the flat image between ``pad`` and ``pad + n``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from wball.kernels.compiled import compiled, exp, log
+from wball.kernels.factors import SUMS, TINY, correlate
+from wball.kernels.price import narrowed, smooth_step
+
+# Rows of the working memory; the rings follow.
+X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
+# Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
+GOAL, BETA, NEW, LAST, V, Z, FACTOR = range(9, 16)
+MASS, NORM, FIRST, SECOND, RINGS = range(16, 21)
+
+FUSED = 5
+"""Rings beside the first that one pass takes."""
+
+
+@compiled(inner=True, fastmath=SUMS)
+def exponentials(work, middle, reached):  # type: ignore[no-untyped-def]
+    """``E``, and the sum of the eighth powers of the exponents, whose root bounds them: maxima do not vectorise."""
+    e, beta = work[FACTOR, : reached.size], work[BETA, : reached.size]
+    total = 0.0
+    for i in range(reached.size):
+        t = beta[i] - middle
+        e[i] = exp(t)
+        t *= t
+        t *= t
+        total += t * t
+    for i in range(reached.size):
+        work[E, reached[i]] = e[i]
+    return total
+
+
+@compiled(inner=True)
+def extent(work, count):  # type: ignore[no-untyped-def]
+    """The middle of ``beta`` and how far it goes from there."""
+    low, high = math.inf, -math.inf
+    for i in range(count):
+        low, high = min(low, work[BETA, i]), max(high, work[BETA, i])
+    return 0.5 * (low + high), 0.5 * (high - low)
+
+
+# ``lit`` are the places of rows with mass: ``MASS``, ``NORM`` and the rings, the first of which is ``E`` itself.
+
+
+@compiled(inner=True)
+def rings(work, pad, n, shift, ones, ring, lit):  # type: ignore[no-untyped-def]
+    """Per distinct cost, the sum of ``E`` over the moves of that cost."""
+    for d in range(ring.size - 1):
+        if d > 0:
+            correlate(work[TMP], work[E], pad, n, shift, ones, ring[d], ring[d + 1])
+        source, out = work[TMP if d > 0 else E], work[RINGS + d]
+        for t in range(lit.size):
+            out[t] = source[lit[t]]
+
+
+@compiled(inner=True)
+def ring(ring_cost, d, price):  # type: ignore[no-untyped-def]
+    """Cost and weight of ring ``d``, nothing if there is none."""
+    return (ring_cost[d], math.exp(-price * ring_cost[d])) if d < ring_cost.size else (0.0, 0.0)
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _moments(work, count, price, ring_cost):  # type: ignore[no-untyped-def]
+    """Cost of the plan at ``price`` and minus its derivative."""
+    x, e = work[MASS, :count], work[RINGS, :count]
+    cost, slope = 0.0, 0.0
+    if ring_cost.size <= FUSED + 1:
+        (c0, t0), (c1, t1) = ring(ring_cost, 1, price), ring(ring_cost, 2, price)
+        (c2, t2), (c3, t3) = ring(ring_cost, 3, price), ring(ring_cost, 4, price)
+        c4, t4 = ring(ring_cost, 5, price)
+        r0, r1, r2 = work[RINGS + 1, :count], work[RINGS + 2, :count], work[RINGS + 3, :count]
+        r3, r4 = work[RINGS + 4, :count], work[RINGS + 5, :count]
+        for i in range(count):
+            b0, b1, b2, b3, b4 = t0 * r0[i], t1 * r1[i], t2 * r2[i], t3 * r3[i], t4 * r4[i]
+            scale = 1.0 / (e[i] + (b0 + b1) + (b2 + b3) + b4)
+            b0, b1, b2, b3, b4 = c0 * b0, c1 * b1, c2 * b2, c3 * b3, c4 * b4
+            mean = (b0 + b1 + b2 + (b3 + b4)) * scale
+            square = (c0 * b0 + c1 * b1 + c2 * b2 + (c3 * b3 + c4 * b4)) * scale
+            cost += x[i] * mean
+            slope += x[i] * (square - mean * mean)
+        return cost, slope
+    norm, first, second = work[NORM, :count], work[FIRST, :count], work[SECOND, :count]
+    for i in range(count):
+        norm[i] = e[i]
+        first[i] = second[i] = 0.0
+    for d in range(1, ring_cost.size):
+        r, c = work[RINGS + d, :count], ring_cost[d]
+        weight = math.exp(-price * c)
+        for i in range(count):
+            b = weight * r[i]
+            norm[i] += b
+            first[i] += c * b
+            second[i] += c * c * b
+    for i in range(count):
+        scale = 1.0 / norm[i]
+        mean = first[i] * scale
+        cost += x[i] * mean
+        slope += x[i] * (second[i] * scale - mean * mean)
+    return cost, slope
+
+
+@compiled(inner=True, fastmath=SUMS)
+def normalise(work, price, ring_cost, lit):  # type: ignore[no-untyped-def]
+    """The rows' normalisers in ``NORM``, and ``A``."""
+    x, norm, e, share = (
+        work[MASS, : lit.size],
+        work[NORM, : lit.size],
+        work[RINGS, : lit.size],
+        work[FIRST, : lit.size],
+    )
+    for i in range(lit.size):
+        norm[i] = e[i]
+    for d in range(1, ring_cost.size):
+        r, weight = work[RINGS + d, : lit.size], math.exp(-price * ring_cost[d])
+        for i in range(lit.size):
+            norm[i] += weight * r[i]
+    for i in range(lit.size):
+        share[i] = x[i] / norm[i]
+    for i in range(lit.size):
+        work[A, lit[i]] = share[i]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def log_sums(work, count):  # type: ignore[no-untyped-def]
+    """``sum_i x_i log(norm_i)``."""
+    x, norm = work[MASS, :count], work[NORM, :count]
+    total = 0.0
+    for i in range(count):
+        total += x[i] * log(norm[i])
+    return total
+
+
+@compiled(inner=True)
+def solve_price(work, count, price, budget, ring_cost, newton, miss, most):  # type: ignore[no-untyped-def]
+    """The root of ``cost(price) = budget``: Newton on the logarithm of the cost, kept in a bracket.
+
+    What is left of the budget may be worth ``miss``, and ``most`` of the budget.
+    """
+    low, high = -1.0, math.inf
+    for attempt in range(newton + 1):
+        cost, slope = _moments(work, count, price, ring_cost)
+        tolerance = min(max(miss / max(price * budget, TINY), 4e-15), most)
+        if attempt == newton or cost <= budget and (cost >= budget * (1 - tolerance) or price == 0.0):
+            break
+        target = budget * (1 - tolerance / 2)
+        low, high = narrowed(price, cost, budget, low, high)
+        price = smooth_step(price, cost, slope, target, low, high)
+    return price, cost
+
+
+@compiled(inner=True)
+def gather(out, values, places):  # type: ignore[no-untyped-def]
+    for i in range(places.size):
+        out[i] = values[places[i]]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _first_logs(work, count, middle, log_tau):  # type: ignore[no-untyped-def]
+    """A start for ``v`` from either asymptote of its equation: ``y - e^y`` where ``y`` is small, else ``log(y)``."""
+    v, goal, arriving = work[V, :count], work[GOAL, :count], work[Z, :count]
+    for i in range(count):
+        y = goal[i] + log(max(arriving[i], TINY)) - middle - log_tau
+        v[i] = y - min(exp(min(y, 1.0)), 0.5) if y < 1.0 else log(max(y, 1.0))
+
+
+@compiled(inner=True, fastmath=SUMS)
+def _column_step(work, count, middle, log_tau, least, most):  # type: ignore[no-untyped-def]
+    """One of Halley's steps on ``v``, and ``beta`` there in ``NEW``. Returns the sum of the steps' fourth powers."""
+    v, new, goal, arriving = work[V, :count], work[NEW, :count], work[GOAL, :count], work[Z, :count]
+    total = 0.0
+    for i in range(count):
+        log_s = log(max(arriving[i], TINY)) - middle
+        o = exp(v[i])
+        f, slope = o + v[i] - (goal[i] + log_s - log_tau), 1.0 + o
+        step = f * slope / (slope * slope - 0.5 * f * o)
+        total += step * step * step * step
+        after = v[i] - step
+        v[i] = after
+        new[i] = min(max(after + log_tau, least), most) - log_s
+    return total
+
+
+@compiled(inner=True)
+def solve_columns(work, count, middle, log_tau, least, most, fresh):  # type: ignore[no-untyped-def]
+    """The columns' block: ``NEW`` from what arrives, in ``Z``."""
+    for attempt in range(8):
+        if attempt == 0 and fresh:
+            _first_logs(work, count, middle, log_tau)
+        moved = _column_step(work, count, middle, log_tau, least, most)
+        if moved <= 0.02**4:  # the largest step is below 0.02, and its cube is what is left
+            return
+        if attempt == 0 and moved > 1.0:  # from afar Halley's steps may go astray
+            _first_logs(work, count, middle, log_tau)
+
+
+@compiled(inner=True, fastmath=SUMS)
+def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
+    """Sums over the image: misfit, mass outside the box, distance, ``<beta, z>``."""
+    e, arriving = work[FACTOR, :count], work[Z, :count]
+    goal, beta = work[GOAL, :count], work[BETA, :count]
+    misfit, outside, distance, inner = 0.0, 0.0, 0.0, 0.0
+    for i in range(count):
+        z = e[i] * arriving[i]
+        kept = min(max(z, lo), hi)
+        v = tau * (goal[i] - beta[i])
+        c = min(max(v, lo), hi)
+        away = kept - c
+        misfit += away * (0.5 * away - (v - c))
+        outside += abs(z - kept)
+        off = tau * goal[i] - z
+        distance += 0.5 * off * off
+        inner += beta[i] * z
+    return misfit, outside, distance, inner
+
+
+@compiled(inner=True, fastmath=SUMS)
+def turned(work, count):  # type: ignore[no-untyped-def]
+    """Negative if the sweep turned back."""
+    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
+    total = 0.0
+    for i in range(count):
+        total += (new[i] - beta[i]) * (new[i] - last[i])
+    return total
+
+
+@compiled(inner=True, fastmath=SUMS)
+def extrapolate(work, count, weight):  # type: ignore[no-untyped-def]
+    """The next ``beta`` along the last step."""
+    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
+    for i in range(count):
+        beta[i] = new[i] + weight * (new[i] - last[i])
+        last[i] = new[i]
+
+
+@compiled(inner=True, fastmath=SUMS)
+def judge(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
+    """Sums over the image at the point in ``Z``: misfit, distance, ``<beta, z>``."""
+    z, goal, beta = work[Z, :count], work[GOAL, :count], work[BETA, :count]
+    misfit, distance, inner = 0.0, 0.0, 0.0
+    for i in range(count):
+        v = tau * (goal[i] - beta[i])
+        c = min(max(v, lo), hi)
+        away = z[i] - c
+        misfit += away * (0.5 * away - (v - c))
+        off = tau * goal[i] - z[i]
+        distance += 0.5 * off * off
+        inner += beta[i] * z[i]
+    return misfit, distance, inner
