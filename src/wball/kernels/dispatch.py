@@ -42,6 +42,11 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "cpu": "wball.kernels.entropic_path.cpu",
         "torch": "wball.kernels.entropic_path.reference",
     },
+    "proximal_newton": {
+        "triton": "wball.kernels.proximal_newton.triton",
+        "cpu": "wball.kernels.proximal_newton.cpu",
+        "torch": "wball.kernels.proximal_newton.reference",
+    },
     "linear_maximum": {
         "triton": "wball.kernels.linear_maximum.triton",
         "cpu": "wball.kernels.linear_maximum.cpu",

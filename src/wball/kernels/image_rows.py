@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.compiled import compiled, split
 from wball.moves import StencilMoves
 
@@ -56,7 +56,7 @@ class Images(NamedTuple):
 
 
 class Known(NamedTuple):
-    """The arrays of :class:`Best`, and the steps used."""
+    """The arrays of :class:`wball.kernels.books.Best`, and the steps used."""
 
     flow: Any
     primal: Any
@@ -65,40 +65,6 @@ class Known(NamedTuple):
     u: Any
     psi: Any
     n_iter: Any
-
-
-@dataclass(frozen=True)
-class Best:
-    """What is known about each image, in float64 and improved in place; a minimum is sought.
-
-    Attributes:
-        flow: the best plan, ``(B, C, K, H, W)``.
-        primal: its objective.
-        dual: the best lower bound of the optimum.
-        hard: the best lower bound of the optimum without entropy.
-        u: column potentials of that bound, ``(B, C, H, W)``.
-        psi: price of that bound.
-    """
-
-    flow: Tensor
-    primal: Tensor
-    dual: Tensor
-    hard: Tensor
-    u: Tensor
-    psi: Tensor
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """When an image is done.
-
-    That is, when ``primal - dual <= tol * max(|primal - entropy + offset|, parts * (primal - 2 entropy)) + floor``.
-    """
-
-    tol: float
-    parts: float
-    offset: Tensor
-    floor: Tensor
 
 
 def improve(

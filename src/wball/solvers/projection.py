@@ -23,10 +23,12 @@ from torch import Tensor
 
 from wball import inputs
 from wball.kernels import dispatch
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
+from wball.kernels.proximal_newton import proximal_newton
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
@@ -102,7 +104,7 @@ def _followed(
     x, budget = problem.x, problem.budget
     grid, target, spend = as_grid(x), as_grid(w), problem.spendable()
     moves = problem.moves(grid)
-    kernel = dispatch.choose("entropic_path", grid, moves)
+    kernel = dispatch.choose("proximal_newton" if math.isinf(reg) else "entropic_path", grid, moves)
     parts: list[_Solved] = []
     plans: list[Tensor] = [grid.new_zeros((0, grid.shape[1], len(moves.cost), *grid.shape[2:]))]
     served: set[str] = set()
@@ -262,8 +264,8 @@ class _Projection:
         if todo.numel():
             self.served.add(self.kernel)
         steps = torch.full_like(n_iter, max_iter)
-        if todo.numel() and self.kernel != "torch":
-            steps[todo] = self._follow_compiled(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
+        if todo.numel() and (self.kernel == "cpu" or not bool(self.tau.any())):
+            steps[todo] = self._improve(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
         elif todo.numel():
             problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
 
@@ -295,21 +297,25 @@ class _Projection:
         ways = self.moves.allowed.sum(-3).to(self.x.dtype)
         return least - self.tau * (self.x * torch.log(ways)).flatten(1).sum(1)
 
-    def _follow_compiled(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int, *, warm: bool) -> Tensor:
-        """The same path by a compiled kernel, which keeps the books that :meth:`accept` and :meth:`allowed` keep.
-
-        It works on the host, wherever the images are.
-        """
-        kernel = dispatch.load("entropic_path", self.kernel)
+    def _improve(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int, *, warm: bool) -> Tensor:
+        """A kernel that keeps the books that :meth:`accept` and :meth:`allowed` keep, where it works: on the host
+        if it is compiled for a CPU, wherever the images are."""
+        home = torch.device("cpu") if self.kernel == "cpu" else self.x.device
         books = (self.flow, self.primal, self.dual, self.beta, self.psi)
-        flow, primal, dual, beta, psi = (book[todo].cpu().contiguous() for book in books)
-        best = kernel.Best(flow, primal, dual, dual.clone(), beta, psi)
-        x, budget, w, tau = (given[todo].cpu() for given in (self.x, self.budget, self.w, self.tau))
-        tolerance = kernel.Tolerance(self.tol, PARTS, torch.zeros_like(tau), self._floor(todo).cpu())
-        n_iter: Tensor = kernel.follow_path(
-            x, self.moves, budget, w, self.box or _EVERYWHERE, start.cpu(), tau_start.cpu(), tau,
-            max_iter, tolerance, best, linear=False, warm=warm,
-        )  # fmt: skip
+        flow, primal, dual, beta, psi = (book[todo].to(home).contiguous() for book in books)
+        best = Best(flow, primal, dual, dual.clone(), beta, psi)
+        given = (self.x, self.budget, self.w, self.tau, self._floor(slice(None)))
+        x, budget, w, tau, floor = (part[todo].to(home) for part in given)
+        tolerance = Tolerance(self.tol, PARTS, torch.zeros_like(tau), floor)
+        box, start = self.box or _EVERYWHERE, start.to(home)
+        if bool(tau.any()):
+            n_iter: Tensor = dispatch.load("entropic_path", self.kernel).follow_path(
+                x, self.moves, budget, w, box, start, tau_start.to(home), tau, max_iter, tolerance, best, linear=False
+            )
+        else:
+            n_iter = proximal_newton(
+                x, self.moves, budget, w, box, start, max_iter, tolerance, best, kernel=self.kernel, warm=warm
+            )
         for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
             book[todo] = better.to(book.device)
         return n_iter.to(todo.device)

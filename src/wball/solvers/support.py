@@ -26,6 +26,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.kernels import dispatch
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.entropic_path.reference import dot, per_image
 from wball.moves import Moves
@@ -261,8 +262,8 @@ class _Support:
         x, g, budget, tau, nothing = (part[index].cpu() for part in given)
         box = self.box if self.box is not None else (0.0, math.inf)
         bounds = (-bound[index].cpu() for bound in (self.primal, self.dual, self.upper))
-        best = kernel.Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
-        tolerance = kernel.Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
+        best = Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
+        tolerance = Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
         n_iter: Tensor = kernel.follow_path(
             x, self.moves, budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,
             linear=True,

@@ -4,7 +4,6 @@ The mathematics is that of the torch version: Newton's method on the dual with c
 each entered along the tangent; plans are repaired and bounds kept as in :mod:`wball.solvers.projection` and
 :mod:`wball.solvers.support`, with the support function written as the minimum of ``-<g, z>``. What differs is the work:
 
-* the exact projection takes another way (:mod:`wball.kernels.proximal_newton.cpu`);
 * the support function without box is the kink of a convex function of the price alone and is found first;
 * an image stops when *it* is done, and takes as many steps as *it* needs;
 * only rows with mass and columns within their reach exist (:mod:`wball.kernels.image_rows`);
@@ -20,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.compiled import compiled, exp
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.image_rows import (
-    Best,
-    Tolerance,
     copy,
     fill,
     improve,
@@ -35,10 +33,7 @@ from wball.kernels.image_rows import (
     repaired,
     store,
 )
-from wball.kernels.proximal_newton.cpu import proximal_newton
 from wball.moves import Moves, StencilMoves
-
-__all__ = ["Best", "Tolerance", "follow_path", "why_not"]
 
 SPARSE = 32.0
 """Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of float64's rounding."""
@@ -83,7 +78,6 @@ def follow_path(
     best: Best,
     *,
     linear: bool,
-    warm: bool = False,
 ) -> Tensor:
     """Follow the path of every image and improve ``best``; returns the Newton steps used.
 
@@ -95,16 +89,13 @@ def follow_path(
         box: ``(lo, hi)``, possibly infinite.
         start: column potentials to start from.
         tau_start: temperature of the first level.
-        tau_end: temperature of the problem; 0 is the exact one (for all images or none), where quadratic columns are
-            a matter of :mod:`wball.kernels.proximal_newton.cpu`.
+        tau_end: temperature of the problem; 0 is the exact one (for all images or none), of linear columns alone:
+            quadratic ones are a matter of :mod:`wball.kernels.proximal_newton`.
         max_iter: Newton steps.
         tolerance: when an image is done.
         best: what is known, improved in place.
         linear: whether the columns are linear. With an infinite ``hi``, only the kink is then searched for.
-        warm: whether ``start`` and ``best.psi`` solve a similar problem.
     """
-    if not linear and not bool(tau_end.any()):
-        return proximal_newton(x, moves, budget, target, box, start, max_iter, tolerance, best, warm=warm)
     levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, DAMPING, path.MAX_HALVINGS, LINGER)
     images = (x, budget, target, start, tau_start, tau_end)
     return improve(_follow_images, levels, images, moves, box, max_iter, tolerance, best, linear=linear)

@@ -1,1 +1,63 @@
-"""Exact plans by a proximal Newton method."""
+r"""Exact plans: a proximal point method whose steps are solved by Newton's method.
+
+The projection minimises ``1/2 |w - z|^2`` over the plans ``P_ij = x_i pi_ij`` of a ball (see
+:mod:`wball.kernels.entropic_path.reference`). Instead of an entropy, a step from the shares ``pi^k`` adds
+
+.. math:: \frac{1}{2 \sigma} \sum_i x_i \sum_j (\pi_{ij} - \pi^k_{ij})^2.
+
+Rows and columns are then eliminated in closed form: with potentials ``u`` of the columns and a price ``psi`` of cost,
+
+.. math::
+    \pi_i = \mathrm{proj}_{simplex}\big(\pi^k_i + \sigma (u - \psi C_i)\big), \qquad
+    z_j(u) = \mathrm{clip}(w_j - u_j),
+
+which leaves a smooth concave dual in ``(u, psi)`` whose gradient is piecewise linear. Its generalised Hessian is the
+columns' curvature plus, for each row, ``sigma x_i`` times a projection on the few moves in use: two or three a row
+from the first step on, so that conjugate gradients walk over those alone. Unlike the entropic path there is no
+temperature to lower. The centre ``pi^k`` moves to the solution of its own step, which converges for any ``sigma``; a
+step that Newton's method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
+
+After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal term: both are sound.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wball.kernels import dispatch
+from wball.kernels.books import Best, Tolerance
+from wball.moves import Moves
+
+
+def proximal_newton(
+    x: Tensor,
+    moves: Moves,
+    budget: Tensor,
+    target: Tensor,
+    box: tuple[float, float],
+    start: Tensor,
+    max_iter: int,
+    tolerance: Tolerance,
+    best: Best,
+    *,
+    kernel: str,
+    warm: bool = False,
+) -> Tensor:
+    """Improve ``best`` for every image; returns the Newton steps used.
+
+    Args:
+        x: images with mass, ``(B, C, H, W)``, float64.
+        moves: the moves of the ground cost.
+        budget: positive, per image.
+        target: ``w``, like the images.
+        box: ``(lo, hi)``, possibly infinite.
+        start: column potentials to start from.
+        max_iter: Newton steps.
+        tolerance: when an image is done.
+        best: what is known, improved in place.
+        kernel: who serves, as :func:`wball.kernels.dispatch.choose` says.
+        warm: whether ``start`` and ``best.psi`` solve a similar problem.
+    """
+    solve = dispatch.load("proximal_newton", kernel).proximal_newton
+    steps: Tensor = solve(x, moves, budget, target, box, start, max_iter, tolerance, best, warm=warm)
+    return steps

@@ -1,23 +1,7 @@
-r"""Exact plans on a CPU: a proximal point method whose steps are solved by Newton's method, compiled by numba.
+"""Exact plans (:mod:`wball.kernels.proximal_newton`) on a CPU: one image at a time, compiled by numba.
 
-The projection minimises ``1/2 |w - z|^2`` over the plans ``P_ij = x_i pi_ij`` of a ball (see
-:mod:`wball.kernels.entropic_path.reference`). Instead of an entropy, a step from the shares ``pi^k`` adds
-
-.. math:: \frac{1}{2 \sigma} \sum_i x_i \sum_j (\pi_{ij} - \pi^k_{ij})^2.
-
-Rows and columns are then eliminated in closed form: with potentials ``u`` of the columns and a price ``psi`` of cost,
-
-.. math::
-    \pi_i = \mathrm{proj}_{simplex}\big(\pi^k_i + \sigma (u - \psi C_i)\big), \qquad
-    z_j(u) = \mathrm{clip}(w_j - u_j),
-
-which leaves a smooth concave dual in ``(u, psi)`` whose gradient is piecewise linear. Its generalised Hessian is the
-columns' curvature plus, for each row, ``sigma x_i`` times a projection on the few moves in use: two or three a row
-from the first step on, so that conjugate gradients walk over those alone. Unlike the entropic path there is no
-temperature to lower. The centre ``pi^k`` moves to the solution of its own step, which converges for any ``sigma``; a
-step that Newton's method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
-
-After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal term: both are sound.
+Only rows with mass and columns within their reach exist (:mod:`wball.kernels.image_rows`), an image takes as many steps
+as *it* needs, and conjugate gradients walk over lists of the moves in use.
 """
 
 from __future__ import annotations
@@ -28,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.compiled import compiled
 from wball.kernels.image_rows import (
-    Best,
-    Tolerance,
     copy,
     fill,
     improve,
@@ -41,34 +24,19 @@ from wball.kernels.image_rows import (
     repaired,
     store,
 )
-from wball.moves import StencilMoves
+from wball.kernels.proximal_newton import settings
+from wball.moves import Moves, StencilMoves
 
-FIRST = 0.8
-"""The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much."""
-WARM = 8.0
-"""What the first ``sigma`` is multiplied by where ``u`` is the solution of a similar problem."""
-GROWTH, QUICK, SLOW, SHRINK = 1.7, 6, 12, 4.0
-"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more than ``SLOW``;
-it shrinks after steps that were not solved."""
-INNER = 20
-"""Newton steps at most for one proximal step."""
-SETTLED, SPENT = 0.1, 0.02
-"""A step is solved when the columns' residual is this fraction of what the plan moved, and the cost is that near."""
-CG_TOL, CG_MAX = 1e-2, 300
-DAMPING = 1e-3
-"""Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
-else leave directions without curvature."""
-HALVINGS = 25
-LEAST = 1e-9
-"""Below this multiple of the first ``sigma`` an image is given up."""
-MOST = 1e8
-"""The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of their sums."""
-PATIENCE = 12
-"""Likewise after so many proximal steps that did not narrow the gap."""
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the host."""
+    return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"
 
 
 class _Settings(NamedTuple):
+    """:data:`wball.kernels.proximal_newton.settings.ALL`, and whether the start is warm."""
+
     first: float
+    warmer: float
     growth: float
     quick: int
     slow: int
@@ -81,8 +49,8 @@ class _Settings(NamedTuple):
     damping: float
     halvings: int
     least: float
-    patience: int
     most: float
+    patience: int
     warm: bool
 
 
@@ -106,17 +74,10 @@ def proximal_newton(
     *,
     warm: bool = False,
 ) -> Tensor:
-    """Improve ``best`` for every image; returns the Newton steps used.
-
-    The arguments are those of :func:`wball.kernels.entropic_path.cpu.follow_path`. ``warm`` says that ``start`` and
-    ``best.psi`` solve a similar problem.
-    """
-    settings = _Settings(
-        FIRST * (WARM if warm else 1.0), GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING,
-        HALVINGS, LEAST, PATIENCE, MOST, warm,
-    )  # fmt: skip
+    """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
+    method = _Settings(*settings.ALL, warm)._replace(first=settings.FIRST * (settings.WARM if warm else 1.0))
     images = (x, budget, target, start, budget, budget)  # there are no temperatures
-    return improve(_solve_images, settings, images, moves, box, max_iter, tolerance, best, linear=False)
+    return improve(_solve_images, method, images, moves, box, max_iter, tolerance, best, linear=False)
 
 
 @compiled(inner=True)

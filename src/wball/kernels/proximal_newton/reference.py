@@ -1,0 +1,274 @@
+"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch, any moves: the yardstick of the others.
+
+A batch takes its steps together. An image that is done, or whose step is solved, is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from wball.kernels.books import Best, Tolerance
+from wball.kernels.entropic_path.reference import Quadratic, dot, per_image
+from wball.kernels.proximal_newton import settings
+from wball.moves import Moves
+from wball.plan import Plan
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Serves any images."""
+    return None
+
+
+def proximal_newton(
+    x: Tensor,
+    moves: Moves,
+    budget: Tensor,
+    target: Tensor,
+    box: tuple[float, float],
+    start: Tensor,
+    max_iter: int,
+    tolerance: Tolerance,
+    best: Best,
+    *,
+    warm: bool = False,
+) -> Tensor:
+    """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
+    lo, hi = box
+    # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
+    columns = Quadratic(target, lo if lo > 0 else -math.inf, hi)
+    problem = _Problem(x, budget, moves, columns)
+    centre = torch.where(moves.stay(), 1.0, 0.0).to(x.dtype).expand(x.shape[0], x.shape[1], -1, -1, -1).clone()
+    sigma = settings.FIRST * (settings.WARM if warm else 1.0) / _range(start)
+    at = _Step(centre, sigma, start, best.psi.clone() if warm else _first_price(problem, centre, sigma, start))
+    least, narrow = settings.LEAST * sigma, torch.full_like(sigma, math.inf)
+    n_iter, idle = torch.zeros_like(sigma, dtype=torch.long), torch.zeros_like(sigma, dtype=torch.long)
+    active = torch.arange(x.shape[0], device=x.device)
+    while active.numel():
+        here = problem.take(active)
+        end, taken, solved = _solve_step(here, at, max_iter - n_iter[active])
+        n_iter[active] += taken
+        gap = _judge(here, box, end, active, best)
+        idle[active] = torch.where(gap < 0.999 * narrow[active], 0, idle[active] + 1)
+        narrow[active] = gap
+        grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
+        sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
+        sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
+        sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
+        centre = torch.where(per_image(solved, end.share), end.share, at.centre)
+        at = _Step(centre, sigma, end.u, end.psi)
+        done = gap <= tolerance.tol * best.primal[active] + tolerance.floor[active]
+        done |= (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
+        if bool(done.any()):
+            at, active = at.take(~done), active[~done]
+    best.hard.copy_(best.dual)
+    return n_iter
+
+
+@dataclass(frozen=True)
+class _Problem:
+    x: Tensor
+    budget: Tensor
+    moves: Moves
+    columns: Quadratic
+
+    def take(self, index: Tensor) -> _Problem:
+        return _Problem(self.x[index], self.budget[index], self.moves, self.columns.take(index))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Where a proximal step starts: its centre, its length and the duals."""
+
+    centre: Tensor
+    sigma: Tensor
+    u: Tensor
+    psi: Tensor
+
+    def take(self, index: Tensor) -> _Step:
+        return _Step(*(getattr(self, f.name)[index] for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A dual point of a step and what follows from it."""
+
+    u: Tensor
+    psi: Tensor
+    dual: Tensor
+    share: Tensor
+    gradient: Tensor
+    slope: Tensor
+    moved: Tensor
+
+    def where(self, mask: Tensor, other: _Point) -> _Point:
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return _Point(*(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs))
+
+
+def _range(values: Tensor) -> Tensor:
+    flat = values.flatten(1)
+    span = torch.maximum(flat.amax(1) - flat.amin(1), 1e-3 * flat.abs().amax(1))
+    return torch.where(span > 1e-200, span, 1.0)
+
+
+def _project_rows(score: Tensor) -> Tensor:
+    """Rows projected onto the simplex: Newton's method for the threshold, from the left, where it is monotone."""
+    level = score.amax(2, keepdim=True) - 1
+    used = torch.zeros_like(level)
+    for _ in range(score.shape[2]):
+        above = score > level
+        count = above.sum(2, keepdim=True).to(score.dtype)
+        if bool((count == used).all()):
+            break
+        used = count
+        level = torch.maximum(level, (torch.where(above, score, 0.0).sum(2, keepdim=True) - 1) / count.clamp(min=1))
+    return (score - level).clamp(min=0)
+
+
+def _evaluate(problem: _Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
+    x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
+    gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
+    share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
+    away = (share - step.centre).square().sum(2)
+    rows = torch.where(share > 0, gain * share, 0.0).sum(2) - away / (2 * per_image(step.sigma, away))
+    flow = x.unsqueeze(2) * share
+    slope = (flow * moves.cost).flatten(1).sum(1) - problem.budget
+    return _Point(
+        u,
+        psi,
+        problem.columns.value(u) - psi * problem.budget - dot(x, rows),
+        share,
+        problem.columns.gradient(u, moves.scatter(flow)),
+        torch.where((psi <= 0) & (slope <= 0), 0.0, slope),
+        torch.sqrt((x.square() * away).flatten(1).sum(1)),
+    )
+
+
+def _first_price(problem: _Problem, centre: Tensor, sigma: Tensor, u: Tensor) -> Tensor:
+    """About the price at which the first step's plan costs the budget, from above."""
+    step = _Step(centre, sigma, u, torch.zeros_like(sigma))
+    low = torch.zeros_like(sigma)
+    high = torch.where(_evaluate(problem, step, u, low).slope > 0, 1e-3 * _range(u), 0.0)
+    for _ in range(80):
+        over = _evaluate(problem, step, u, high).slope > 0
+        if not bool(over.any()):
+            break
+        low, high = torch.where(over, high, low), torch.where(over, 4 * high, high)
+    for _ in range(30):
+        if bool((high - low <= 0.02 * high).all()):
+            break
+        middle = 0.5 * (low + high)
+        over = _evaluate(problem, step, u, middle).slope > 0
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    return high
+
+
+def _solve_step(problem: _Problem, step: _Step, left: Tensor) -> tuple[_Point, Tensor, Tensor]:
+    """Newton's method for one proximal step, ``left`` iterations at most; where it ends, who took how many, solved."""
+    at = _evaluate(problem, step, step.u, step.psi)
+    taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
+    while True:
+        settled = at.gradient.flatten(1).norm(dim=1) <= settings.SETTLED * at.moved
+        solved = settled & (at.slope.abs() <= settings.SPENT * problem.budget)
+        going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
+        if not bool(going.any()):
+            return at, taken, solved
+        new, ascends = _ascend(problem, step, at, *_direction(problem, step, at))
+        taken += going.long()
+        at = new.where(going & ascends, at)
+        ascends |= ~going
+
+
+def _direction(problem: _Problem, step: _Step, at: _Point) -> tuple[Tensor, Tensor]:
+    """Newton's step by conjugate gradients with a diagonal preconditioner."""
+    x, moves, cost = problem.x, problem.moves, problem.moves.cost
+    used = (at.share > 0).to(x.dtype)
+    ways = used.sum(2, keepdim=True).clamp(min=1)
+    stiff = per_image(step.sigma, used) * x.unsqueeze(2) * used
+    column = problem.columns.curvature(at.u)
+    diagonal = column + moves.scatter(stiff * (1 - 1 / ways))
+    ridge = settings.DAMPING * at.gradient.flatten(1).square().mean(1).sqrt() / _range(at.u)
+    ridge = per_image(torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300), diagonal)
+    column, diagonal = column + ridge, diagonal + ridge
+    free = (at.psi > 0) | (at.slope > 0)
+    mean_cost = (used * cost).sum(2, keepdim=True) / ways
+    curvature = (stiff * (cost - mean_cost).square()).flatten(1).sum(1)
+    diagonal_psi = torch.where(free & (curvature > 0), curvature, 1.0)
+
+    def apply(d: Tensor, d_psi: Tensor) -> tuple[Tensor, Tensor]:
+        change = moves.gather(d) - per_image(d_psi, used) * cost
+        change = stiff * (change - (used * change).sum(2, keepdim=True) / ways)
+        out_psi = 1e-12 * diagonal_psi * d_psi - (change * cost).flatten(1).sum(1)
+        return column * d + moves.scatter(change), torch.where(free, out_psi, 0.0)
+
+    d, d_psi = torch.zeros_like(at.u), torch.zeros_like(at.psi)
+    r, r_psi = at.gradient, torch.where(free, at.slope, 0.0)
+    q, q_psi = r / diagonal, r_psi / diagonal_psi
+    size = dot(r, q) + r_psi * q_psi
+    goal = settings.CG_TOL**2 * size
+    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps, which do no harm
+    for k in range(1, settings.CG_MAX + 1):
+        h, h_psi = apply(q, q_psi)
+        curve = dot(q, h) + q_psi * h_psi
+        going = (curve > 0) & (size > goal)
+        length = torch.where(going, size / curve.clamp(min=1e-300), 0.0)
+        d, d_psi = d + per_image(length, d) * q, d_psi + length * q_psi
+        r, r_psi = r - per_image(length, r) * h, r_psi - length * h_psi
+        new = dot(r, r / diagonal) + r_psi * r_psi / diagonal_psi
+        if k % patience == 0 and not bool((going & (new > goal)).any()):
+            break
+        turn = torch.where(going, new / size.clamp(min=1e-300), 0.0)
+        q, q_psi = r / diagonal + per_image(turn, q) * q, r_psi / diagonal_psi + turn * q_psi
+        size = torch.where(going, new, size)
+    return d, d_psi
+
+
+def _ascend(problem: _Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor) -> tuple[_Point, Tensor]:
+    """A backtracking step; also returns which images moved at all."""
+    # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+    stops = (d_psi < 0) & (at.psi > 0)
+    length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
+    for _ in range(settings.HALVINGS):
+        psi = (at.psi + length * d_psi).clamp(min=0)
+        new = _evaluate(problem, step, at.u + per_image(length, d) * d, psi)
+        promised = length * dot(at.gradient, d) + at.slope * (psi - at.psi)
+        ascends = new.dual >= at.dual + 1e-4 * promised - 1e-14 * at.dual.abs()
+        if bool(ascends.all()):
+            break
+        length = torch.where(ascends, length, 0.5 * length)
+    return new, ascends
+
+
+def _judge(problem: _Problem, box: tuple[float, float], end: _Point, index: Tensor, best: Best) -> Tensor:
+    """Repair the plan, take the bound of the duals, keep what is better; returns the gaps."""
+    x, w, u, moves = problem.x, problem.columns.w, end.u, problem.moves
+    limits = None if box == (-math.inf, math.inf) else box
+    total = end.share.sum(2, keepdim=True)
+    share = torch.where((total > 0.5) & (total < 2), end.share / total, moves.stay().to(x.dtype))
+    plan = Plan(moves, x.unsqueeze(2) * share).cancelled().repair(problem.budget, limits)
+    primal = 0.5 * (w - plan.columns()).square().flatten(1).sum(1)
+    better = primal < best.primal[index]
+    best.flow[index[better]] = plan.flow[better]
+    best.primal[index] = torch.where(better, primal, best.primal[index])
+    bound = lower_bound(problem.moves, x, w, problem.budget, box, u, end.psi)
+    better = bound > best.dual[index]
+    best.dual[index] = torch.where(better, bound, best.dual[index])
+    best.u[index[better]] = u[better]
+    best.psi[index] = torch.where(better, end.psi, best.psi[index])
+    return best.primal[index] - best.dual[index]
+
+
+def lower_bound(
+    moves: Moves, x: Tensor, w: Tensor, budget: Tensor, box: tuple[float, float], u: Tensor, psi: Tensor
+) -> Tensor:
+    """The dual value without any proximal term, sound for any ``u`` and ``psi >= 0``; -inf where it is not finite."""
+    score = moves.gather(u) - per_image(psi, u.unsqueeze(2)) * moves.cost
+    rows = torch.where(moves.allowed, score, -math.inf).amax(2)
+    value = Quadratic(w, *box).value(u) - psi * budget - dot(x, rows)
+    return torch.where(value.isfinite(), value, -math.inf)
+
+

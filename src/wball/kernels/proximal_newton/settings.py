@@ -1,0 +1,29 @@
+"""Settings of the proximal Newton method, the same for every kernel."""
+
+FIRST = 0.8
+"""The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much."""
+WARM = 8.0
+"""What the first ``sigma`` is multiplied by where ``u`` is the solution of a similar problem."""
+GROWTH, QUICK, SLOW, SHRINK = 1.7, 6, 12, 4.0
+"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more than ``SLOW``;
+it shrinks after steps that were not solved."""
+INNER = 20
+"""Newton steps at most for one proximal step."""
+SETTLED, SPENT = 0.1, 0.02
+"""A step is solved when the columns' residual is this fraction of what the plan moved, and the cost is that near."""
+CG_TOL, CG_MAX = 1e-2, 300
+DAMPING = 1e-3
+"""Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
+else leave directions without curvature."""
+HALVINGS = 25
+LEAST = 1e-9
+"""Below this multiple of the first ``sigma`` an image is given up."""
+MOST = 1e8
+"""The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of their sums."""
+PATIENCE = 12
+"""Likewise after so many proximal steps that did not narrow the gap."""
+
+ALL = (
+    FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
+    PATIENCE,
+)  # fmt: skip

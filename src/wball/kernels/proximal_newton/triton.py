@@ -1,0 +1,574 @@
+r"""Exact plans on a GPU: the proximal Newton method of :mod:`wball.kernels.proximal_newton.cpu`, one program per image.
+
+The whole solver runs inside one launch: proximal steps, Newton steps, conjugate gradients, repair and bounds, in
+float64 and without a word to the host. Everything a program needs again lies in a scratch buffer of its own, staged as
+in :mod:`wball.kernels.triton_stencil`; vectors of the conjugate gradients stay in registers. Which moves of a row are
+in use is one bit each, so that the passes of the conjugate gradients, which are most of the work, load from the two or
+three neighbours in use and not from all. Shares are not stored: the shares ``pi^k`` that a step starts from (in
+float32: rounded, they are another centre and as good), potentials and the threshold of each row determine them.
+
+The program is one loop around one evaluation of the dual. What an evaluation was for is the *phase*: the search for
+the first price, the start of a proximal step, or a trial of the line search.
+
+The repair works on factors, one for what a pixel sends and one for what it receives, which shrink until no pixel is
+overfull or drained: a plan ``give_i P_ij keep_j`` needs no memory before it is known to be the best.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wball.kernels.books import Best, Tolerance
+from wball.kernels.proximal_newton import settings
+from wball.kernels.triton_stencil import INTERPRETED, is_halo, kernel, staged_position, stencil, too_large, warps
+from wball.kernels.triton_stencil import why_not as _why_not
+from wball.moves import Moves, StencilMoves
+
+MAX_VALUES = 16384
+"""Larger images are too much work for one program."""
+MAX_MOVES = 63
+"""Moves of a row that one number of 64 bits can mark."""
+SWEEPS = 48
+"""Sweeps of the repair, the last half of which take away ever more than what is too much."""
+
+(FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
+ PATIENCE) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
+_SWEEPS = tl.constexpr(SWEEPS)
+BUFFERS = tl.constexpr(13)
+D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL, KEEP, GIVE = (tl.constexpr(i) for i in range(13))
+"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient, rows'
+thresholds; conjugate gradients' direction, rows' means and columns' constants; the repair's factors. What lies before
+the first pixel of the potentials is the halo behind the buffer before them."""
+PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
+"""Phases."""
+
+
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``."""
+    reason = _why_not(x[:0].float(), moves) or too_large(x, MAX_VALUES)
+    if reason is None and len(moves) > MAX_MOVES:
+        reason = f"windows of {len(moves)} moves do not fit in a number of 64 bits"
+    return reason
+
+
+def proximal_newton(
+    x: Tensor,
+    moves: StencilMoves,
+    budget: Tensor,
+    target: Tensor,
+    box: tuple[float, float],
+    start: Tensor,
+    max_iter: int,
+    tolerance: Tolerance,
+    best: Best,
+    *,
+    warm: bool = False,
+) -> Tensor:
+    """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
+    table, batch, device = stencil(moves, x), x.shape[0], x.device
+    n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
+    if batch == 0:
+        return n_iter.long()
+    size = table.guard + batch * BUFFERS.value * table.staged
+    scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
+    bits = torch.int32 if len(moves) < 32 else torch.int64
+    marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
+    centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
+    lo, hi = (torch.full_like(budget, bound) for bound in box)
+    tol = torch.full_like(budget, tolerance.tol)
+    terms = torch.stack([budget, lo, hi, tol, tolerance.floor]).to(torch.float64)
+    channels, height, width = table.shape
+    block = table.block
+    _solve_kernel[(batch,)](
+        x.contiguous(), target.contiguous(), start.contiguous(), terms,
+        best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
+        scratch, marks, centre, table.offset, _prices(moves, device), 1, batch, max_iter, int(warm),
+        C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves), BLOCK=block,
+        num_warps=warps(block), num_stages=1,
+    )  # fmt: skip
+    best.hard.copy_(best.dual)
+    return n_iter.long()
+
+
+@lru_cache(maxsize=64)
+def _prices(moves: StencilMoves, device: torch.device) -> Tensor:
+    return torch.tensor(moves.costs, dtype=torch.float64).to(device)
+
+
+@triton.jit
+def _add_two(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _sums(a, b):
+    if INTERPRETED:
+        return tl.sum(a, 0), tl.sum(b, 0)
+    else:
+        return tl.reduce((a, b), 0, _add_two)
+
+
+@triton.jit
+def _three_sums(a, b, c):
+    if INTERPRETED:
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
+    else:
+        return tl.reduce((a, b, c), 0, _add_three)
+
+
+@triton.jit
+def _range(values, real):
+    """How far the values spread, and some positive number where they do not."""
+    high = tl.max(tl.where(real, values, float("-inf")), 0)
+    low = tl.min(tl.where(real, values, float("inf")), 0)
+    span = tl.maximum(high - low, 1e-3 * tl.maximum(tl.abs(low), tl.abs(high)))
+    return tl.where(span > 1e-200, span, span * 0.0 + 1.0)
+
+
+@triton.jit
+def _column(w, u, lo, hi):
+    """The column at potential ``u`` and its curvature; without a clip at 0 the dual stays strongly concave there."""
+    free = w - u
+    least = tl.where(lo > 0.0, lo, float("-inf"))
+    curved = tl.where((free < hi) & (free > least), free * 0.0 + 1.0, free * 0.0)
+    return tl.maximum(tl.minimum(free, hi), least), curved
+
+
+@triton.jit
+def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
+    """Which moves into each pixel are marked at the pixel where they start."""
+    bits = tl.load(mark_ptr + place, mask=real, other=0) & 1
+    for k in tl.range(1, MOVES, loop_unroll_factor=4):
+        there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
+        bit = (bits * 0 + 1) << k
+        bits = bits | (there & bit)
+    return bits
+
+
+@triton.jit
+def _evaluate(
+    s_ptr, mark_ptr, centre_ptr, place, real, rows, psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
+    how far the plan moved, and the size of the gradient."""
+    u_ptr = s_ptr + TRIAL * STAGED
+    t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+    # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
+    # monotone from there. The marked sets are nested, so that equal counts are equal sets.
+    count = t * 0.0 - 1.0
+    open_rows = tl.max(rows.to(tl.int32), 0)
+    tries = open_rows * 0
+    while (open_rows > 0) & (tries < MOVES + 3):
+        total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
+        for k in tl.range(0, MOVES, loop_unroll_factor=4):
+            end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+            v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+            v += sigma * (end - psi * tl.load(price_ptr + k))
+            above = v > t
+            total += tl.where(above, v, 0.0)
+            used += tl.where(above, 1.0, 0.0)
+            top = tl.maximum(top, v)
+        settled = (used == count) | (rows == False)  # noqa: E712
+        t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
+        count = tl.where(settled, count, used)
+        open_rows = tl.max(tl.where(settled, 0, 1), 0)
+        tries += 1
+    m = tl.load(s_ptr + MASS * STAGED + place, mask=rows, other=0.0)
+    value, away, paid = t * 0.0, t * 0.0, t * 0.0
+    marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
+    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+        end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+        at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+        price = tl.load(price_ptr + k)
+        gain = end - psi * price
+        part = at + sigma * gain - t
+        used = rows & (part > 0.0)
+        part = tl.where(used, part, 0.0)
+        marks = marks | tl.where(used, (marks * 0 + 1) << k, marks * 0)
+        value += tl.where(used, gain * part, 0.0)
+        paid += price * part
+        away += (part - at) * (part - at)
+    tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
+    tl.store(mark_ptr + place, marks, mask=real)
+    cost, worth, moved = _three_sums(m * paid, m * (value - away / (2.0 * sigma)), m * m * away)
+    tl.debug_barrier()
+    incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
+    u = tl.load(u_ptr + place, mask=real, other=0.0)
+    come = u * 0.0
+    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+        used = real & (((incoming >> k) & 1) != 0)
+        start = place - tl.load(offset_ptr + k)
+        part = tl.load(centre_ptr + k * STAGED + start, mask=used, other=0.0).to(tl.float64)
+        part += sigma * (u - psi * tl.load(price_ptr + k)) - tl.load(s_ptr + LEVEL * STAGED + start, used, other=0.0)
+        come += tl.where(used, part * tl.load(s_ptr + MASS * STAGED + start, mask=used, other=0.0), 0.0)
+    w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+    z, _ = _column(w, u, lo, hi)
+    gradient = tl.where(real, z - come, 0.0)
+    tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
+    worth_columns, size = _sums(tl.where(real, 0.5 * (w - z) * (w - z) + u * z, 0.0), gradient * gradient)
+    slope = cost - budget
+    slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
+    return worth_columns - psi * budget - worth, slope, tl.sqrt(moved), tl.sqrt(size)
+
+
+@triton.jit
+def _direction(
+    s_ptr, mark_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi, offset_ptr, price_ptr,
+    STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
+    marks = tl.load(mark_ptr + place, mask=real, other=0)
+    ways, total, square = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
+    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+        price = tl.load(price_ptr + k)
+        used = ((marks >> k) & 1) != 0
+        ways += tl.where(used, 1.0, 0.0)
+        total += tl.where(used, price, 0.0)
+        square += tl.where(used, price * price, 0.0)
+    several = rows & (ways > 1.0)  # rows with one move have no choice
+    marks = tl.where(several, marks, 0)
+    inverse = 1.0 / tl.maximum(ways, 1.0)
+    stiff = tl.where(several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0)
+    curvature = tl.sum(stiff * (square - total * total * inverse), 0)
+    tl.store(mark_ptr + MARKED + place, marks, mask=real)
+    tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
+    tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
+    tl.debug_barrier()
+    incoming = _incoming(mark_ptr + MARKED, place, real, offset_ptr, MOVES)
+    through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
+    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+        used = real & (((incoming >> k) & 1) != 0)
+        start = place - tl.load(offset_ptr + k)
+        there = tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0)
+        through += there
+        toll += there * tl.load(price_ptr + k)
+        diagonal += tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0)
+    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
+    w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+    _, curved = _column(w, u, lo, hi)
+    diagonal += curved
+    largest = tl.max(tl.where(real, diagonal, 0.0), 0)
+    ridge = tl.maximum(1e-12 * largest, DAMPING * size / (tl.sqrt(columns) * _range(u, reached)))
+    ridge = tl.maximum(ridge, 1e-300)
+    own = curved + ridge + through
+    # Columns' constants are read again in every step: registers are for what changes.
+    tl.store(s_ptr + COLUMN * STAGED + place, own, mask=real)
+    tl.store(s_ptr + TOLL * STAGED + place, toll, mask=real)
+    diagonal = 1.0 / (diagonal + ridge)
+    free = (psi > 0.0) | (slope > 0.0)
+    diagonal_psi = tl.where(free & (curvature > 0.0), curvature, 1.0)
+
+    gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+    r = gradient
+    r_psi = tl.where(free, slope, 0.0)
+    q = r * diagonal
+    q_psi = r_psi / diagonal_psi
+    d = q * 0.0
+    d_psi = q_psi * 0.0
+    left = tl.sum(r * q, 0) + r_psi * q_psi
+    goal = CG_TOL * CG_TOL * left
+    steps = tl.max(rows.to(tl.int32), 0) * 0
+    going = left > 0.0
+    while going & (steps < CG_MAX):
+        tl.store(s_ptr + Q * STAGED + place, q, mask=real)
+        tl.debug_barrier()
+        there, priced = q * 0.0, q * 0.0
+        for k in tl.range(0, MOVES, loop_unroll_factor=8):
+            used = ((marks >> k) & 1) != 0
+            end = tl.load(s_ptr + Q * STAGED + place + tl.load(offset_ptr + k), mask=used, other=0.0)
+            there += end
+            priced += end * tl.load(price_ptr + k)
+        mean = (there - q_psi * total) * inverse
+        tl.store(s_ptr + S * STAGED + place, stiff * mean, mask=real)
+        tl.debug_barrier()
+        h = tl.load(s_ptr + COLUMN * STAGED + place, mask=real, other=0.0) * q
+        h -= q_psi * tl.load(s_ptr + TOLL * STAGED + place, mask=real, other=0.0)
+        for k in tl.range(0, MOVES, loop_unroll_factor=8):
+            used = real & (((incoming >> k) & 1) != 0)
+            h -= tl.load(s_ptr + S * STAGED + place - tl.load(offset_ptr + k), mask=used, other=0.0)
+        curve, paid = _sums(q * h, stiff * (priced - q_psi * square - mean * total))
+        h_psi = tl.where(free, 1e-12 * diagonal_psi * q_psi - paid, 0.0)
+        curve += q_psi * h_psi
+        going = (curve > 0.0) & (left > goal)
+        length = tl.where(going, left / tl.where(curve > 0.0, curve, 1.0), 0.0)
+        d += length * q
+        d_psi += length * q_psi
+        r -= length * h
+        r_psi -= length * h_psi
+        new = tl.sum(r * r * diagonal, 0) + r_psi * r_psi / diagonal_psi
+        going = going & (new > goal)
+        turn = new / tl.maximum(left, 1e-300)
+        q = r * diagonal + turn * q
+        q_psi = r_psi / diagonal_psi + turn * q_psi
+        left = new
+        steps += 1
+    tl.store(s_ptr + D * STAGED + place, d, mask=real)
+    return d_psi, tl.sum(gradient * d, 0)
+
+
+@triton.jit
+def _moved(
+    s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """Under the repair's factors: what each pixel sends away and receives, and what that costs."""
+    marks = tl.load(mark_ptr + place, mask=real, other=0)
+    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
+    sent, come, cost = u * 0.0, u * 0.0, u * 0.0
+    for k in tl.range(1, MOVES, loop_unroll_factor=4):
+        price, step = tl.load(price_ptr + k), tl.load(offset_ptr + k)
+        used = ((marks >> k) & 1) != 0
+        part = tl.load(centre_ptr + k * STAGED + place, mask=used, other=0.0).to(tl.float64)
+        part += sigma * (tl.load(s_ptr + U * STAGED + place + step, mask=used, other=0.0) - psi * price) - level
+        part = tl.where(used, part * tl.load(s_ptr + KEEP * STAGED + place + step, mask=used, other=0.0), 0.0)
+        sent += part
+        cost += price * part
+        used = real & (((incoming >> k) & 1) != 0)
+        start = place - step
+        part = tl.load(centre_ptr + k * STAGED + start, mask=used, other=0.0).to(tl.float64)
+        part += sigma * (u - psi * price) - tl.load(s_ptr + LEVEL * STAGED + start, mask=used, other=0.0)
+        come += tl.where(used, part * tl.load(s_ptr + GIVE * STAGED + start, mask=used, other=0.0), 0.0)
+    give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0)
+    keep = tl.load(s_ptr + KEEP * STAGED + place, mask=real, other=0.0)
+    return sent * give, come * keep, cost * give
+
+
+@triton.jit
+def _shares(
+    s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED: tl.constexpr
+):  # fmt: skip
+    """What share of each row takes move ``k``."""
+    end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+    at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+    part = at + sigma * (end - psi * tl.load(price_ptr + k)) - level
+    return tl.where(rows & (part > 0.0), part, 0.0)
+
+
+@kernel("one", "batch", "max_iter", "warm")
+def _solve_kernel(
+    x_ptr, target_ptr, start_ptr, terms_ptr,
+    flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
+    scratch_ptr, marks_ptr, centre_ptr, offset_ptr, price_ptr, one, batch, max_iter, warm,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
+    MOVES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = C * H * W
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
+    GUARD: tl.constexpr = RR * (W + RC) + RC
+    MARKED: tl.constexpr = STAGED + GUARD
+    n = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK) * one  # neighbouring threads hold neighbouring pixels
+    real = index < N
+    place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+    s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
+    mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
+    centre_ptr += n * (MOVES * STAGED)
+    budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
+    tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
+
+    # Outside the image nothing arrives and nothing starts.
+    for first in tl.range(0, STAGED + GUARD, BLOCK):
+        spot = first + index - GUARD
+        halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
+        tl.store(s_ptr + U * STAGED + spot, float("-inf"), mask=halo)
+        tl.store(s_ptr + TRIAL * STAGED + spot, float("-inf"), mask=halo)
+        tl.store(mark_ptr + spot, 0, mask=halo)
+        tl.store(mark_ptr + MARKED + spot, 0, mask=halo)
+    x = tl.load(x_ptr + n * N + index, mask=real, other=0.0).to(tl.float64)
+    w = tl.load(target_ptr + n * N + index, mask=real, other=0.0).to(tl.float64)
+    rows = real & (x > 0.0)
+    tl.store(s_ptr + TARGET * STAGED + place, w, mask=real)
+    tl.store(s_ptr + MASS * STAGED + place, x, mask=real)
+    tl.store(s_ptr + LEVEL * STAGED + place, x * 0.0, mask=real)
+    tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
+    for k in tl.range(0, MOVES):
+        tl.store(centre_ptr + k * STAGED + place, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
+    tl.debug_barrier()
+    reached = x > 0.0
+    for k in tl.range(1, MOVES):
+        there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
+        reached = reached | (there != 0)
+    reached = real & reached
+    columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
+    # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
+    u = tl.where(reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w)
+    tl.store(s_ptr + U * STAGED + place, u, mask=real)
+    tl.store(s_ptr + TRIAL * STAGED + place, u, mask=real)
+    tl.debug_barrier()
+
+    span = _range(u, reached)
+    zero = budget * 0.0
+    none = tl.max(rows.to(tl.int32), 0) * 0
+    sigma = tl.where(warm != 0, FIRST * WARM, zero + FIRST) / span
+    least = LEAST * sigma
+    best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
+    psi = tl.where(warm != 0, best_psi, zero)
+    trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
+    d_psi, rise, length, narrow = zero, zero, zero, zero + float("inf")
+    steps, taken, halved, idle, tried = none, none, none, none, none
+    phase = tl.where(warm != 0, none + START, none + PRICE)
+    while phase != END:
+        new_dual, new_slope, new_moved, new_size = _evaluate(
+            s_ptr, mark_ptr, centre_ptr, place, real, rows, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+            STAGED, MOVES,
+        )  # fmt: skip
+        if phase < START:
+            # About the price at which the first step's plan costs the budget, from above.
+            if phase == PRICE:
+                if (new_slope > 0.0) & (tried < 80):
+                    low = trial_psi
+                    trial_psi = tl.where(tried > 0, 4.0 * trial_psi, 1e-3 * span)
+                else:
+                    psi = trial_psi
+                    phase = none + BISECT
+                    tried = none
+            else:
+                if new_slope > 0.0:
+                    low = trial_psi
+                else:
+                    psi = trial_psi
+            tried += 1
+            if phase == BISECT:
+                trial_psi = 0.5 * (low + psi)
+                if (psi - low <= 0.02 * psi) | (tried > 30):
+                    trial_psi = psi
+                    phase = none + START
+        else:
+            promised = slope * (trial_psi - psi) + length * rise
+            ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * tl.abs(dual)
+            if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):  # noqa: E712
+                length = 0.5 * length
+                halved += 1
+                trial_psi = tl.maximum(psi + length * d_psi, 0.0)
+                near = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
+                near += length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+                tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
+            else:
+                at = tl.load(s_ptr + TRIAL * STAGED + place, mask=real, other=0.0)
+                tl.store(s_ptr + U * STAGED + place, at, mask=real)
+                psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
+                stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
+                solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
+                if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
+                    d_psi, rise = _direction(
+                        s_ptr, mark_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
+                        offset_ptr, price_ptr, STAGED, MARKED, MOVES,
+                    )  # fmt: skip
+                    steps += 1
+                    taken += 1
+                    # Stop where psi reaches 0: beyond it the direction was computed for other free variables.
+                    stops = (d_psi < 0.0) & (psi > 0.0)
+                    length = tl.where(stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0)
+                    halved = none
+                    trial_psi = tl.maximum(psi + length * d_psi, 0.0)
+                    at += length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+                    tl.store(s_ptr + TRIAL * STAGED + place, at, mask=real)
+                    phase = none + SEARCH
+                else:
+                    # Repair: rows that sum to 1, then factors until every pixel is in the box.
+                    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+                    total, top = x * 0.0, x * 0.0 + float("-inf")
+                    tl.debug_barrier()
+                    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+                        total += _shares(
+                            s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
+                        )
+                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                        top = tl.maximum(top, end - psi * tl.load(price_ptr + k))
+                    sound = rows & (total > 0.5) & (total < 2.0)
+                    whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
+                    tl.store(s_ptr + GIVE * STAGED + place, x * whole, mask=real)
+                    tl.store(s_ptr + KEEP * STAGED + place, x * 0.0 + 1.0, mask=real)
+                    tl.debug_barrier()
+                    incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
+                    sent, come, cost = _moved(
+                        s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
+                        STAGED, MOVES,
+                    )  # fmt: skip
+                    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+                    rounding = 1e-13 * tl.maximum(hi, 1.0)
+                    z = x + (come - sent)
+                    wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+                    sweep = none
+                    more = zero + 1.0
+                    while (wrong > 0) & (sweep < _SWEEPS):
+                        more = tl.where(sweep >= _SWEEPS // 2, 2.0 * more, more)
+                        excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
+                        lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
+                        keep = tl.load(s_ptr + KEEP * STAGED + place, mask=real, other=0.0)
+                        keep *= 1.0 - tl.minimum(excess / tl.maximum(come, 1e-300), 1.0)
+                        give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0)
+                        give *= 1.0 - tl.minimum(lack / tl.maximum(sent, 1e-300), 1.0)
+                        tl.debug_barrier()
+                        tl.store(s_ptr + KEEP * STAGED + place, keep, mask=real)
+                        tl.store(s_ptr + GIVE * STAGED + place, give, mask=real)
+                        tl.debug_barrier()
+                        sent, come, cost = _moved(
+                            s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
+                            STAGED, MOVES,
+                        )  # fmt: skip
+                        z = x + (come - sent)
+                        wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+                        sweep += 1
+                    spent = tl.sum(cost, 0)
+                    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
+                    z = x + scale * (come - sent)
+                    bounded = tl.minimum(tl.maximum(w - at, lo), hi)
+                    off = 0.5 * (w - bounded) * (w - bounded) + at * bounded - tl.where(rows, x * top, 0.0)
+                    primal, bound = _sums(
+                        tl.where(real, 0.5 * (w - z) * (w - z), 0.0), tl.where(real, off, 0.0)
+                    )  # fmt: skip
+                    bound -= psi * budget
+                    if primal < best_primal:
+                        best_primal = primal
+                        give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0) * scale
+                        pixel = index % (H * W)
+                        out = flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
+                        for k in tl.range(1, MOVES):
+                            part = give * _shares(
+                                s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
+                            )
+                            spot = place + tl.load(offset_ptr + k)
+                            part *= tl.load(s_ptr + KEEP * STAGED + spot, mask=part > 0.0, other=0.0)
+                            tl.store(out + k * (H * W), part, mask=real)
+                        tl.store(out, tl.maximum(x - scale * sent, 0.0), mask=real)
+                    if bound > best_dual:
+                        best_dual, best_psi = bound, psi
+                        tl.store(best_u_ptr + n * N + index, at, mask=real)
+                    gap = best_primal - best_dual
+                    idle = tl.where(gap < 0.999 * narrow, 0, idle + 1)
+                    narrow = gap
+                    if solved:
+                        for k in tl.range(0, MOVES, loop_unroll_factor=4):
+                            part = whole * _shares(
+                                s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
+                            )
+                            stays = tl.where(sound, part, tl.where(k == 0, 1.0, 0.0))
+                            tl.store(centre_ptr + k * STAGED + place, stays.to(tl.float32), mask=rows)
+                        most = MOST / _range(at, reached)
+                        sigma = tl.where(taken <= QUICK, tl.minimum(sigma * GROWTH, most), sigma)
+                        sigma = tl.where(taken > SLOW, sigma / GROWTH, sigma)
+                    else:
+                        sigma = sigma / SHRINK
+                    taken = none
+                    phase = none + START
+                    if (gap <= tol * best_primal + floor) | (idle > PATIENCE) | (sigma < least) | (steps >= max_iter):
+                        phase = none + END
+        tl.debug_barrier()
+    tl.store(primal_ptr + n, best_primal)
+    tl.store(dual_ptr + n, best_dual)
+    tl.store(psi_ptr + n, best_psi)
+    tl.store(n_iter_ptr + n, steps)
