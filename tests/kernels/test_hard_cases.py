@@ -17,7 +17,11 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.kernels import dispatch
+from wball.kernels.books import Best, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan
+from wball.kernels.proximal_newton import proximal_newton
+from wball.kernels.proximal_newton.reference import lower_bound
+from wball.plan import Plan
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
@@ -200,3 +204,84 @@ def test_linear_maximum(kernel: str, name: str) -> None:
     torch.testing.assert_close(found.z.double().sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
     if case.eps > 0:
         assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
+
+
+# Exact plans -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExactCase:
+    """A point ``w`` to project onto the ball around ``x``."""
+
+    x: Tensor
+    w: Tensor
+    cost: GroundCost = field(default_factory=lambda: CROSS)
+    box: tuple[float, float] | None = UNIT
+    eps: float = 0.2  # of the mass
+    best: float | None = None  # the least 1/2 |w - z|^2, where it is known
+
+
+CROSS = StencilCost(((math.inf, 1.0, math.inf), (1.0, 0.0, 1.0), (math.inf, 1.0, math.inf)))
+SMALL = (1, 1, 3, 4)
+
+EXACT = {
+    "random": ExactCase(random_images(30, shape=SMALL), random_images(30, shape=SMALL) + noise(30, 0.3, SMALL)),
+    "full pixels": ExactCase(
+        random_images(31, shape=SMALL).gt(0).float(), random_images(31, shape=SMALL).gt(0) + noise(31, 0.3, SMALL)
+    ),
+    "an image of full pixels": ExactCase(torch.ones(SMALL), 1 + noise(32, 0.3, SMALL)),
+    "channels, one-way moves": ExactCase(
+        random_images(33, shape=(1, 2, 2, 3)), noise(33, 1.0, (1, 2, 2, 3)), cost=ONE_WAY
+    ),
+    "free moves": ExactCase(random_images(34, shape=SMALL), noise(34, 1.0, SMALL), cost=FREE),
+    "without a box, far away": ExactCase(random_images(35, shape=SMALL), noise(35, 30.0, SMALL), box=None),
+    "pixels that must keep something": ExactCase(
+        0.2 + 0.7 * random_images(36, shape=SMALL), noise(36, 1.0, SMALL), box=(0.2, 0.9)
+    ),
+    "a budget that no plan can spend": ExactCase(
+        random_images(37, shape=SMALL), random_images(37, shape=SMALL) + noise(37, 0.1, SMALL), eps=9.0
+    ),
+    # Half of the pixel's mass may move by one pixel, and the point asks for that.
+    "a point on the ball": ExactCase(
+        spot(3, 4, 1, 1), spot(3, 4, 1, 1, 0.5) + spot(3, 4, 1, 2, 0.5), eps=0.5, best=0.0
+    ),
+}
+
+
+INTERPRETED = ("full pixels", "without a box, far away", "pixels that must keep something")
+"""What the interpreter has the time for. It solves them roughly; a GPU solves all of them, and well."""
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("name", EXACT)
+def test_proximal_newton(kernel: str, name: str) -> None:
+    interpreted = kernel == "triton" and DEVICE == "cpu"
+    if interpreted and name not in INTERPRETED:
+        pytest.skip("takes the interpreter too long")
+    case, tol = EXACT[name], 3e-2 if interpreted else 1e-4
+    x, w = case.x.double().to(DEVICE), case.w.double().to(DEVICE)
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    budget, centre = case.eps * x.sum((1, 2, 3)), 0.5 * (w - x).square().sum((1, 2, 3))
+    unknown = torch.full_like(budget, -math.inf)
+    best = Best(
+        Plan.identity(moves, x).flow.contiguous(), centre.clone(), unknown.clone(), unknown.clone(),
+        torch.zeros_like(x), torch.zeros_like(budget),
+    )  # fmt: skip
+    tolerance = Tolerance(tol, 0.0, torch.zeros_like(budget), tol**2 * centre)
+    n_iter = proximal_newton(
+        x, moves, budget, w, case.box or (-math.inf, math.inf), w - x, 200, tolerance, best, kernel=kernel
+    )
+    assert int(n_iter) < 200
+    gap = float(best.primal - best.dual)
+    assert -1e-12 * float(centre) <= gap <= tol * float(best.primal) + tol**2 * float(centre), "solved"
+    plan = Plan(moves, best.flow)
+    assert float(best.flow.min()) >= 0, "masses"
+    torch.testing.assert_close(plan.rows(), x, rtol=1e-14, atol=1e-15)
+    assert float(plan.cost()) <= float(budget) * (1 + 1e-14), "budget"
+    z = plan.columns()
+    lo, hi = case.box if case.box is not None else (0.0, math.inf)
+    assert float(z.min()) >= lo - 1e-12 and float(z.max()) <= hi + 1e-12, "box"
+    assert float(0.5 * (w - z).square().sum()) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
+    bound = lower_bound(moves, x, w, budget, case.box or (-math.inf, math.inf), best.u, best.psi)
+    assert float(bound) == pytest.approx(float(best.dual), rel=1e-9, abs=1e-12), "proof"
+    assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)

@@ -27,6 +27,7 @@ from wball.kernels.image_rows import (
 from wball.kernels.proximal_newton import settings
 from wball.moves import Moves, StencilMoves
 
+
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the host."""
     return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"

@@ -270,5 +270,3 @@ def lower_bound(
     rows = torch.where(moves.allowed, score, -math.inf).amax(2)
     value = Quadratic(w, *box).value(u) - psi * budget - dot(x, rows)
     return torch.where(value.isfinite(), value, -math.inf)
-
-

@@ -230,7 +230,8 @@ def _direction(
 ):  # fmt: skip
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
-    ways, total, square = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
+    ways = tl.zeros(place.shape, tl.float64)
+    total, square = ways, ways
     for k in tl.range(0, MOVES, loop_unroll_factor=4):
         price = tl.load(price_ptr + k)
         used = ((marks >> k) & 1) != 0
