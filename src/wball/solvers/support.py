@@ -261,8 +261,8 @@ class _Support:
         given = (self.x, self.g, self.budget, self.tau, self.nothing)
         x, g, budget, tau, nothing = (part[index].cpu() for part in given)
         box = self.box if self.box is not None else (0.0, math.inf)
-        bounds = (-bound[index].cpu() for bound in (self.primal, self.dual, self.upper))
-        best = Best(self.flow[index].cpu().contiguous(), *bounds, g.clone(), torch.zeros_like(tau))
+        primal, dual, hard = (-bound[index].cpu() for bound in (self.primal, self.dual, self.upper))
+        best = Best(self.flow[index].cpu().contiguous(), primal, dual, hard, g.clone(), torch.zeros_like(tau))
         tolerance = Tolerance(self.tol, 0.0, dot(g, x), self.tol * 1e-2 * dot(g.abs(), x) + nothing)
         n_iter: Tensor = kernel.follow_path(
             x, self.moves, budget, g, box, g, tau_start.cpu(), tau, max_iter, tolerance, best,

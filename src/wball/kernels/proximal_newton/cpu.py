@@ -321,7 +321,11 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 if new_dual >= dual + 1e-4 * promised - 1e-14 * abs(dual):
                     ascends = True
                     break
-                length *= 0.5
+                # Where the slope along the direction vanishes, were it linear between here and there.
+                rise, bend = promised / length, new_slope * d_psi
+                for j in range(n):
+                    bend += new_gradient[j] * d[j]
+                length *= min(max(rise / (rise - bend), 0.1), 0.5) if bend < 0.0 else 0.5
             if ascends:
                 u, new_u = new_u, u
                 columns, new_columns = new_columns, columns

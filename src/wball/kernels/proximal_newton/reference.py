@@ -239,7 +239,10 @@ def _ascend(problem: _Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
         ascends = new.dual >= at.dual + 1e-4 * promised - 1e-14 * at.dual.abs()
         if bool(ascends.all()):
             break
-        length = torch.where(ascends, length, 0.5 * length)
+        # Where the slope along the direction vanishes, were it linear between here and there.
+        rise, bend = promised / length, dot(new.gradient, d) + new.slope * d_psi
+        fall = torch.where(bend < 0, rise / (rise - bend), 0.5).clamp(0.1, 0.5)
+        length = torch.where(ascends, length, fall * length)
     return new, ascends
 
 

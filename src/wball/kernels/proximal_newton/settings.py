@@ -1,6 +1,6 @@
 """Settings of the proximal Newton method, the same for every kernel."""
 
-FIRST = 0.8
+FIRST = 0.3
 """The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much."""
 WARM = 8.0
 """What the first ``sigma`` is multiplied by where ``u`` is the solution of a similar problem."""

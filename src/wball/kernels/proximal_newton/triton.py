@@ -9,9 +9,6 @@ float32: rounded, they are another centre and as good), potentials and the thres
 
 The program is one loop around one evaluation of the dual. What an evaluation was for is the *phase*: the search for
 the first price, the start of a proximal step, or a trial of the line search.
-
-The repair works on factors, one for what a pixel sends and one for what it receives, which shrink until no pixel is
-overfull or drained: a plan ``give_i P_ij keep_j`` needs no memory before it is known to be the best.
 """
 
 # mypy: ignore-errors
@@ -29,22 +26,23 @@ from wball.kernels.proximal_newton import settings
 from wball.kernels.triton_stencil import INTERPRETED, is_halo, kernel, staged_position, stencil, too_large, warps
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
+from wball.plan import REPAIR_SWEEPS
 
 MAX_VALUES = 16384
 """Larger images are too much work for one program."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
-SWEEPS = 48
-"""Sweeps of the repair, the last half of which take away ever more than what is too much."""
 
 (FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
  PATIENCE) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
-_SWEEPS = tl.constexpr(SWEEPS)
-BUFFERS = tl.constexpr(13)
-D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL, KEEP, GIVE = (tl.constexpr(i) for i in range(13))
+_SWEEPS = tl.constexpr(REPAIR_SWEEPS)
+BUFFERS = tl.constexpr(11)
+D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(11))
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient, rows'
-thresholds; conjugate gradients' direction, rows' means and columns' constants; the repair's factors. What lies before
-the first pixel of the potentials is the halo behind the buffer before them."""
+thresholds; conjugate gradients' direction, rows' means and columns' constants. What lies before the first pixel of the
+potentials is the halo behind the buffer before them."""
+ROOM, PLENTY, RATE, REST = Q, S, COLUMN, TOLL
+"""What the repair keeps where conjugate gradients are done."""
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -79,7 +77,9 @@ def proximal_newton(
     scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
+    lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int32, device=device)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
+    flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
     lo, hi = (torch.full_like(budget, bound) for bound in box)
     tol = torch.full_like(budget, tolerance.tol)
     terms = torch.stack([budget, lo, hi, tol, tolerance.floor]).to(torch.float64)
@@ -88,8 +88,9 @@ def proximal_newton(
     _solve_kernel[(batch,)](
         x.contiguous(), target.contiguous(), start.contiguous(), terms,
         best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
-        scratch, marks, centre, table.offset, _prices(moves, device), 1, batch, max_iter, int(warm),
-        C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves), BLOCK=block,
+        scratch, marks, lists, centre, flow, table.offset, *_tables(moves, device), 1, batch, max_iter, int(warm),
+        C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
+        LOWER=box[0] > 0, BLOCK=block,
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
@@ -97,8 +98,10 @@ def proximal_newton(
 
 
 @lru_cache(maxsize=64)
-def _prices(moves: StencilMoves, device: torch.device) -> Tensor:
-    return torch.tensor(moves.costs, dtype=torch.float64).to(device)
+def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What each move costs, and the move that goes back (0: none)."""
+    back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
+    return torch.tensor(moves.costs, dtype=torch.float64).to(device), back.to(device)
 
 
 @triton.jit
@@ -149,7 +152,7 @@ def _column(w, u, lo, hi):
 def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
     """Which moves into each pixel are marked at the pixel where they start."""
     bits = tl.load(mark_ptr + place, mask=real, other=0) & 1
-    for k in tl.range(1, MOVES, loop_unroll_factor=4):
+    for k in tl.range(1, MOVES):
         there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
         bit = (bits * 0 + 1) << k
         bits = bits | (there & bit)
@@ -162,7 +165,7 @@ def _evaluate(
     STAGED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
-    how far the plan moved, and the size of the gradient."""
+    how far the plan moved, the size of the gradient, and its product with the direction."""
     u_ptr = s_ptr + TRIAL * STAGED
     t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
     # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
@@ -172,7 +175,7 @@ def _evaluate(
     tries = open_rows * 0
     while (open_rows > 0) & (tries < MOVES + 3):
         total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-        for k in tl.range(0, MOVES, loop_unroll_factor=4):
+        for k in tl.range(0, MOVES):
             end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
             v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
             v += sigma * (end - psi * tl.load(price_ptr + k))
@@ -188,7 +191,7 @@ def _evaluate(
     m = tl.load(s_ptr + MASS * STAGED + place, mask=rows, other=0.0)
     value, away, paid = t * 0.0, t * 0.0, t * 0.0
     marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
-    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+    for k in tl.range(0, MOVES):
         end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
         at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
         price = tl.load(price_ptr + k)
@@ -207,7 +210,7 @@ def _evaluate(
     incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
     u = tl.load(u_ptr + place, mask=real, other=0.0)
     come = u * 0.0
-    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+    for k in tl.range(0, MOVES):
         used = real & (((incoming >> k) & 1) != 0)
         start = place - tl.load(offset_ptr + k)
         part = tl.load(centre_ptr + k * STAGED + start, mask=used, other=0.0).to(tl.float64)
@@ -217,45 +220,57 @@ def _evaluate(
     z, _ = _column(w, u, lo, hi)
     gradient = tl.where(real, z - come, 0.0)
     tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
-    worth_columns, size = _sums(tl.where(real, 0.5 * (w - z) * (w - z) + u * z, 0.0), gradient * gradient)
+    d = tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+    worth_columns, size, along = _three_sums(
+        tl.where(real, 0.5 * (w - z) * (w - z) + u * z, 0.0), gradient * gradient, gradient * d
+    )
     slope = cost - budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    return worth_columns - psi * budget - worth, slope, tl.sqrt(moved), tl.sqrt(size)
+    return worth_columns - psi * budget - worth, slope, tl.sqrt(moved), tl.sqrt(size), along
 
 
 @triton.jit
 def _direction(
-    s_ptr, mark_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi, offset_ptr, price_ptr,
-    STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr,
+    s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
+    offset_ptr, price_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
-    ways = tl.zeros(place.shape, tl.float64)
-    total, square = ways, ways
-    for k in tl.range(0, MOVES, loop_unroll_factor=4):
+    ways = tl.zeros(place.shape, tl.int32)
+    total = tl.zeros(place.shape, tl.float64)
+    square = total
+    for k in tl.range(0, MOVES):
         price = tl.load(price_ptr + k)
         used = ((marks >> k) & 1) != 0
-        ways += tl.where(used, 1.0, 0.0)
+        tl.store(list_ptr + ways * STAGED + place, tl.load(offset_ptr + k), mask=used)
+        ways += tl.where(used, 1, 0)
         total += tl.where(used, price, 0.0)
         square += tl.where(used, price * price, 0.0)
-    several = rows & (ways > 1.0)  # rows with one move have no choice
-    marks = tl.where(several, marks, 0)
-    inverse = 1.0 / tl.maximum(ways, 1.0)
+    several = rows & (ways > 1)  # rows with one move have no choice
+    ways = tl.where(several, ways, 0)
+    inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
     stiff = tl.where(several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0)
-    curvature = tl.sum(stiff * (square - total * total * inverse), 0)
-    tl.store(mark_ptr + MARKED + place, marks, mask=real)
+    tl.store(mark_ptr + MARKED + place, tl.where(several, marks, 0), mask=real)
     tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
     tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
     tl.debug_barrier()
-    incoming = _incoming(mark_ptr + MARKED, place, real, offset_ptr, MOVES)
+    back_ptr = list_ptr + MOVES * STAGED
+    senders = ways * 0
     through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
-    for k in tl.range(0, MOVES, loop_unroll_factor=4):
-        used = real & (((incoming >> k) & 1) != 0)
-        start = place - tl.load(offset_ptr + k)
-        there = tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0)
-        through += there
-        toll += there * tl.load(price_ptr + k)
+    for k in tl.range(0, MOVES):
+        step = tl.load(offset_ptr + k)
+        start = place - step
+        there = tl.load(mark_ptr + MARKED + start, mask=real, other=0)
+        used = real & (((there >> k) & 1) != 0)
+        tl.store(back_ptr + senders * STAGED + place, step, mask=used)
+        senders += tl.where(used, 1, 0)
+        part = tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0)
+        through += part
+        toll += part * tl.load(price_ptr + k)
         diagonal += tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0)
+    most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
+    paid_square, paid_mean = _sums(stiff * square, stiff * total * total * inverse)
+    curvature = paid_square - paid_mean
     u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
     w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
     _, curved = _column(w, u, lo, hi)
@@ -280,27 +295,28 @@ def _direction(
     d_psi = q_psi * 0.0
     left = tl.sum(r * q, 0) + r_psi * q_psi
     goal = CG_TOL * CG_TOL * left
-    steps = tl.max(rows.to(tl.int32), 0) * 0
+    steps = most_ways * 0
     going = left > 0.0
+    tl.debug_barrier()
     while going & (steps < CG_MAX):
         tl.store(s_ptr + Q * STAGED + place, q, mask=real)
         tl.debug_barrier()
-        there, priced = q * 0.0, q * 0.0
-        for k in tl.range(0, MOVES, loop_unroll_factor=8):
-            used = ((marks >> k) & 1) != 0
-            end = tl.load(s_ptr + Q * STAGED + place + tl.load(offset_ptr + k), mask=used, other=0.0)
-            there += end
-            priced += end * tl.load(price_ptr + k)
+        there = q * 0.0
+        for i in tl.range(0, most_ways):
+            used = i < ways
+            step = tl.load(list_ptr + i * STAGED + place, mask=used, other=0)
+            there += tl.load(s_ptr + Q * STAGED + place + step, mask=used, other=0.0)
         mean = (there - q_psi * total) * inverse
         tl.store(s_ptr + S * STAGED + place, stiff * mean, mask=real)
         tl.debug_barrier()
-        h = tl.load(s_ptr + COLUMN * STAGED + place, mask=real, other=0.0) * q
-        h -= q_psi * tl.load(s_ptr + TOLL * STAGED + place, mask=real, other=0.0)
-        for k in tl.range(0, MOVES, loop_unroll_factor=8):
-            used = real & (((incoming >> k) & 1) != 0)
-            h -= tl.load(s_ptr + S * STAGED + place - tl.load(offset_ptr + k), mask=used, other=0.0)
-        curve, paid = _sums(q * h, stiff * (priced - q_psi * square - mean * total))
-        h_psi = tl.where(free, 1e-12 * diagonal_psi * q_psi - paid, 0.0)
+        toll = tl.load(s_ptr + TOLL * STAGED + place, mask=real, other=0.0)
+        h = tl.load(s_ptr + COLUMN * STAGED + place, mask=real, other=0.0) * q - q_psi * toll
+        for i in tl.range(0, most_senders):
+            used = i < senders
+            step = tl.load(back_ptr + i * STAGED + place, mask=used, other=0)
+            h -= tl.load(s_ptr + S * STAGED + place - step, mask=used, other=0.0)
+        curve, paid = _sums(q * h, q * toll - stiff * mean * total)
+        h_psi = tl.where(free, 1e-12 * diagonal_psi * q_psi - paid + q_psi * paid_square, 0.0)
         curve += q_psi * h_psi
         going = (curve > 0.0) & (left > goal)
         length = tl.where(going, left / tl.where(curve > 0.0, curve, 1.0), 0.0)
@@ -320,35 +336,67 @@ def _direction(
 
 
 @triton.jit
-def _moved(
-    s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """Under the repair's factors: what each pixel sends away and receives, and what that costs."""
-    marks = tl.load(mark_ptr + place, mask=real, other=0)
-    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-    sent, come, cost = u * 0.0, u * 0.0, u * 0.0
-    for k in tl.range(1, MOVES, loop_unroll_factor=4):
-        price, step = tl.load(price_ptr + k), tl.load(offset_ptr + k)
-        used = ((marks >> k) & 1) != 0
-        part = tl.load(centre_ptr + k * STAGED + place, mask=used, other=0.0).to(tl.float64)
-        part += sigma * (tl.load(s_ptr + U * STAGED + place + step, mask=used, other=0.0) - psi * price) - level
-        part = tl.where(used, part * tl.load(s_ptr + KEEP * STAGED + place + step, mask=used, other=0.0), 0.0)
-        sent += part
-        cost += price * part
+def _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED: tl.constexpr, MOVES: tl.constexpr):
+    """What each pixel sends away and receives."""
+    sent, come = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
+    for k in tl.range(1, MOVES):
+        step = tl.load(offset_ptr + k)
+        sent += tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
         used = real & (((incoming >> k) & 1) != 0)
-        start = place - step
-        part = tl.load(centre_ptr + k * STAGED + start, mask=used, other=0.0).to(tl.float64)
-        part += sigma * (u - psi * price) - tl.load(s_ptr + LEVEL * STAGED + start, mask=used, other=0.0)
-        come += tl.where(used, part * tl.load(s_ptr + GIVE * STAGED + start, mask=used, other=0.0), 0.0)
-    give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0)
-    keep = tl.load(s_ptr + KEEP * STAGED + place, mask=real, other=0.0)
-    return sent * give, come * keep, cost * give
+        come += tl.load(flow_ptr + k * STAGED + place - step, mask=used, other=0.0)
+    return sent, come
 
 
 @triton.jit
-def _shares(
+def _send_back(
+    s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
+):  # fmt: skip
+    """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones recall."""
+    room = tl.maximum(hi - z, 0.0)
+    tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
+    if LOWER:
+        tl.store(s_ptr + PLENTY * STAGED + place, tl.maximum(z - lo, 0.0), mask=real)
+    tl.debug_barrier()
+    easy, full = z * 0.0, z * 0.0
+    for k in tl.range(1, MOVES):
+        start = place - tl.load(offset_ptr + k)
+        used = real & (((incoming >> k) & 1) != 0)
+        part = tl.load(flow_ptr + k * STAGED + start, mask=used, other=0.0)
+        full += part
+        easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
+    excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
+    enough = easy >= excess
+    tl.store(s_ptr + RATE * STAGED + place, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), mask=real)
+    tl.store(s_ptr + REST * STAGED + place, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), mask=real)
+    recall, recall_rest = z * 0.0, z * 0.0
+    if LOWER:
+        easy, full = z * 0.0, z * 0.0
+        for k in tl.range(1, MOVES):
+            used = ((marks >> k) & 1) != 0
+            part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+            spot = place + tl.load(offset_ptr + k)
+            full += part
+            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0))
+        lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
+        recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
+        recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
+    tl.debug_barrier()
+    for k in tl.range(1, MOVES):
+        used = ((marks >> k) & 1) != 0
+        part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+        spot = place + tl.load(offset_ptr + k)
+        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + spot, mask=used, other=0.0)
+        back += part * tl.load(s_ptr + REST * STAGED + spot, mask=used, other=0.0)
+        if LOWER:
+            plenty = tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0)
+            back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
+        tl.store(flow_ptr + k * STAGED + place, part - tl.minimum(back, part), mask=used)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _share(
     s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED: tl.constexpr
 ):  # fmt: skip
     """What share of each row takes move ``k``."""
@@ -361,10 +409,11 @@ def _shares(
 @kernel("one", "batch", "max_iter", "warm")
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, terms_ptr,
-    flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
-    scratch_ptr, marks_ptr, centre_ptr, offset_ptr, price_ptr, one, batch, max_iter, warm,
+    best_flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
+    scratch_ptr, marks_ptr, lists_ptr, centre_ptr, flow_ptr, offset_ptr, price_ptr, reverse_ptr,
+    one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, BLOCK: tl.constexpr,
+    MOVES: tl.constexpr, LOWER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -376,7 +425,9 @@ def _solve_kernel(
     place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
     s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
     mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
+    list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
     centre_ptr += n * (MOVES * STAGED)
+    flow_ptr += n * (MOVES * STAGED)
     budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
     tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
 
@@ -394,6 +445,7 @@ def _solve_kernel(
     tl.store(s_ptr + TARGET * STAGED + place, w, mask=real)
     tl.store(s_ptr + MASS * STAGED + place, x, mask=real)
     tl.store(s_ptr + LEVEL * STAGED + place, x * 0.0, mask=real)
+    tl.store(s_ptr + D * STAGED + place, x * 0.0, mask=real)
     tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
     for k in tl.range(0, MOVES):
         tl.store(centre_ptr + k * STAGED + place, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
@@ -422,7 +474,7 @@ def _solve_kernel(
     steps, taken, halved, idle, tried = none, none, none, none, none
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
-        new_dual, new_slope, new_moved, new_size = _evaluate(
+        new_dual, new_slope, new_moved, new_size, along = _evaluate(
             s_ptr, mark_ptr, centre_ptr, place, real, rows, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
             STAGED, MOVES,
         )  # fmt: skip
@@ -451,7 +503,10 @@ def _solve_kernel(
             promised = slope * (trial_psi - psi) + length * rise
             ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * tl.abs(dual)
             if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):  # noqa: E712
-                length = 0.5 * length
+                # Where the slope along the direction vanishes, were it linear between here and there.
+                bend = along + new_slope * d_psi
+                fall = tl.where(bend < 0.0, (promised / length) / (promised / length - bend), 0.5)
+                length = length * tl.minimum(tl.maximum(fall, 0.1), 0.5)
                 halved += 1
                 trial_psi = tl.maximum(psi + length * d_psi, 0.0)
                 near = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
@@ -465,7 +520,7 @@ def _solve_kernel(
                 solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
-                        s_ptr, mark_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
+                        s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
                         offset_ptr, price_ptr, STAGED, MARKED, MOVES,
                     )  # fmt: skip
                     steps += 1
@@ -479,26 +534,41 @@ def _solve_kernel(
                     tl.store(s_ptr + TRIAL * STAGED + place, at, mask=real)
                     phase = none + SEARCH
                 else:
-                    # Repair: rows that sum to 1, then factors until every pixel is in the box.
+                    # Repair, as Plan.repair does: rows that sum to 1, no opposite flows, pixels in the box.
                     level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
                     total, top = x * 0.0, x * 0.0 + float("-inf")
                     tl.debug_barrier()
-                    for k in tl.range(0, MOVES, loop_unroll_factor=4):
-                        total += _shares(
+                    for k in tl.range(0, MOVES):
+                        part = _share(
                             s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
                         )
+                        total += part
+                        tl.store(flow_ptr + k * STAGED + place, part, mask=real)
                         end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
                         top = tl.maximum(top, end - psi * tl.load(price_ptr + k))
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
-                    tl.store(s_ptr + GIVE * STAGED + place, x * whole, mask=real)
-                    tl.store(s_ptr + KEEP * STAGED + place, x * 0.0 + 1.0, mask=real)
-                    tl.debug_barrier()
+                    marks = tl.load(mark_ptr + place, mask=real, other=0)
                     incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
-                    sent, come, cost = _moved(
-                        s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
-                        STAGED, MOVES,
-                    )  # fmt: skip
+                    for k in tl.range(0, MOVES):
+                        share = whole * tl.load(flow_ptr + k * STAGED + place, mask=real, other=0.0)
+                        tl.store(flow_ptr + k * STAGED + place, x * share, mask=real)
+                        if solved:
+                            share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
+                            tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
+                    tl.debug_barrier()
+                    for k in tl.range(1, MOVES):
+                        back = tl.load(reverse_ptr + k)
+                        if back > k:  # one end of a pair of opposite moves sees to both
+                            there = place + tl.load(offset_ptr + k)
+                            used = ((marks >> k) & 1) != 0
+                            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+                            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
+                            common = tl.minimum(ahead, behind)
+                            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
+                            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
+                    tl.debug_barrier()
+                    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
                     # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
                     rounding = 1e-13 * tl.maximum(hi, 1.0)
                     z = x + (come - sent)
@@ -506,24 +576,20 @@ def _solve_kernel(
                     sweep = none
                     more = zero + 1.0
                     while (wrong > 0) & (sweep < _SWEEPS):
-                        more = tl.where(sweep >= _SWEEPS // 2, 2.0 * more, more)
-                        excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
-                        lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
-                        keep = tl.load(s_ptr + KEEP * STAGED + place, mask=real, other=0.0)
-                        keep *= 1.0 - tl.minimum(excess / tl.maximum(come, 1e-300), 1.0)
-                        give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0)
-                        give *= 1.0 - tl.minimum(lack / tl.maximum(sent, 1e-300), 1.0)
-                        tl.debug_barrier()
-                        tl.store(s_ptr + KEEP * STAGED + place, keep, mask=real)
-                        tl.store(s_ptr + GIVE * STAGED + place, give, mask=real)
-                        tl.debug_barrier()
-                        sent, come, cost = _moved(
-                            s_ptr, mark_ptr, centre_ptr, place, real, incoming, psi, sigma, offset_ptr, price_ptr,
-                            STAGED, MOVES,
+                        # The last sweeps return ever more than the excess: what circulates among full pixels dies out.
+                        more = tl.where(sweep > _SWEEPS - 40, 2.0 * more, more)
+                        _send_back(
+                            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
+                            STAGED, MOVES, LOWER,
                         )  # fmt: skip
+                        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
                         z = x + (come - sent)
                         wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
                         sweep += 1
+                    cost = x * 0.0
+                    for k in tl.range(1, MOVES):
+                        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+                        cost += part * tl.load(price_ptr + k)
                     spent = tl.sum(cost, 0)
                     scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
                     z = x + scale * (come - sent)
@@ -535,17 +601,15 @@ def _solve_kernel(
                     bound -= psi * budget
                     if primal < best_primal:
                         best_primal = primal
-                        give = tl.load(s_ptr + GIVE * STAGED + place, mask=real, other=0.0) * scale
                         pixel = index % (H * W)
-                        out = flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
+                        out = best_flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
+                        stays = x
                         for k in tl.range(1, MOVES):
-                            part = give * _shares(
-                                s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
-                            )
-                            spot = place + tl.load(offset_ptr + k)
-                            part *= tl.load(s_ptr + KEEP * STAGED + spot, mask=part > 0.0, other=0.0)
+                            used = ((marks >> k) & 1) != 0
+                            part = scale * tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+                            stays -= part
                             tl.store(out + k * (H * W), part, mask=real)
-                        tl.store(out, tl.maximum(x - scale * sent, 0.0), mask=real)
+                        tl.store(out, tl.maximum(stays, 0.0), mask=real)
                     if bound > best_dual:
                         best_dual, best_psi = bound, psi
                         tl.store(best_u_ptr + n * N + index, at, mask=real)
@@ -553,12 +617,6 @@ def _solve_kernel(
                     idle = tl.where(gap < 0.999 * narrow, 0, idle + 1)
                     narrow = gap
                     if solved:
-                        for k in tl.range(0, MOVES, loop_unroll_factor=4):
-                            part = whole * _shares(
-                                s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
-                            )
-                            stays = tl.where(sound, part, tl.where(k == 0, 1.0, 0.0))
-                            tl.store(centre_ptr + k * STAGED + place, stays.to(tl.float32), mask=rows)
                         most = MOST / _range(at, reached)
                         sigma = tl.where(taken <= QUICK, tl.minimum(sigma * GROWTH, most), sigma)
                         sigma = tl.where(taken > SLOW, sigma / GROWTH, sigma)
