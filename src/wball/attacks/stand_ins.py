@@ -9,16 +9,20 @@ whose value is that of ``f`` and whose gradient is that of a smooth ``s`` (backw
 BPDA; Athalye, Carlini, Wagner 2018). Rounding and ``detach`` stand for the identity, comparisons ``a > b`` for a
 sigmoid of ``a - b``, saturating functions for ones whose slope does not vanish. Results that cannot carry a gradient
 (booleans, integers) carry their stand-in along as a shadow, and whatever is computed from them has one, too, until it
-is a floating-point number again. Outputs that are a softmax, or only name the class with the largest score, are
-replaced by what the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not.
+is a floating-point number again. Images that leave torch and come back changed (through NumPy or PIL) are treated as
+if they had not changed.
 
-Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (NumPy, scripted or
-compiled modules, an ``autograd.Function`` of its own) stays as it is.
+Outputs that saturate (a softmax, a sigmoid), or that only name the class with the largest score, are replaced by what
+the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. The class stays
+the model's own, also where rounding makes it another than that of the scores.
+
+Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (scripted or compiled
+modules, an ``autograd.Function`` of its own) stays as it is; :mod:`wball.attacks.detours` goes around that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,7 +58,7 @@ SATURATING = _named(*SATURATIONS, "hardtanh", "relu6", "hardsigmoid")
 HEAVISIDE = _named("heaviside")
 SIGN = _named(*SIGNS)
 FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
-CHOOSE_CLASS = _named("softmax", "argmax")
+CHOOSE_CLASS = _named("softmax", "log_softmax", "argmax", "exp", "sigmoid", "logsigmoid", "tanh", "clamp", "hardtanh")
 WHERE = _named("where")
 NOT, AND, OR = (_named(*names) for names in (
     ("logical_not", "bitwise_not", "__invert__"),
@@ -62,6 +66,8 @@ NOT, AND, OR = (_named(*names) for names in (
     ("logical_or", "bitwise_or", "__or__"),
 ))  # fmt: skip
 OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")  # nothing follows a gradient there
+ALIKE = 0.5
+"""Correlation with an image that left torch, above which a tensor of its shape is that image, come back."""
 IN_PLACE: dict[Function, Function] = {
     getattr(Tensor, name + "_"): getattr(Tensor, name)
     for name in (*ROUNDINGS, *SATURATIONS, *SIGNS, "floor_divide")
@@ -92,29 +98,59 @@ def _in_shadow(values: Iterable[Any]) -> bool:
     )
 
 
+def _layouts(left: Tensor, value: Tensor) -> Iterator[Tensor]:
+    """``left`` in the shape of ``value``, channels first or last, if it has the same sides."""
+    sides = [n for n in value.shape if n > 1]
+    turned = (left.movedim(-3, -1), left.movedim(-1, -3)) if left.ndim >= 3 else ()
+    for layout in (left, *turned):
+        if [n for n in layout.shape if n > 1] == sides:
+            yield layout.reshape(value.shape).to(value.device)
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    pair = torch.stack([part.detach().flatten().double() for part in (a, b)])
+    pair = pair - pair.mean(1, keepdim=True)
+    return float((pair[0] * pair[1]).sum() / (pair[0].norm() * pair[1].norm()).clamp(min=1e-300))
+
+
 class _Mode(TorchFunctionMode):
-    """Catches calls of torch. ``scores`` are what classes were chosen by, last first."""
+    """Catches calls of torch. ``scores`` are what classes may have been chosen by, first to last."""
 
     def __init__(self, gradients: bool) -> None:
         super().__init__()
         self._gradients = gradients
+        self._left: list[Tensor] = []
         self.scores: list[Tensor] = []
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in CHOOSE_CLASS and isinstance(args[0], Tensor) and args[0].ndim == 2:
-            self.scores.insert(0, args[0])
+        if (func in CHOOSE_CLASS or func in OUTSIDE) and isinstance(args[0], Tensor) and args[0].ndim == 2:
+            self.scores.append(args[0])
         if not self._gradients:
             return func(*args, **kwargs)
         if func in OUTSIDE:
+            if _shadow(args[0]).requires_grad:
+                self._left.append(_shadow(args[0]))
             return func(args[0].detach(), *args[1:], **kwargs)
         with torch.enable_grad():
+            if self._left:
+                args = tuple(map(self._come_back, args))
             if func in IN_PLACE:
                 args[0].copy_(self._call(IN_PLACE[func], args, kwargs))
                 return args[0]
             return self._call(func, args, kwargs)
+
+    def _come_back(self, value: Any) -> Any:
+        """An argument, with the gradient of the image that left torch if it is that image, changed."""
+        if type(value) in (tuple, list):
+            return type(value)(map(self._come_back, value))
+        if type(value) is not Tensor or value.requires_grad or hasattr(value, SHADOW) or value.numel() < 2:
+            return value
+        same = (layout for left in self._left for layout in _layouts(left, value))
+        best = max(((_correlation(value, layout), k, layout) for k, layout in enumerate(same)), default=None)
+        return _carry(value, best[2]) if best is not None and best[0] > ALIKE else value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
@@ -177,12 +213,31 @@ class StandIns:
 
     def __init__(self, model: Model) -> None:
         self.model = model
+        self._chosen: int | None = None  # which scores the first answer was chosen by; -1 for none
+        self._count = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         mode = _Mode(torch.is_grad_enabled())
         with mode:
             logits = ask(self.model, x)
-        for scores in mode.scores:
-            if scores.shape == logits.shape and torch.equal(scores.argmax(1), logits.argmax(1)):
-                return scores.to(logits.dtype)
-        return logits
+        if self._chosen is None or self._count != len(mode.scores):
+            self._count, alike = len(mode.scores), (k for k, s in enumerate(mode.scores) if _chose(s, logits))
+            self._chosen = next(alike, -1)
+        return logits if self._chosen < 0 else _with_class_of(logits, mode.scores[self._chosen])
+
+
+def _chose(scores: Tensor, logits: Tensor) -> bool:
+    """Whether every image's class has the largest score, up to ties among the logits."""
+    if scores.shape != logits.shape or not scores.is_floating_point():
+        return False
+    return bool((logits.gather(1, scores.argmax(1, keepdim=True)) >= logits.amax(1, keepdim=True)).all())
+
+
+def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
+    """The scores, raised by a constant at the class of the logits where that is not the largest score."""
+    scores = scores.to(logits.dtype)
+    own = logits.argmax(1, keepdim=True)
+    top = scores.detach().amax(1, keepdim=True)
+    above = torch.nextafter(top, torch.full_like(top, torch.inf)) - scores.detach().gather(1, own)
+    tied = scores.detach().argmax(1, keepdim=True) != own
+    return scores + torch.zeros_like(scores).scatter(1, own, torch.where(tied, above, torch.zeros_like(above)))

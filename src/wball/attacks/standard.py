@@ -185,7 +185,7 @@ class StandardAttack(Attack):
         with torch.no_grad():
             outputs = ask(model, x[:1])
         check_classes("y", y, outputs)
-        view = plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball.box)
+        view = plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
         left = torch.arange(x.shape[0], device=x.device)

@@ -2,11 +2,13 @@
 
 :func:`best_view` compares what a model's gradient predicts with what the model does when a batch of images is shaken a
 little. Gradients that predict nothing (zero, saturated, shattered, cut off) are replaced by those of smooth stand-ins
-(:mod:`wball.attacks.stand_ins`), if these predict more. Success is always judged on the model itself.
+(:mod:`wball.attacks.stand_ins`), or by those of detours around what hides them (:mod:`wball.attacks.detours`), whatever
+predicts most. Success is always judged on the model itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,20 +16,29 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.attacks import objectives
+from wball.attacks.base import normal
+from wball.attacks.detours import Smoothed, Tapped, count_places
+from wball.attacks.oracle import oracle_of
 from wball.attacks.stand_ins import StandIns
+from wball.ball import Ball
 from wball.model import Model, ask, reached
 
 LOOKED_AT = 32
-"""Images that views are compared on."""
+"""Images that views are compared on: half of them as they are, half moved as an attack moves them."""
 DIRECTIONS = 16
 """Random changes of each of them."""
 SHAKEN = (0.02, 0.1, 0.3)
 """Their sizes, in pixel values: small for smooth models, large enough to cross a threshold for others."""
-USEFUL = 0.3
-"""Cosine of predicted and measured changes, above which an image's gradient is of use."""
-NEARLY_ALL, MOST = 0.9, 0.6
-"""Share of images whose gradients must be of use: below the first stand-ins are tried, below the second nothing else
-can be said of gradients than that they are masked. Gradients of no use pass the test on a third of the images."""
+USEFUL, MOST = 0.3, 0.6
+"""Cosine of predicted and measured changes, above which an image's gradient is of use, and the share of images for
+which it must be. Gradients of no use pass the test on a third of the images."""
+CLEAR, CLEAR_IF_RANDOM, WORTH = 0.8, 0.5, 0.1
+"""Mean cosine above which no other gradients are looked for (networks without a mask reach 0.85 to 0.99, unless their
+answers are random), and by how much others must be better."""
+SMOOTHED = (0.02, 0.1)
+"""Sizes of the noise, in pixel values, that shattered gradients are averaged over."""
+ASKED_AGAIN, FEW = 7, 4
+"""So often that many images are asked about again, to see whether answers are random."""
 DRAWS = 8
 """Answers of a random model that an attack averages over."""
 ANSWERS = 15
@@ -111,11 +122,12 @@ def answers_differ(first: Tensor, again: Tensor) -> Tensor:
     return drift > 1e-4 * (1 + first.abs().nan_to_num().max())
 
 
-def best_view(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> View:
+def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     """The view of a model that is ready for an attack, by what it does to the first images it gets right."""
     with torch.no_grad():
         outputs = ask(model, x[:LOOKED_AT])
-        random = bool(answers_differ(outputs, ask(model, x[:LOOKED_AT])).any())
+        again = [ask(model, x[:LOOKED_AT])] + [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
+        random = any(bool(answers_differ(outputs[: len(other)], other).any()) for other in again)
         probabilities = are_probabilities(outputs)
 
     def seen(view: Model) -> Model:
@@ -124,24 +136,53 @@ def best_view(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | Non
         return Averaged(view) if random else view
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
-    x, y = x[right], y[right]
+    x, y, ball = x[right], y[right], ball.take(right)
+    points = _moved(ball, x)
     own = seen(model)
-    useful = usefulness(own, x, y, box)
-    if useful < NEARLY_ALL:
+    best, cosine = own, foresight(own, points, y, ball.box)
+    clear = CLEAR_IF_RANDOM if random else CLEAR
+    for candidate in _others(model, x[:1]) if x.shape[0] and float(cosine.mean()) < clear else ():
         try:
-            stand_in = seen(StandIns(model))
-            better = usefulness(stand_in, x, y, box)
+            view = seen(candidate)
+            other = foresight(view, points, y, ball.box)
         except RuntimeError:  # not every model runs where everything has a gradient
-            better = 0.0
-        if better > useful:
-            return View(stand_in, better, False, random, probabilities)
-    return View(own, useful, True, random, probabilities, are_labels(outputs))
+            continue
+        if float(other.mean()) > float(cosine.mean()) + WORTH:
+            best, cosine = view, other
+        if float(cosine.mean()) >= clear:
+            break
+    useful = float((cosine > USEFUL).double().mean()) if x.shape[0] else 1.0
+    return View(best, useful, best is own, random, probabilities, useful < MOST and are_labels(outputs))
 
 
-def usefulness(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> float:
-    """The share of images whose gradient predicts what small random changes do to the objective; 1 for no images."""
+def _moved(ball: Ball, x: Tensor) -> Tensor:
+    """Every other image at a point of its ball, as in an attack: there pixels are neither black nor white."""
     if x.shape[0] == 0:
-        return 1.0
+        return x
+    points = oracle_of(ball, x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
+    points[::2] = x[::2]
+    return points
+
+
+def _others(model: Model, one: Tensor) -> Iterator[Model]:
+    """Other sources of gradients, cheap ones first."""
+    yield StandIns(model)
+    for inner in (StandIns(model), model):
+        try:
+            places = count_places(inner, one)
+        except RuntimeError:
+            continue
+        yield from (Tapped(inner, number) for number in range(places))
+    for noise in SMOOTHED:
+        yield Smoothed(StandIns(model), noise)
+
+
+def foresight(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> Tensor:
+    """How well each image's gradient predicts what random changes do to the objective: the cosine of both, at the size
+    of changes that it predicts best; 1 for no images."""
+    if x.shape[0] == 0:
+        return x.new_ones(1)
+    best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
     with torch.enable_grad():
         z = x.detach().clone().requires_grad_(True)
         value = objectives.cross_entropy(ask(model, z), y)
@@ -149,10 +190,9 @@ def usefulness(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | No
         if value.requires_grad:
             (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
     if gradient is None:
-        return 0.0
+        return best
     gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
     draws = torch.Generator(x.device).manual_seed(0)
-    best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
     with torch.no_grad():
         for size in SHAKEN:
             noise = torch.randn((DIRECTIONS, *x.shape), generator=draws, device=x.device).to(x)
@@ -162,5 +202,5 @@ def usefulness(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | No
             predicted = ((asked - x) * gradient).flatten(2).sum(2)
             # What all changes have in common (noise on a black background) says nothing about directions.
             predicted, measured = (change - change.mean(0) for change in (predicted, measured))
-            best = torch.maximum(best, F.cosine_similarity(predicted, measured, dim=0))
-    return float((best > USEFUL).double().mean())
+            best = torch.maximum(best, F.cosine_similarity(predicted, measured, dim=0).to(best))
+    return best
