@@ -2,7 +2,8 @@
 
 ``validity`` audits test sets, ``soundness`` attacks certificates, ``deciding`` runs complete verification. ``proving``
 and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation``
-how far apart digits are, ``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes,
+how far apart digits are, ``strength`` what an adversary of a few steps misses, ``masks`` whether models that hide their
+gradients fool the standard attack, ``epochs`` how long training takes,
 ``streaming`` the peak memory of a large data set. Each has a ``--help`` of its own.
 """
 
@@ -21,6 +22,7 @@ from benchmarks import (
     deciding,
     epochs,
     exact,
+    masks,
     oracle,
     projection,
     proving,
@@ -46,6 +48,7 @@ OTHERS = {
     "exact": exact.main,
     "separation": separation.main,
     "strength": strength.main,
+    "masks": masks.main,
     "streaming": streaming.main,
     "epochs": epochs.main,
 }

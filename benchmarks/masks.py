@@ -159,8 +159,13 @@ MASKS: dict[str, Mask] = {
     "reversed gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "reversed"))),
     "random gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "random"))),
     "probabilities": Mask(lambda net: lambda z: net(z).softmax(1)),
-    "probabilities, no graph, 4 decimals": Mask(lambda net: lambda z: _outside(lambda a: a.round(4))(net(z).softmax(1))),
+    "probabilities of 4 decimals": Mask(lambda net: lambda z: _outside(lambda a: a.round(4))(net(z).softmax(1))),
     "labels": Mask(lambda net: lambda z: F.one_hot(net(z).argmax(1), 10).to(z)),
+    "no graph at all": Mask(
+        lambda net: (lambda whole: lambda z: whole(torch.from_numpy(z.detach().cpu().numpy()).to(z.device)))(
+            torch.jit.trace(net, torch.zeros(1, 1, 28, 28, device=next(net.parameters()).device))
+        )
+    ),
     "labels from NumPy": Mask(lambda net: lambda z: _outside(lambda a: np.eye(10)[a.argmax(1)])(net(z))),
     "random switch of two nets": Mask(
         lambda net: lambda z: net(z if torch.rand(()) < 0.5 else F.avg_pool2d(z, 3, 1, 1) * 1.5)

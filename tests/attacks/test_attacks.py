@@ -25,7 +25,7 @@ from wball import (
 from wball.attacks import Attack, AttackStatus
 from wball.attacks.frank_wolfe import _line_search
 from wball.attacks.objectives import RunnerUp
-from wball.attacks.standard import _merged
+from wball.attacks.standard import _is_better, _merged
 from wball.ball import WassersteinBall
 from wball.kernels import dispatch
 
@@ -308,7 +308,7 @@ def test_an_ensemble_tells_what_its_best_member_found() -> None:
     survived, masked, broken = AttackStatus.SURVIVED, AttackStatus.NO_GRADIENT, AttackStatus.FOUND
     first = told([survived, survived, masked, masked, survived], [1.0, 2.0, 3.0, 4.0, 5.0])
     second = told([broken, masked, survived, masked], [0.5, 9.0, 0.0, 0.0])
-    merged = _merged(first, torch.arange(4), second)
+    merged = _merged(first, torch.arange(4), second, _is_better(first, torch.arange(4), second))
     assert merged.status == (broken, survived, survived, masked, survived)
     assert merged.success.tolist() == [True, False, False, False, False]
     assert merged.loss.tolist() == merged.images.flatten().tolist() == [0.5, 9.0, 3.0, 4.0, 5.0]

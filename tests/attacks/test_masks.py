@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball import DecisionSearch, ScoreSearch, StandardAttack, WassersteinBall, audit
+from wball import DecisionSearch, DualAveraging, ScoreSearch, StandardAttack, WassersteinBall, audit
+from wball.attacks.detours import Smoothed, Tapped
 from wball.attacks.stand_ins import StandIns
 from wball.attacks.views import ANSWERS, best_view
 
@@ -24,6 +26,16 @@ def _in_place(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def _where(net: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: net(torch.where(z > 0.5, torch.ones_like(z), torch.zeros_like(z)))
+
+
+def _one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    """As a decoder does it: bytes, channels last."""
+
+    def decoded(image: Tensor) -> Tensor:
+        stored = (image * 255).byte().permute(1, 2, 0).numpy().copy()
+        return torch.from_numpy(stored).permute(2, 0, 1).float() / 255
+
+    return lambda z: net(torch.stack([decoded(image) for image in z]))
 
 
 MASKS: dict[str, Wrap] = {
@@ -46,7 +58,85 @@ MASKS: dict[str, Wrap] = {
     "saturated": lambda net: lambda z: (300 * net(z)).softmax(1),
     "clamped": lambda net: lambda z: net(z).clamp(-1e-3, 1e-3) + 1e-5 * net(z),
     "labels": lambda net: lambda z: F.one_hot(net(z).argmax(1), 5).float(),
+    "saturated sigmoid": lambda net: lambda z: torch.sigmoid(300 * net(z)),
+    "labels from NumPy": lambda net: lambda z: torch.from_numpy(np.eye(5)[net(z).detach().numpy().argmax(1)]).float(),
+    "NumPy": lambda net: lambda z: net(torch.from_numpy(np.round(z.detach().numpy() * 16) / 16)),
+    "NumPy, image by image": _one_by_one,
 }
+OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy")
+"""Masks whose outputs are replaced by the scores behind them."""
+
+
+class _Reversed(torch.autograd.Function):
+    """The identity with a gradient that points downhill."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class _Rounded(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.round(z * 16) / 16
+
+
+def _scripted(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    rounded = torch.jit.script(_Rounded())
+    return lambda z: net(rounded(z))
+
+
+DETOURS: dict[str, Wrap] = {
+    "reversed": lambda net: lambda z: net(_Reversed.apply(z)),
+    "scripted": _scripted,
+    "not a number": lambda net: lambda z: net(z + 0 * torch.sqrt(z - z)),
+    "oscillating": lambda net: lambda z: net(z + 3e-3 * torch.sin(1e4 * z)),
+}
+
+
+@pytest.mark.parametrize("name", DETOURS)
+def test_detours_lead_around_what_stand_ins_do_not_know(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    model, ball = DETOURS[name](net), WassersteinBall(0.3)
+    view = best_view(model, images, labels, ball)
+    assert isinstance(view.model, Tapped) and view.is_useful and not view.own
+    with torch.no_grad():
+        torch.testing.assert_close(view.model(images), model(images))
+    own = int(DualAveraging(ball, steps=20)(model, images, labels).success.sum())
+    found = StandardAttack(ball, version="fast", check=False)(model, images, labels)
+    assert found.success.sum() >= 7 and int(found.success.sum()) >= own
+    assert found.reliable and audit(ball, images, found.images).all_valid
+
+
+def test_shattered_gradients_are_averaged(images: Tensor) -> None:
+    """A linear model whose gradient is noise almost everywhere."""
+    weight = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
+
+    def shattered(z: Tensor) -> Tensor:
+        scores = z.flatten(1) @ weight
+        return scores + 1e-2 * torch.sin(2e4 * scores)
+
+    x = images[:2]
+    z = x.clone().requires_grad_(True)
+    (true,) = torch.autograd.grad((z.flatten(1) @ weight)[:, 0].sum(), z)
+    cosines = []
+    for model in (shattered, Smoothed(shattered, 0.1)):
+        (gradient,) = torch.autograd.grad(model(z)[:, 0].sum(), z)
+        ratio = gradient.flatten(1).norm(dim=1) / true.flatten(1).norm(dim=1)
+        cosines.append(float((ratio.log().abs()).mean()))
+    assert cosines[1] < cosines[0]
+    assert torch.equal(Smoothed(shattered, 0.1)(z), shattered(z))
+
+
+def test_models_that_switch_at_random_are_noticed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """One of two answers each time: two questions would miss it half of the time."""
+    torch.manual_seed(3)
+    switching = lambda z: net(z) if torch.rand(()) < 0.5 else net(z * 0.9)
+    assert best_view(switching, images, labels, WassersteinBall(0.1)).random
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -57,7 +147,7 @@ def test_stand_ins_have_the_models_values_and_a_gradient(name: str, net: nn.Modu
     with torch.no_grad():
         values = model(images[:3].clone())
     assert torch.equal(scores.argmax(1), values.argmax(1))
-    if name not in ("saturated", "clamped", "labels"):
+    if name not in OTHER_SCORES:
         torch.testing.assert_close(scores.detach(), values)
     (gradient,) = torch.autograd.grad(scores.square().sum(), z)
     assert bool(gradient.isfinite().all()) and float((gradient[:2] != 0).float().mean()) > 0.5
@@ -90,8 +180,10 @@ def test_version_one_stays_available(net: nn.Module, images: Tensor, labels: Ten
 
 
 def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, images: Tensor) -> None:
+    compiled = torch.jit.trace(net, images)
+
     def outside(z: Tensor) -> Tensor:
-        return net(torch.from_numpy(np.round(z.detach().numpy() * 255) / 255)).detach()
+        return compiled(torch.from_numpy(np.round(z.detach().numpy() * 255) / 255)).detach()
 
     with torch.no_grad():
         y = outside(images).argmax(1)
@@ -105,8 +197,10 @@ def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, imag
 
 
 def test_a_model_that_only_names_a_class_is_searched_by_labels(net: nn.Module, images: Tensor) -> None:
+    compiled = torch.jit.trace(net, images)
+
     def labels_only(z: Tensor) -> Tensor:
-        return torch.eye(5)[net(z).detach().numpy().argmax(1)]
+        return torch.eye(5)[compiled(torch.from_numpy(z.detach().numpy())).argmax(1)]
 
     with torch.no_grad():
         y = labels_only(images).argmax(1)

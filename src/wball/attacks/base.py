@@ -43,6 +43,11 @@ PROGRESS_AFTER = 2_000_000
 """Image-steps above which a progress bar appears by itself (about half a minute on a small CPU)."""
 
 
+LATE = 0.75
+"""The steps after this share of them tell whether the loss is still rising: whether as many steps again, at their pace,
+would bring the objective above 0, where it succeeds."""
+
+
 @dataclass(frozen=True)
 class Attack(ABC):
     """Settings of an attack, and its call.
@@ -80,8 +85,12 @@ class Attack(ABC):
         target: Tensor | None,
         generator: torch.Generator,
         progress: Bar | None = None,
+        start: Tensor | None = None,
     ) -> AttackResult:
-        """Attack checked images that fit in memory, on a model that is ready for it."""
+        """Attack checked images that fit in memory, on a model that is ready for it.
+
+        ``start`` are points of the ball to begin at, such as the attempts of another attack, if this one can.
+        """
 
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Called once with the model as found."""
@@ -227,6 +236,8 @@ class GradientAttack(Attack):
         loop = _Loop(self, batch, generator)
         steps = Steps(loop, self.records() and not batch.whole and batch.x.device.type in RECORDERS)
         for step in range(self.n_gradients):
+            if step == int(LATE * self.n_gradients):
+                batch.begin_last_steps()
             batch.count_step()
             kept = batch.survivors()
             if kept is not None:
@@ -249,13 +260,14 @@ class GradientAttack(Attack):
         target: Tensor | None,
         generator: torch.Generator,
         progress: Bar | None = None,
+        start: Tensor | None = None,
     ) -> AttackResult:
         objective = objectives.find(self.objective)
         if x.shape[0] == 0:
             return empty(x)
         # Examples that will be rounded are climbed as high as they go: at the boundary rounding would undo them.
         until = self.until_success and self.levels is None
-        batch = AttackBatch(model, self.ball, x, y, target, objective, until, progress)
+        batch = AttackBatch(model, self.ball, x, y, target, objective, until, progress, start=start)
         batch.drop()
         if not batch.empty:
             self.run(batch, generator)
@@ -265,6 +277,7 @@ class GradientAttack(Attack):
         return AttackResult(
             best.z, best.success, best.distance, loss, best.n_steps, status, best.radius,
             kernel=batch.kernel, proof=batch.proof, queries=best.queries,
+            rising=~best.success & (best.loss - best.late > -(1 - LATE) * best.loss),
         )  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class _Best(NamedTuple):
     status: Tensor
     radius: Tensor
     queries: Tensor
+    late: Tensor  # loss before the last steps
 
     def at(self, index: Tensor) -> _Best:
         return _Best(*(field[index] for field in self))
@@ -90,6 +91,7 @@ class AttackBatch:
         x, y, target: those images, their labels, and the target classes or ``None``.
         steps_done: steps so far.
         queries: forward passes so far, of each image that is still in.
+        start: points of the ball to begin at, or ``None`` to begin at the images.
         kernel: which implementation served the ball so far.
 
     With ``whole`` images that are done stay in, and keep what was found: a recording knows one batch.
@@ -107,7 +109,9 @@ class AttackBatch:
         progress: Bar | None = None,
         *,
         whole: bool = False,
+        start: Tensor | None = None,
     ) -> None:
+        self.start = start
         self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
         self.objective, self.until_success, self._whole = objective, until_success, whole
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
@@ -127,7 +131,9 @@ class AttackBatch:
         survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
         status = torch.where(success, wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius(ball), steps + self.queries)
+        queries = steps + self.queries
+        late = loss.clone()
+        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius(ball), queries, late)
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)
 
@@ -184,6 +190,10 @@ class AttackBatch:
         self.steps_done += 1
         if self._progress is not None:
             self._progress.step(self.x.shape[0])
+
+    def begin_last_steps(self) -> None:
+        """Remember how far the loss has come."""
+        self._best = self._best._replace(late=self._best.loss.clone())
 
     def value(self, z: Tensor) -> Tensor:
         """The objective at ``z``, which is not offered as a candidate."""
@@ -246,6 +256,7 @@ class AttackBatch:
         self._proof = None if self._proof is None else self._proof.take(kept)
         self.x, self.y, self.ball, self.logits = self.x[kept], self.y[kept], self.ball.take(kept), self.logits[kept]
         self.target = None if self.target is None else self.target[kept]
+        self.start = None if self.start is None else self.start[kept]
         self._aim = None if self._aim is None else self._aim[kept]
         return kept
 

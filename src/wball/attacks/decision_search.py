@@ -23,14 +23,12 @@ from torch.nn import functional as F
 from wball import inputs
 from wball.attacks.base import GradientAttack, into_box, normal, spread
 from wball.attacks.batch import AttackBatch, State
-from wball.attacks.dual_averaging import normalised
+from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
 from wball.ball import Ball
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
 """Radii of the first images, in units of the ball's."""
-START_NATS = 20.0
-"""Size of their potentials."""
 CLOUDS = 4
 """As many random clouds, and as many other images, are tried as shapes to drift towards."""
 SHRINK = (1.0, 0.95, 0.85, 0.7, 0.5)

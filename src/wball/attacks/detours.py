@@ -33,7 +33,7 @@ class _Detour(NamedTuple):
 
     values: Tensor
     scores: Tensor
-    place: Tensor | GradientEdge
+    place: Any  # a tensor, or an edge of the graph
 
 
 class _Detoured(torch.autograd.Function):
@@ -106,14 +106,14 @@ def count_places(model: Model, x: Tensor) -> int:
 
 
 def _places(scores: Tensor, x: Tensor) -> list[GradientEdge]:
-    """Edges of the graph whose gradient has the shape of ``x``, nearest to the scores first, the image's own left out."""
-    layer, seen, found = [scores.grad_fn], {scores.grad_fn}, []
+    """Edges of the graph whose gradient has the shape of ``x``, nearest to the scores first; not that of ``x``."""
+    found: list[GradientEdge] = []
+    layer = [] if scores.grad_fn is None else [scores.grad_fn]
+    seen = set(layer)
     while layer and len(found) < TAPS:
         below = []
         for node in layer:
-            if node is None or not hasattr(node, "_input_metadata"):
-                continue
-            for number, about in enumerate(node._input_metadata):
+            for number, about in enumerate(getattr(node, "_input_metadata", ())):
                 if tuple(about.shape) == tuple(x.shape) and node.next_functions:  # the image itself has none
                     found.append(GradientEdge(node, number))
             for after, _ in node.next_functions:

@@ -25,6 +25,9 @@ from wball.attacks.batch import AttackBatch, State
 from wball.attacks.oracle import Oracle, oracle_of
 from wball.plan import FactoredPlan
 
+START_NATS = 20.0
+"""Size of the potentials that pull mass towards a given point."""
+
 
 @dataclass
 class Potentials(State):
@@ -87,8 +90,11 @@ class DualAveraging(GradientAttack):
         proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball)) if self.proofs else None
         oracle = oracle_of(batch.ball, x, sweeps=self.sweeps, newton=self.newton)
         state = Potentials(x, batch.ball, x, torch.zeros_like(oracle.unit), proof, b=torch.zeros_like(x), oracle=oracle)
+        if batch.start is not None:
+            state.b = START_NATS * normalised(batch.start - x)
         if self.random_start > 0:
-            state.b = self.random_start * normal(x, generator)
+            state.b = state.b + self.random_start * normal(x, generator)
+        if batch.start is not None or self.random_start > 0:
             state.move()
         return state
 

@@ -43,18 +43,18 @@ CODES: dict[str, Code] = {
         "success is the majority of several answers; fix the random numbers, or report the mean over many of them",
     ),
     "non-finite": Code(
-        "logits or gradients are NaN or infinite on {images} of {of} images",
+        "answers have NaN or infinite logits on {images} of {of} images",
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
     "loss-still-rising": Code(
-        "the loss of {images} of {of} surviving images was still rising at the last step",
+        "as many steps again may break {images} of {of} surviving images: their loss was still rising",
         "raise the number of steps",
         tolerated=0.5,
     ),
     "full-ball-survivors": Code(
-        "{images} of {of} images survived in a ball that holds images of every class",
-        "the attack fails on this model: attack a differentiable approximation of it",
-        tolerated=0.05,
+        "{images} of {of} images survived an attack at an unlimited radius, where shapes of other images fool the model",
+        "gradients lead the attack astray: attack a differentiable approximation of the model",
+        tolerated=0.1,
     ),
     "larger-radius-weaker": Code(
         "{images} of {of} images were broken at a radius and survived at a larger one",
@@ -63,8 +63,8 @@ CODES: dict[str, Code] = {
     ),
     # good to know
     "stand-in-gradients": Code(
-        "the model's own gradients were zero on {images} of {of} images; smooth stand-ins for rounding, thresholds and "
-        "the like were used",
+        "the model's own gradients do not predict what it does; those of smooth stand-ins, or from behind what hides "
+        "them, were used on {images} of {of} images",
         "nothing to do",
         tolerated=None,
     ),

@@ -146,13 +146,13 @@ class PGD(GradientAttack):
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Projected:
         x, ball = batch.x, batch.ball
         z, distance = x, torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        if self.random_start:
-            z = ball.sample(x, generator)
+        if batch.start is not None or self.random_start:
+            z = ball.sample(x, generator) if batch.start is None else batch.start
             distance = distance_bound(ball, x, z)
         fused = self._fused(ball, x)
         proof: Plan | None = None
-        # The fused projection has no plans, nor has a random point.
-        if self.proofs and fused is None and not self.random_start and self.mode == "exact" and lists_plans(ball):
+        # The fused projection has no plans, nor has a point that is given or drawn.
+        if self.proofs and fused is None and z is x and self.mode == "exact" and lists_plans(ball):
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 

@@ -49,6 +49,8 @@ class AttackResult(Summarised):
         proof: the plans behind ``distance``, where the attack was asked for them (``proofs=True``) and knows them:
             ``wball.audit(ball, x, result.images, plan=result.proof, exact="needed")`` then has nothing to solve.
         queries: forward passes used, per image, by attacks that count them.
+        rising: whether the loss was still rising over the last steps, so that as many steps again may break the image,
+            by attacks that make steps.
         findings: reasons to doubt the robust accuracy, from attacks that look for them.
     """
 
@@ -63,6 +65,7 @@ class AttackResult(Summarised):
     kernel: str = "none"
     proof: StoredPlan | None = None
     queries: Tensor | None = None
+    rising: Tensor | None = None
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -101,7 +104,7 @@ def joined(parts: list[AttackResult]) -> AttackResult:
         return parts[0]
     fields: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries")
+        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries", "rising")
         if getattr(parts[0], name) is not None
     }
     kernel = joined_kernels(part.kernel for part in parts)

@@ -16,8 +16,8 @@ Outputs that saturate (a softmax, a sigmoid), or that only name the class with t
 the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. The class stays
 the model's own, also where rounding makes it another than that of the scores.
 
-Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (scripted or compiled
-modules, an ``autograd.Function`` of its own) stays as it is; :mod:`wball.attacks.detours` goes around that.
+Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (scripted or
+compiled modules, an ``autograd.Function`` of its own) stays as it is; :mod:`wball.attacks.detours` goes around that.
 """
 
 from __future__ import annotations

@@ -26,9 +26,11 @@ members   objective                     step size  steps  remarks
 
 The first 18 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 18 climb those of smooth stand-ins,
-and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15 answers decides.
-``result.findings`` lists what that tells about the numbers (:mod:`wball.attacks.findings`).
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 18 climb those of smooth stand-ins
+or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
+answers decides. An example by a hair (:data:`CLEARLY`) counts, but the next members look for a clearer one.
+``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
+the numbers (:mod:`wball.attacks.findings`).
 
 ``"standard-1"`` is version 1: members 1 to 18 with the model's own gradients. ``"fast"`` is cross-entropy, margin,
 runner-up 2 and runner-up 3 with 30 steps of 6 -> 0 each: for quick looks.
@@ -47,7 +49,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.attacks import checks, objectives
+from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
@@ -65,6 +67,9 @@ Version = Literal["standard", "standard-1", "fast"]
 
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the score search: where gradients are of use, and where they are not."""
+CLEARLY = 1e-3
+"""An example whose margin is below this share of the logits may be none in a batch of another size: sums are added up
+in another order there, and convolutions round to 10 bits on many GPUs. The next members look for a clearer one."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,12 @@ class _Member:
     steps: int = 100
     decay: float = 0.0
     random_start: float = 0.0
+    from_best: bool = False
+
+    @property
+    def steady(self) -> bool:
+        """Whether its last steps are as long as its first, and many: then they tell whether more would help."""
+        return self.decay == 0 and self.steps >= 100
 
     @property
     def rank(self) -> int:
@@ -154,14 +165,17 @@ class StandardAttack(Attack):
             hidden: as for a model that hides its gradients.
             labels_only: as for a model that hides its scores as well.
         """
-        most = 0 if targeted else math.inf if classes is None else classes - 1
-        members = tuple(m.on(self.ball, self.proofs) for m in MEMBERS[self.version] if m.rank <= most)
+        members = tuple(m.on(self.ball, self.proofs) for m in self._gradient_members(targeted, classes))
         if self.version != "standard":
             return members
         if labels_only:
             return *members, DecisionSearch(self.ball, queries=QUERIES_IF_HIDDEN, progress=False)
         queries = QUERIES_IF_HIDDEN if hidden else QUERIES
         return *members, ScoreSearch(self.ball, queries=queries, progress=False, proofs=self.proofs)
+
+    def _gradient_members(self, targeted: bool, classes: int | None) -> list[_Member]:
+        most = 0 if targeted else math.inf if classes is None else classes - 1
+        return [member for member in MEMBERS[self.version] if member.rank <= most]
 
     @property
     def n_gradients(self) -> int:
@@ -179,6 +193,7 @@ class StandardAttack(Attack):
         target: Tensor | None,
         generator: torch.Generator,
         progress: Bar | None = None,
+        start: Tensor | None = None,
     ) -> AttackResult:
         if x.shape[0] == 0:
             return replace(empty(x), member=torch.zeros(0, dtype=torch.long, device=x.device))
@@ -186,41 +201,62 @@ class StandardAttack(Attack):
             outputs = ask(model, x[:1])
         check_classes("y", y, outputs)
         view = plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
-        best: AttackResult | None = None
-        member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
-        left = torch.arange(x.shape[0], device=x.device)
-        hidden = not view.own or not view.is_useful
-        members = self.members(
-            targeted=target is not None, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only
-        )
+        hidden, targeted = not view.own or not view.is_useful, target is not None
+        members = self.members(targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only)
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
+        kinds = dict(enumerate(self._gradient_members(targeted, outputs.shape[1])))
+        best: AttackResult | None = None
+        member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
+        rising = torch.zeros_like(member_of, dtype=torch.bool)
+        left = torch.arange(x.shape[0], device=x.device)
         for number, member in enumerate(members):
-            if best is not None and left.numel() == 0:
+            if left.numel() == 0:
                 break
+            kind = kinds.get(number)
             goal = None if target is None else target[left]
-            found = member.take(left).attack_batch(view.model, x[left], y[left], goal, generator, progress)
+            begin = None if start is None else start[left]
+            if best is not None and kind is not None and kind.from_best:
+                begin = best.images[left]
+            found = member.take(left).attack_batch(view.model, x[left], y[left], goal, generator, progress, begin)
+            if kind is not None and kind.steady and found.rising is not None:
+                rising[left] = found.rising
             found = self.stored(found, model, x[left], y[left], goal, self.ball.take(left))
-            found = _judged(found, view, model, y[left], goal)
-            member_of[left[found.success]] = number
-            best = found if best is None else _merged(best, left, found)
-            left = (~best.success).nonzero().squeeze(1)
+            found, clear = _judged(found, view, model, y[left], goal)
+            better = torch.ones_like(clear) if best is None else _is_better(best, left, found)
+            best = found if best is None else _merged(best, left, found, better)
+            member_of[left[found.success & better]] = number
+            left = left[~clear]
         assert best is not None
-        findings = () if self.version == "standard-1" else self._findings(view, best, member_of, members)
-        return replace(best, member=member_of, findings=findings)
+        best = replace(best, member=member_of, rising=rising & ~best.success)
+        if self.version == "standard-1":
+            return best
+        return replace(best, findings=self._findings(view, model, x, y, best, members, targeted))
 
     def _findings(
-        self, view: View, best: AttackResult, member_of: Tensor, members: tuple[GradientAttack, ...]
+        self,
+        view: View,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        best: AttackResult,
+        members: tuple[GradientAttack, ...],
+        targeted: bool,
     ) -> tuple[Finding, ...]:
-        count = best.success.numel()
-        survived = count - int(best.success.sum())
-        found = []
-        if not view.is_useful and survived:
-            found.append(Finding("masked-gradients", survived, count))
+        assert best.member is not None and best.rising is not None
+        count, survived = best.success.numel(), ~best.success
+        alive = int(survived.sum())
+        found = [control.not_finite(model, x, best.images)]
+        if not view.is_useful and alive:
+            found.append(Finding("masked-gradients", alive, count))
         if isinstance(members[-1], (ScoreSearch, DecisionSearch)):
-            found.append(Finding("black-box-stronger", int((member_of == len(members) - 1).sum()), count))
+            found.append(Finding("black-box-stronger", int((best.member == len(members) - 1).sum()), count))
         if view.random:
             found.append(Finding("random-answers", count, count))
+        if any(member.steady for member in MEMBERS[self.version]):
+            found.append(Finding("loss-still-rising", int(best.rising.sum()), alive))
+        if alive and not targeted:
+            found.append(control.missed_in_full_ball(members[:2], view, model, x, y, survived))
         if not view.own:
             found.append(Finding("stand-in-gradients", count, count))
         if view.probabilities:
@@ -228,20 +264,30 @@ class StandardAttack(Attack):
         return merged(finding for finding in found if finding.images)
 
 
-def _judged(found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None) -> AttackResult:
-    """What a member found, with success judged on the model itself, and its cross-entropy."""
+def _judged(
+    found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None
+) -> tuple[AttackResult, Tensor]:
+    """What a member found, with success judged on the model itself, and its cross-entropy. Also: which successes are
+    clear, rather than by less than the rounding of a batch of another size."""
     with torch.no_grad():
-        score = objectives.cross_entropy(ask(view.model, found.images), y, target)
+        logits = ask(view.model, found.images)
+    score = objectives.cross_entropy(logits, y, target)
     loss = objectives.report(objectives.cross_entropy, score, targeted=target is not None)
     success = found.success & view.judge(model, found.images, y, target)
     changed = (success != found.success).tolist()
     status = tuple(AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True))
-    return replace(found, loss=loss, success=success, status=status)
+    ahead = objectives.margin(logits, y, target) > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+    return replace(found, loss=loss, success=success, status=status), success & (ahead | view.random)
 
 
-def _merged(best: AttackResult, index: Tensor, found: AttackResult) -> AttackResult:
-    """``best`` with the images at ``index`` replaced where a later member did better."""
-    better = found.success | (found.loss > best.loss[index])
+def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:
+    """Where a later member did better: a success, or a higher loss."""
+    before = best.success[index]
+    return (found.success & ~before) | ((found.success == before) & (found.loss > best.loss[index]))
+
+
+def _merged(best: AttackResult, index: Tensor, found: AttackResult, better: Tensor) -> AttackResult:
+    """``best`` with the images at ``index`` replaced where a later member did ``better``."""
     where = index[better]
 
     def put(old: Tensor, new: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from wball.model import Model, as_found, ask, top_class
 SUPERSEDED = {
     "zero-gradient": {"masked-gradients", "stand-in-gradients"},
     "random-model": {"random-answers"},
+    "non-finite": {"masked-gradients", "stand-in-gradients"},  # gradients; answers are a finding of their own
 }
 """Signs in the model that an attack has dealt with if it reports one of these; equal codes are one anyway."""
 SURVIVORS, PIXELS = 32, 200_000

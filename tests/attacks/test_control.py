@@ -1,0 +1,81 @@
+"""Control experiments raise their codes where they apply, and stay silent on a sound model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from wball import DualAveraging, StandardAttack, WassersteinBall
+from wball.attacks import control, standard
+from wball.attacks.standard import _judged, _Member
+from wball.attacks.views import plain_view
+
+BALL = WassersteinBall(0.02)
+
+
+def _codes(attack: StandardAttack, model: object, x: Tensor, y: Tensor) -> list[str]:
+    return [finding.code for finding in attack(model, x, y).findings if finding.serious]  # type: ignore[arg-type]
+
+
+def test_answers_that_are_not_finite(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    def overflows(z: Tensor) -> Tensor:
+        return torch.where(z[:, 0, :1, 0] > 0.5, torch.nan, net(z))
+
+    found = control.not_finite(overflows, images)
+    assert found.images == int((images[:, 0, 0, 0] > 0.5).sum()) > 0
+    attack = StandardAttack(BALL, version="fast", check=False)
+    assert "non-finite" in _codes(attack, overflows, images, labels)
+    assert control.not_finite(net, images).images == 0
+    ruled_out = torch.tensor([0.0, 0.0, 0.0, 0.0, -torch.inf])
+    assert control.not_finite(lambda z: net(z) + ruled_out, images).images == 0
+
+
+def test_a_loss_that_still_rises(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = torch.tensor([k for k in range(10) if k not in (3, 7)])  # black and white images have nothing to move
+    x, y, ball = images[moving], labels[moving], WassersteinBall(0.1)
+    short = DualAveraging(ball, steps=100, step_size=3e-3)(net, x, y)
+    long = DualAveraging(ball, steps=100)(net, x, y)
+    assert short.rising is not None and int(short.rising.sum()) >= 2 and not bool((short.rising & short.success).any())
+    assert long.rising is not None and int(long.rising.sum()) == 0
+    for step_size, serious in ((3e-3, ["loss-still-rising"]), (3.0, [])):
+        monkeypatch.setitem(standard.MEMBERS, "fast", (_Member("cross-entropy", step_size=step_size),))
+        assert _codes(StandardAttack(ball, version="fast", check=False), net, x, y) == serious
+
+
+def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    everyone, view = torch.ones(len(images), dtype=torch.bool), plain_view(net)
+    weak = (DualAveraging(BALL, steps=1, step_size=1e-9),)
+    strong = (DualAveraging(BALL, steps=60, step_size=6.0),)
+    missed = control.missed_in_full_ball(weak, view, net, images, labels, everyone)
+    assert missed.images >= 2 and missed.serious
+    none = control.missed_in_full_ball(strong, view, net, images, labels, everyone)
+    assert none.images == 0 and none.of == missed.of
+    assert control.missed_in_full_ball(strong, view, net, images, labels, ~everyone).of == 0
+
+
+def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
+    found = DualAveraging(WassersteinBall(0.3), steps=40)(net, images, labels)
+    assert int(found.success.sum()) >= 7
+    _, clear = _judged(found, plain_view(net), net, labels, None)
+    assert torch.equal(clear, found.success)
+
+    def by_a_hair(z: Tensor) -> Tensor:
+        logits = net(z)
+        wrong = logits.argmax(1, keepdim=True) != labels_of(logits)
+        return torch.where(wrong, 10 + 1e-6 * logits.sign() * logits.abs().clamp(max=1), logits)
+
+    def labels_of(logits: Tensor) -> Tensor:
+        return labels[: len(logits), None]
+
+    judged, clear = _judged(found, plain_view(by_a_hair), by_a_hair, labels, None)
+    assert int(judged.success.sum()) >= 5 and not bool(clear[judged.success].any())
+    every = StandardAttack(WassersteinBall(0.3), version="fast", check=False)
+    whole = every(net, images, labels)
+    margin = net(whole.images[whole.success]).detach()
+    own = labels[whole.success][:, None]
+    ahead = margin.scatter(1, own, -torch.inf).amax(1) - margin.gather(1, own)[:, 0]
+    assert bool((ahead > standard.CLEARLY * margin.abs().amax(1)).all())
