@@ -47,12 +47,12 @@ CODES: dict[str, Code] = {
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
     "loss-still-rising": Code(
-        "as many steps again may break {images} of {of} surviving images: their loss was still rising",
+        "the loss of {images} of {of} surviving images was still rising: as many steps again may break them",
         "raise the number of steps",
         tolerated=0.5,
     ),
     "full-ball-survivors": Code(
-        "{images} of {of} images survived an attack at an unlimited radius, where shapes of other images fool the model",
+        "{images} of {of} images survived at an unlimited radius, where the shapes of other images fool the model",
         "gradients lead the attack astray: attack a differentiable approximation of the model",
         tolerated=0.1,
     ),
