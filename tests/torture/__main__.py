@@ -36,16 +36,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture", help="where progress is kept")
     parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture.json")
     parser.add_argument("--only", default="", help="operations to run, with commas: what a fix may change")
+    parser.add_argument("--images", type=int, default=1, help="so many times as many images in each case")
     options = parser.parse_args()
     only = tuple(filter(None, options.only.split(",")))
     if unknown := set(only) - set(OPERATIONS):
         parser.error(f"--only {', '.join(unknown)}: expected {', '.join(OPERATIONS)}")
-    folder = options.out / "-".join([f"seed-{options.seed}", *only]).replace(" ", "-")
+    larger = [f"images-{options.images}"] if options.images > 1 else []
+    folder = options.out / "-".join([f"seed-{options.seed}", *only, *larger]).replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     todo = [b for b in range(0, options.cases, BLOCK) if not (folder / f"{b}.json").is_file()]
     began, noted = time.time(), 0.0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = [pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), only, folder) for b in todo]
+        work = [
+            pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), only, folder, options.images)
+            for b in todo
+        ]
         for done, block in enumerate(as_completed(work), 1):
             block.result()
             if time.time() - noted > 60 or done == len(work):
@@ -65,7 +70,7 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     commits: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     worst: dict[str, float] = {}
-    failed, seconds = [], 0.0
+    failed, seconds, points = [], 0.0, 0
     for path in folder.glob("*.json"):
         part = json.loads(path.read_text(encoding="utf-8"))
         operations.update(part["operations"])
@@ -73,16 +78,19 @@ def _summary(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         commits[str(part["commit"])] += sum(part["operations"].values())
         failed += part["failed"]
         seconds += part["seconds"]
+        points += part.get("points", 0)  # earlier blocks did not count them
         for name, value in part["worst"].items():
             worst[name] = max(value, worst.get(name, 0.0))
     failed.sort(key=lambda f: f["index"])
     return {
         "command": f"python -m tests.torture --cases {options.cases} --seed {options.seed}"
-        + (f" --only '{options.only}'" if options.only else ""),
+        + (f" --only '{options.only}'" if options.only else "")
+        + (f" --images {options.images}" if options.images > 1 else ""),
         "commits": dict(commits),
         "versions": provenance.versions(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cases": sum(operations.values()),
+        "points": points,
         "asked_for": options.cases,
         "failed": len(failed),
         "nan": kinds["nan"],

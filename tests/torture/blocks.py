@@ -17,19 +17,20 @@ from .cases import make
 from .operations import run
 
 
-def work_off(seed: int, start: int, end: int, only: tuple[str, ...], folder: Path) -> None:
+def work_off(seed: int, start: int, end: int, only: tuple[str, ...], folder: Path, images: int = 1) -> None:
     """Cases ``start`` to ``end`` (of some operations, or all); what they found is one file, whole or not at all."""
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     worst: dict[str, float] = {}
-    failed, began = [], time.process_time()
+    failed, began, points = [], time.process_time(), 0
     for index in range(start, end):
-        case = make(seed, index)
+        case = make(seed, index, images)
         if only and case.operation not in only:
             continue
         found = run(case)
         counts[case.operation] += 1
+        points += len(case.x)
         for name, value in found.worst.items():
             worst[name] = max(float(value), worst.get(name, 0.0))
         kinds.update({line.split(":")[0] for line in found.lines})
@@ -38,7 +39,7 @@ def work_off(seed: int, start: int, end: int, only: tuple[str, ...], folder: Pat
     seconds = time.process_time() - began
     content = {
         "commit": provenance.commit(), "operations": counts, "kinds": kinds, "worst": worst, "failed": failed,
-        "seconds": seconds,
+        "seconds": seconds, "points": points,
     }  # fmt: skip
     write_json(folder / f"{start}.json", content)
 

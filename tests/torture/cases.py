@@ -70,8 +70,8 @@ class Case:
         return self.x[:1].numel() * _moves(self.ball.cost, self.x) <= 1500
 
 
-def make(seed: int, index: int) -> Case:
-    """Case ``index`` of the sequence that ``seed`` starts."""
+def make(seed: int, index: int, images: int = 1) -> Case:
+    """Case ``index`` of the sequence that ``seed`` starts, with so many times as many images."""
     rng = np.random.default_rng([seed, index])
     operation = _pick(rng, OPERATIONS)
     large = rng.random() < 0.004 and operation in ("project", "support", "sample", "plan", "dual averaging")
@@ -84,6 +84,7 @@ def make(seed: int, index: int) -> Case:
     batch = int(rng.choice([0, 1, 1, 1, 2, 3], p=[0.04, 0.26, 0.25, 0.15, 0.2, 0.1]))
     if channels * height * width * moves > 20_000:
         batch = min(batch, 1)
+    batch *= images
     histogram = isinstance(cost, DenseCost) and rng.random() < 0.5
     shape = (batch, height * width) if histogram else (batch, channels, height, width)
     box = ((0.0, 1.0), None, (0.1, 0.9), (0.0, 2.0))[int(rng.choice(4, p=[0.72, 0.16, 0.07, 0.05]))]
