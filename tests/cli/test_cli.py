@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -318,6 +319,35 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert code == 0 and "Usage: wball " + command in out
     for word in ("<bool>", "<list", "x>=", "<=x", "<str>", "<int"):
         assert word not in out
+
+
+def test_train_takes_your_own_model_and_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(60) % 2
+    x = 0.2 * torch.rand(60, 1, 6, 6, generator=generator)
+    x[y == 1, :, 3:] += 0.6
+    np.savez(here / "train.npz", x=(x * 255).byte().numpy(), y=y.numpy())
+    np.savez(here / "test.npz", images=x[:20].numpy(), labels=y[:20].numpy())
+    (here / "own.py").write_text(
+        "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(36, 2))\n"
+    )
+    command = ["train", "mnist-standard", "--model", "own.py:net", "--data", "train.npz", "--test-data", "test.npz"]
+    few = ["--epochs", "6", "--device", "cpu", "--set", "batch_size=10", "--set", "optimisation.lr=0.1"]
+    code, out, _ = said(capsys, *command, *few, "--out", "out", "--name", "halves")
+    card = json.loads((here / "out/halves.json").read_text())
+    assert code == 0 and out.splitlines()[-1] == "written: out/halves.safetensors"
+    assert card["dataset"] == card["architecture"] == "own" and card["clean_accuracy"] == 1.0
+    code, _, err = said(
+        capsys, "evaluate", "own.py:net", "--weights", "out/halves.safetensors", "-d", "test.npz", *QUICK
+    )
+    assert code == 0, err
+    for wrong, words in (
+        (["--model", "mnist-cnn"], "expected mine.py or mine.py:function"),
+        (["--test-data", "test.npz"], "goes with --data"),
+        (["--data", "nothing.npz"], "no file nothing.npz"),
+    ):
+        code, _, err = said(capsys, "train", "mnist-standard", *wrong, "--out", "other")
+        assert code == 2 and words in " ".join(err.split()), err
 
 
 def test_train_says_each_epoch_and_writes_the_model(

@@ -117,7 +117,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         "-d",
-        help="sample (bundled digits), mnist, fashion-mnist, cifar10, a folder of images, or mine.py:function",
+        help="sample (bundled digits), mnist, fashion-mnist, cifar10, a folder of images, an .npz file, or "
+        "mine.py:function",
         rich_help_panel=MODEL_AND_DATA,
     ),
 ]

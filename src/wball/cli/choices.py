@@ -83,6 +83,7 @@ class Images:
 def load_images(request: DataRequest, where: torch.device) -> Images:
     """The images, or the sample of them that was asked for."""
     from wball.data import dataset_info, datasets, load_dataset, load_folder, load_sample, to_tensors
+    from wball.evaluation.stream import read_npz
 
     spec, split = request.spec, _split(request.split)
     if request.limit is not None and request.first is not None:
@@ -96,6 +97,9 @@ def load_images(request: DataRequest, where: torch.device) -> Images:
         info = dataset_info(spec)
         x, y = load_dataset(info.name, request.root, split)
         name, classes = f"{info.title} ({split})", info.classes
+    elif Path(spec).suffix == ".npz":
+        x, y = to_tensors(read_npz(Path(spec)))
+        name = Path(spec).stem
     elif Path(spec).is_dir():
         x, y, classes = load_folder(spec, size=request.size, grey=request.grey)
         name = Path(spec).name
@@ -112,7 +116,7 @@ def load_images(request: DataRequest, where: torch.device) -> Images:
     else:
         raise typer.BadParameter(
             f"--data {spec}: neither a folder nor a data set; use sample, {', '.join(datasets())}, "
-            "a folder of images, or mine.py:function"
+            "a folder of images, an .npz file, or mine.py:function"
         )
     name = printable(name)
     if request.first is not None:

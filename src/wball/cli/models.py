@@ -128,6 +128,18 @@ def _load(spec: str, weights: Path | None, architecture: str | None) -> tuple[An
     return made, name
 
 
+def own_network(spec: str) -> nn.Module:
+    """A network from Python code, ``mine.py`` or ``mine.py:function``, as it is made."""
+    from torch import nn
+
+    if Path(spec).suffix != ".py" and ":" not in spec:
+        raise typer.BadParameter(f"--model {spec}: expected mine.py or mine.py:function, which makes a torch.nn.Module")
+    made = _obvious_model(Path(spec)) if ":" not in spec else _model_from(spec, find(spec))
+    if not isinstance(made, nn.Module):
+        raise typer.BadParameter(f"--model {spec}: expected a torch.nn.Module to train, got {type(made).__name__}")
+    return made
+
+
 def _built(architecture: str) -> nn.Module:
     """A network without weights: of the paper by name, or the user's own."""
     from torch import nn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,12 +12,43 @@ import typer
 from wball.cli import app as shared
 from wball.cli import choices
 from wball.cli.app import Command, app
+from wball.cli.models import own_network
 from wball.storage.names import printable
 
 
 @app.command(cls=Command)
 def train(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="your own network, mine.py or mine.py:function, instead of the preset's",
+            rich_help_panel=shared.MODEL_AND_DATA,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            "-d",
+            help="your own training images instead of the preset's: a folder with one folder per class, an .npz file, "
+            "or mine.py:function",
+            rich_help_panel=shared.MODEL_AND_DATA,
+        ),
+    ] = None,
+    test_data: Annotated[
+        str | None,
+        typer.Option(
+            "--test-data",
+            help="images to measure accuracy on, named as in --data (default: nothing is measured on your own data)",
+            rich_help_panel=shared.MODEL_AND_DATA,
+        ),
+    ] = None,
+    size: shared.Size = None,
+    grey: shared.Grey = False,
     data_dir: shared.DataDir = Path("data"),
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")] = Path(
         "out/train"
@@ -42,34 +75,65 @@ def train(
     If interrupted, rerun the same command to resume.
 
         wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
+
+    Your own network and images, trained as a preset does it:
+
+        wball train mnist-adversarial --model mine.py:net --data photos/train --test-data photos/test --name mine
     """
     from wball.data import load_dataset
     from wball.training import distributed, presets
     from wball.training import preset as find
     from wball.training import train as run
+    from wball.training.config import OWN
     from wball.training.presets import override
 
     if preset not in presets():
         raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
+    if test_data is not None and data is None:
+        raise typer.BadParameter("--test-data goes with --data: a preset's data set brings its own test images")
     config = find(preset, seed=seed)
+    config = config if data is None else replace(config, dataset=OWN)
+    network = None if model is None else own_network(model)
+    config = config if model is None else replace(config, architecture=OWN)
     given = [choices.setting(c) for c in change or []]
     given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
     for path, value in given:
         config = override(config, path, value)
     with distributed.launched(str(choices.device(device).type)) as here:
-        x, y = load_dataset(config.dataset, data_dir, "train", device=here)
-        tests = load_dataset(config.dataset, data_dir, "test", device=here)
+        tests: Any = None
+        if data is None:
+            x, y = load_dataset(config.dataset, data_dir, "train", device=here)
+            tests = load_dataset(config.dataset, data_dir, "test", device=here)
+        else:
+            read = partial(choices.DataRequest, root=data_dir, size=size, grey=grey)
+            images = choices.load_images(read(data, split="train"), here)
+            x, y = images.x, images.y
+            if test_data is not None:
+                measured = choices.load_images(read(test_data), here)
+                _same_classes(images, measured)
+                tests = measured.x, measured.y
 
         def say(record: dict[str, Any]) -> None:
             if not quiet:
                 print(_epoch(record), flush=True)
 
         chosen = slice(None) if limit is None else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
-        data = x[chosen], y[chosen]
-        run(config, data, tests, init=init, out=out, device=here, time_limit=time_limit, on_epoch=say)
+        bars = False if quiet else None
+        run(
+            config, (x[chosen], y[chosen]), tests, model=network, init=init, out=out, device=here,
+            time_limit=time_limit, progress=bars, on_epoch=say,
+        )  # fmt: skip
         if distributed.current().main and not quiet:
             print(printable(f"written: {out / config.name}.safetensors"), flush=True)
     return 0
+
+
+def _same_classes(train: choices.Images, test: choices.Images) -> None:
+    """Folders number their classes in the order of their names: both must have the same ones."""
+    if train.classes is not None and test.classes is not None and list(train.classes) != list(test.classes):
+        raise typer.BadParameter(
+            f"--test-data has the classes {', '.join(test.classes)}, but --data has {', '.join(train.classes)}"
+        )
 
 
 def _epoch(record: dict[str, Any]) -> str:

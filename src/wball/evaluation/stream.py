@@ -113,7 +113,8 @@ def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, lay
     device = next((p.device for p in model.parameters()), torch.device("cpu")) if isinstance(model, nn.Module) else None
     device = device or torch.device("cpu")
     if isinstance(x, (str, os.PathLike)):
-        x, y = _npz(Path(x), y)
+        _no_labels_beside(y)
+        x, y = read_npz(Path(x))
     if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], (Tensor, np.ndarray)):
         x, y = x
     if isinstance(x, Tensor) and (isinstance(y, Tensor) or y is None) and layout == "NCHW":
@@ -131,10 +132,14 @@ def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, lay
     return Stream(len(x), lambda index: to_tensors([x[i] for i in index]), box, device)
 
 
-def _npz(path: Path, y: Any) -> tuple[Any, Any]:
+NAMES = (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels"))
+"""What arrays of images and labels are called in files."""
+
+
+def read_npz(path: Path) -> tuple[Any, Any]:
+    """The arrays of images and labels in a file."""
     if path.suffix != ".npz":
         raise ValueError(f"{path}: expected an .npz file with images and labels; open .npy files with numpy.load")
-    _no_labels_beside(y)
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
@@ -142,7 +147,7 @@ def _npz(path: Path, y: Any) -> tuple[Any, Any]:
         raise FileNotFoundError(f"no file {path}") from None
     except Exception as error:  # zip, numpy and pickle each have their own
         raise ValueError(f"{path} is not a complete .npz file of arrays ({error})") from error
-    for images, labels in (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels")):
+    for images, labels in NAMES:
         if {images, labels} <= found.keys():
             return found[images], found[labels]
     raise ValueError(f"{path} must hold arrays x and y (or images and labels), it has {', '.join(found) or 'none'}")

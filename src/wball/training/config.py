@@ -276,6 +276,10 @@ class Validation:
             inputs.check_eps(eps)
 
 
+OWN = "own"
+"""In place of a data set's or an architecture's name: the caller passes data, or a model."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run.
@@ -283,8 +287,9 @@ class TrainConfig:
     Attributes:
         name: of the run and of the model it makes; files are called so.
         dataset: the data set that the command line and :mod:`wball.paper` load; :func:`~wball.training.train`
-            takes tensors.
-        architecture: a name of :func:`wball.build_model`.
+            takes tensors. ``"own"`` for data that only the caller has.
+        architecture: a name of :func:`wball.build_model`, or ``"own"`` for a model that is passed to
+            :func:`~wball.training.train`.
         epochs: passes over the training images.
         batch_size: images per step, all processes together. What is left at the end of an epoch is dropped.
         seed: random seed.
@@ -327,11 +332,12 @@ class TrainConfig:
             value = getattr(self, part)
             if not isinstance(value, kind) and (value is not None or part in ("optimisation", "loss", "evaluation")):
                 raise TypeError(f"{part} must be a wball.training.{kind.__name__}, got {value!r}")
-        dataset_info(self.dataset)
-        if self.architecture not in architectures():
+        if self.dataset != OWN:
+            dataset_info(self.dataset)
+        if self.architecture not in (OWN, *architectures()):
             raise ValueError(
-                f"unknown architecture {self.architecture!r}; known are {', '.join(architectures())} "
-                "(any model can be passed to train)"
+                f"unknown architecture {self.architecture!r}; known are {', '.join(architectures())}, "
+                f'and "{OWN}" for a model that is passed to train'
             )
         inputs.check_count("epochs", self.epochs)
         inputs.check_count("batch_size", self.batch_size)

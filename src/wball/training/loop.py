@@ -31,7 +31,7 @@ from wball.progress import bar as progress_bar
 from wball.storage.atomic import clear_parts, locked, write_whole
 from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
-from wball.training.config import Adversary, Optimisation, TrainConfig, describe
+from wball.training.config import OWN, Adversary, Optimisation, TrainConfig, describe
 from wball.training.losses import Objective
 from wball.training.measure import measure
 from wball.training.opponent import Opponent
@@ -450,6 +450,8 @@ def _start(
     config: TrainConfig, model: nn.Module | None, init: str | os.PathLike[str] | None, device: torch.device
 ) -> nn.Module:
     """The network that training begins with."""
+    if model is None and config.architecture == OWN:
+        raise ValueError(f'model is missing: config.architecture is "{OWN}", so the network must be passed to train')
     if model is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
