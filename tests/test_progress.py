@@ -35,6 +35,34 @@ def test_attacks_report_to_the_bar_around_them(monkeypatch: pytest.MonkeyPatch) 
     assert shown.seen == sorted(shown.seen) and shown.seen[-1] == 1.0 and len(shown.seen) == 2 * 3
 
 
+def test_the_first_compilation_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, for loops of this library alone, and not in the logs of whoever did not ask for it."""
+    numba = pytest.importorskip("numba")
+    from numba.core import event
+
+    from wball.kernels.compiled import FirstTime
+
+    def compile_one(module: str) -> str:
+        def loop(value: float) -> float:
+            return value + 1
+
+        loop.__module__ = module
+        numba.njit(loop)(1.0)
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("WBALL_PROGRESS", "1")
+    compile_one("wball.kernels.some")  # the library's own listener may not have spoken yet
+    with event.install_listener("numba:compile", FirstTime()):
+        assert compile_one("somebody.else") == ""
+        assert compile_one("wball.kernels.some") == "wball: compiling kernels for the first time (about 20 s) ...\n"
+        assert compile_one("wball.kernels.some") == ""
+    with event.install_listener("numba:compile", FirstTime()):
+        monkeypatch.setenv("WBALL_PROGRESS", "0")
+        assert compile_one("wball.kernels.some") == ""
+
+
 def test_a_bar_counts_stages_and_parts() -> None:
     with Progress(console=Console(file=io.StringIO())) as display:
         bar = progress.Bar(display, display.add_task("work", total=10))

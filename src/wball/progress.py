@@ -6,6 +6,8 @@ are within the current stage, instead of opening bars of their own.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -82,6 +84,13 @@ def bar(
             yield made
         finally:
             _AROUND.reset(token)
+
+
+def notice(said: str) -> None:
+    """One line on stderr about work that no bar shows: on a terminal, or where ``WBALL_PROGRESS=1`` asks for it."""
+    wanted = os.environ.get("WBALL_PROGRESS")
+    if sys.stderr is not None and (wanted == "1" or (wanted is None and sys.stderr.isatty())):
+        print(f"wball: {said}", file=sys.stderr, flush=True)
 
 
 def around() -> Bar | None:

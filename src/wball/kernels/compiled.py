@@ -13,14 +13,35 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from numba.core import event
 from torch import Tensor
 
+from wball import progress
 from wball.moves import Moves, StencilMoves
 
 WORTHWHILE = 200_000
 """Moves of work below which another thread costs more than it saves."""
 PARTS_PER_THREAD = 4
 """Images differ in the steps they need: smaller parts even that out."""
+
+
+class FirstTime(event.Listener):
+    """Says once why the first call of a fresh installation takes its time. Loops in the cache compile nothing."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def on_start(self, event: Any) -> None:
+        function = getattr(event.data.get("dispatcher"), "py_func", None)
+        if not self._said and getattr(function, "__module__", "").startswith("wball."):
+            self._said = True
+            progress.notice("compiling kernels for the first time (about 20 s) ...")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", FirstTime())
 
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
