@@ -362,7 +362,7 @@ def _measure_grid(shop: Workshop) -> Data:
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})
         shop.say(f"lambda {reg:g}: " + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :]))
-    # Show the digit that withstands longest at the paper's lambda: others fall at the first radius tried.
+    # Show the digit that survives longest at the paper's lambda: others are broken at the first radius tried.
     last = [r or 0.0 for r in next(c for c in reversed(cells) if c["p"] == 1.0)["radius"]]
     shown = last.index(max(last))
     about = {"shown": shown, "original": pack(x[shown]), "label": int(y[shown]), **subject.about()}

@@ -4,8 +4,8 @@ Arithmetic is float64 whatever the images are, so that any tolerance can be met.
 :mod:`wball.kernels.projected_sinkhorn.sweeps`, the repair in :mod:`wball.kernels.factors`; here an image is laid out,
 swept until a cheap estimate says that it is done, repaired, judged, and written back.
 
-Rows without mass send nothing, and what belongs to the others stands behind each other; likewise columns that mass can
-reach. The others stay at 0, and their potential has a closed form, ``u = w``. Images whose potentials grow too wide to
+Rows without mass send nothing: rows with mass are packed contiguously, and so are the columns that mass can reach. The
+others stay at 0, and their potential has a closed form, ``u = w``. Images whose potentials grow too wide to
 do without logs (large ``lambda``) are continued by the torch version.
 """
 
