@@ -1,6 +1,7 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates, ``deciding`` runs complete verification. ``proving``
+``validity`` audits test sets, ``soundness`` attacks certificates, ``deciding`` runs complete verification, ``agreeing``
+compares it with mixed-integer programs. ``proving``
 and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation``
 how far apart digits are, ``strength`` what an adversary of a few steps misses, ``masks`` whether models that hide their
 gradients fool the standard attack, ``epochs`` how long training takes,
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    agreeing,
     auditing,
     deciding,
     epochs,
@@ -44,6 +46,7 @@ OTHERS = {
     "soundness": soundness.main,
     "proving": proving.main,
     "deciding": deciding.main,
+    "agreeing": agreeing.main,
     "auditing": auditing.main,
     "exact": exact.main,
     "separation": separation.main,

@@ -28,14 +28,14 @@ def cases(count: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, tuple[fl
     """Title, model, images, labels, radii, and what is asked of ``certify``."""
     model = wball.load_model("mnist-certified")
     x, y = (part[:count] for part in wball.load_sample("mnist"))
-    yield "`mnist-certified`, plain CROWN", model, x, y, DIGITS, {"refine": False}
+    yield "`mnist-certified`, plain CROWN", model, x, y, DIGITS, {"method": "crown"}
     yield "`mnist-certified`, `certify` as it is", model, x, y, DIGITS, {}
     torch.manual_seed(0)
     model = wball.build_model("cifar10-resnet-small").eval()
     x = scenes(1, 32)
     with torch.no_grad():
         y = model(x).argmax(1)
-    yield "`cifar10-resnet-small`, random weights, plain CROWN", model, x, y, COLOUR, {"refine": False}
+    yield "`cifar10-resnet-small`, random weights, plain CROWN", model, x, y, COLOUR, {"method": "crown"}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,9 +5,13 @@ Shares nothing with the library but the definition of the ball.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
+import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
+from torch import Tensor, nn
 
 
 def euclidean(height: int, width: int, p: float = 1.0) -> np.ndarray:
@@ -101,7 +105,31 @@ def worst_plan(
             program.constrain({**terms, z[-1]: -1.0}, 0.0, 0.0)
     program.constrain(spend, 0.0, budget)
 
-    values, low, high = z, np.full(channels * n, lo), np.full(channels * n, hi)
+    ends = np.full(channels * n, lo), np.full(channels * n, hi)
+    value, best = _worst_class(program, z, *ends, layers, y)
+    plan = np.zeros((channels, n, n))
+    for c, i, j, v in places:
+        plan[c, i, j] = best[v]
+    return value, plan
+
+
+def box_margin(layers: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray, y: int, eps: float) -> float:
+    """The same over ``|z - x| <= eps`` with pixels in ``[0, 1]``; ``x`` is flat."""
+    low, high = np.maximum(x - eps, 0.0), np.minimum(x + eps, 1.0)
+    program = _Program()
+    z = [program.add(a, b) for a, b in zip(low, high, strict=True)]
+    return _worst_class(program, z, low, high, layers, y)[0]
+
+
+def _worst_class(
+    program: _Program,
+    values: list[int],
+    low: np.ndarray,
+    high: np.ndarray,
+    layers: list[tuple[np.ndarray, np.ndarray]],
+    y: int,
+) -> tuple[float, np.ndarray]:
+    """Put the network behind variables between ``low`` and ``high``, and minimise the margin to each other class."""
     for depth, (weight, bias) in enumerate(layers):
         centre, radius = (low + high) / 2, (high - low) / 2
         middle, spread = weight @ centre + bias, np.abs(weight) @ radius + 1e-6
@@ -114,11 +142,7 @@ def worst_plan(
             out.append(v)
         if depth == len(layers) - 1:
             found = (program.minimise({out[y]: 1.0, out[k]: -1.0}) for k in range(len(out)) if k != y)
-            value, best = min(found, key=lambda pair: pair[0])
-            plan = np.zeros((channels, n, n))
-            for c, i, j, v in places:
-                plan[c, i, j] = best[v]
-            return value, plan
+            return min(found, key=lambda pair: pair[0])
         active = []
         for k, v in enumerate(out):
             h, on = program.add(0.0, max(0.0, high[k])), program.add(0, 1, binary=True)
@@ -128,3 +152,31 @@ def worst_plan(
             active.append(h)
         values, low, high = active, np.maximum(low, 0), np.maximum(high, 0)
     raise AssertionError("no layers")
+
+
+def affine_maps(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Weights and biases of a chain of linear layers."""
+    return [
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+    ]
+
+
+def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
+    """A random network of one or two hidden layers, an image of 2 x 2 or 3 x 3 pixels, its label, and a radius."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=draw))
+
+    side = number(2, 4)
+    widths = [side * side, *(number(3, 8) for _ in range(number(1, 3))), 3]
+    net = nn.Sequential(nn.Flatten())
+    for before, after in pairwise(widths):
+        layer = nn.Linear(before, after)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(after, before, generator=draw) * 1.5 * (2 / before) ** 0.5)
+            layer.bias.copy_(0.3 * torch.randn(after, generator=draw))
+        net.extend([nn.ReLU(), layer] if len(net) > 1 else [layer])
+    x = torch.rand(1, 1, side, side, generator=draw)
+    radius = float(0.02 + 0.5 * torch.rand(1, generator=draw) ** 2)
+    return net.eval(), x, net(x).argmax(1), radius

@@ -18,9 +18,9 @@ from wball.certificates import CertificateStatus, UnsupportedModule, certified_r
 WASSERSTEIN: dict[str, dict[str, Any]] = {
     "interval": {"method": "interval"},
     "dual": {"method": "dual"},
-    "plain": {"method": "crown", "refine": False},
     "crown": {"method": "crown"},
-    "optimised": {"method": "crown", "optimise": True, "steps": 2},
+    "anchored": {"method": "anchored"},
+    "optimised": {"method": "alpha-crown", "steps": 2},
 }
 
 
@@ -75,8 +75,8 @@ def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(box: tuple[float, f
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.3, box=box)
     exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
-    for refine in (False, True):
-        margin = certify(net, x, y, ball, refine=refine).margin
+    for method in ("crown", "anchored"):
+        margin = certify(net, x, y, ball, method).margin  # type: ignore[arg-type]
         assert bool((margin <= exact + 1e-7).all())
         torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
 
@@ -161,7 +161,7 @@ def conv_net(seed: int) -> nn.Sequential:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["dual", "plain", "crown", "optimised"])
+@pytest.mark.parametrize("name", ["dual", "crown", "anchored", "optimised"])
 @pytest.mark.parametrize("kind", ["conv", "residual"])
 def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
     if kind == "conv":
@@ -221,7 +221,7 @@ def test_over_a_ball_of_next_to_nothing_bounds_are_the_network(kind: str) -> Non
     net = nn.Sequential(front, nn.Flatten(), nn.Linear(front(x).flatten(1).shape[1], 5), nn.ReLU(), nn.Linear(5, 3))
     y = net.eval()(x).argmax(1)
     true = gap(net.double()(x.double()), y).detach()
-    for name in ("interval", "dual", "plain", "crown"):
+    for name in ("interval", "dual", "crown", "anchored"):
         found = certify(net, x.double(), y, wball.WassersteinBall(1e-9), **WASSERSTEIN[name]).margin
         torch.testing.assert_close(found, true, atol=1e-5, rtol=1e-5)
 
@@ -284,17 +284,26 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.05)
     margin = {name: certify(net, x, y, ball, **settings).margin for name, settings in WASSERSTEIN.items()}
-    assert bool((margin["interval"] < margin["plain"]).all())
-    assert bool((margin["dual"] <= margin["plain"] + 1e-3).all())
-    assert bool((margin["crown"] >= margin["plain"]).all())
-    assert bool((margin["optimised"] >= margin["crown"]).all())
-    same: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("crown", {"method": "anchored", "refine": False}),
-        ("optimised", {"method": "alpha-crown", "steps": 2}),
-        ("optimised", {"method": "crown", "steps": 2}),
+    assert bool((margin["interval"] < margin["crown"]).all())
+    assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
+    assert bool((margin["anchored"] >= margin["crown"]).all())
+    assert bool((margin["optimised"] >= margin["anchored"]).all())
+    assert torch.equal(certify(net, x, y, ball).margin, margin["anchored"])
+
+
+def test_flags_of_earlier_versions_still_name_a_method() -> None:
+    net, x = conv_net(3), images(1, 1, 16, 3)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    meant: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("crown", {"method": "crown", "refine": False}),
+        ("crown", {"refine": False}),
+        ("anchored", {"method": "crown", "refine": True}),
+        ("alpha-crown", {"method": "crown", "optimise": True, "steps": 2}),
     )
-    for name, settings in same:
-        torch.testing.assert_close(certify(net, x, y, ball, **settings).margin, margin[name], atol=0, rtol=0)
+    for name, settings in meant:
+        with pytest.warns(DeprecationWarning, match=f"method='{name}'"):
+            assert certify(net, x, y, ball, **settings).method == name
+    assert certify(net, x, y, ball, "crown", steps=2).method == "alpha-crown"
     with pytest.raises(ValueError, match="nothing to optimise"):
         certify(net, x, y, ball, "dual", optimise=True)
 
@@ -332,7 +341,7 @@ def test_statuses_mode_and_edges() -> None:
     result = certify(net, x, y, wball.WassersteinBall(0.0))
     assert result.certified.tolist() == [True, True, False]
     assert result.status[2] is CertificateStatus.MISCLASSIFIED
-    assert result.plans == "full" and result.method == "crown"
+    assert result.plans == "full" and result.method == "anchored"
     assert net.training
     clean = gap(net.double()(x.double()), y).detach()
     torch.testing.assert_close(result.margin, clean, atol=1e-4, rtol=0)
@@ -366,9 +375,9 @@ def test_unsupported_modules_are_named() -> None:
 def test_wrappers_are_looked_into() -> None:
     net, x = conv_net(0), images(2, 1, 16, 0)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    plain = certify(net, x, y, ball, refine=False).margin
+    plain = certify(net, x, y, ball, method="crown").margin
     for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
-        assert torch.equal(certify(wrapped, x, y, ball, refine=False).margin, plain)
+        assert torch.equal(certify(wrapped, x, y, ball, method="crown").margin, plain)
 
 
 @pytest.mark.parametrize("name", WASSERSTEIN)
@@ -397,9 +406,9 @@ def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
 
     net, x = conv_net(2), images(2, 1, 16, 2)
     y, ball, before = net((x - 0.1) / 0.3).argmax(1), wball.WassersteinBall(0.02), x.clone()
-    radius = certified_radius(Normalised(net), x, y, ball, rounds=3, refine=False)
+    radius = certified_radius(Normalised(net), x, y, ball, rounds=3, method="crown")
     assert torch.equal(x, before)
-    assert bool(certify(Normalised(net), x, y, ball.at(radius), refine=False).certified.all())
+    assert bool(certify(Normalised(net), x, y, ball.at(radius), method="crown").certified.all())
     assert bool((radius > 0).all())
 
 
@@ -423,12 +432,12 @@ def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
 def test_precision_of_images_and_model_may_differ() -> None:
     net, x = conv_net(1), images(2, 1, 16, 1)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    plain = certify(net, x, y, ball, refine=False).margin
+    plain = certify(net, x, y, ball, method="crown").margin
     for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
-        margin = certify(net.to(model_in), x.to(images_in), y, ball, refine=False).margin
+        margin = certify(net.to(model_in), x.to(images_in), y, ball, method="crown").margin
         torch.testing.assert_close(margin, plain, atol=1e-6, rtol=0)
     for half in (torch.float16, torch.bfloat16):
-        margin = certify(net.float(), x.to(half), y, ball, refine=False).margin
+        margin = certify(net.float(), x.to(half), y, ball, method="crown").margin
         torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)
 
 
@@ -436,11 +445,11 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     net, x = conv_net(5), images(4, 1, 16, 5)
     y = net(x).argmax(1)
     y[3] = (y[3] + 1) % 4
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, refine=False)
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, method="crown")
     assert float(radius[3]) == 0.0
     assert bool((radius[:3] > 0).all())
-    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), refine=False).certified.all())
-    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), refine=False).certified.any())
+    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), method="crown").certified.all())
+    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), method="crown").certified.any())
 
 
 class Wide(nn.Module):

@@ -21,6 +21,7 @@ from certificates.exact import euclidean, worst_plan
 from certificates.test_certify import chain, dense_net, images
 from wball.certificates import certified_radius, certify, collector, relaxation
 from wball.certificates.anchor import ConvAnchor, image_convolution
+from wball.certificates.certificate import Method
 from wball.certificates.tracing import trace
 
 LONG = bool(os.environ.get("WBALL_LONG"))
@@ -95,21 +96,21 @@ def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
     net = wball.load_model(name)
     x, y = wball.load_sample("mnist")
     x, y = x[: IMAGES // 4], y[: IMAGES // 4]
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.005), rounds=4, refine=False)
+    radius = certified_radius(net, x, y, wball.WassersteinBall(0.005), rounds=4, method="crown")
     assert float(radius.median()) > 0
     held = radius > 0
     assert not bool(attacked(net, x[held], y[held], wball.WassersteinBall(radius[held])).any())
 
 
-@pytest.mark.parametrize("refine", [False, True])
-def test_anchors_that_do_not_fit_only_loosen_the_bound(refine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["crown", "anchored"])
+def test_anchors_that_do_not_fit_only_loosen_the_bound(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     net = trained(small_net(0), 0.02)
     x, y = digits(6)
     ball = wball.WassersteinBall(0.05)
-    whole = certify(net, x, y, ball, refine=refine).margin
+    whole = certify(net, x, y, ball, method=method).margin
     monkeypatch.setattr(collector, "LIMIT", 200)  # room for a few units an image
-    some = certify(net, x, y, ball, refine=refine)
-    if not refine:
+    some = certify(net, x, y, ball, method=method)
+    if method == "crown":
         assert torch.equal(some.margin, whole)
     assert bool((some.margin <= whole + 1e-9).all()) and bool(torch.isfinite(some.margin).all())
     assert not bool((some.certified & attacked(net, x, y, ball)).any())
@@ -165,8 +166,8 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
         _, plan = worst_plan(layers, flat, int(y), cost, budget)
         z = exactly_feasible(plan, flat, cost, budget)
         truth = exact_gap(layers, [v for channel in z for v in channel], int(y))
-        for optimise in (False, True):
-            bound = certify(net, x, y, ball, optimise=optimise, steps=5).margin
+        for method in ("anchored", "alpha-crown"):
+            bound = certify(net, x, y, ball, method, steps=5 if method == "alpha-crown" else None).margin  # type: ignore[arg-type]
             assert Fraction(float(bound)) <= truth, (seed, float(bound), float(truth))
             closest = min(closest, float(truth) - float(bound))
     assert closest < 1e-6  # and the test is sharp: somewhere the bound is the minimum

@@ -200,7 +200,7 @@ def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         shares = [float(right(shop, "mnist-certified", count).double().mean())]
         for eps in certificates.CASES[0].quick_radii:
             ball = wball.WassersteinBall(eps)
-            proof = wball.certify(subject.model, x[:count], y[:count], ball, method, refine=False)
+            proof = wball.certify(subject.model, x[:count], y[:count], ball, method)
             shares.append(float(proof.certified.double().mean()))
         assert [p["accuracy"] for p in rows[method]["curve"]] == shares and rows[method]["images"] == count
     attack = part["rows"][-1]

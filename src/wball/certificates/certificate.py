@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -25,6 +26,9 @@ from wball.model import ask, check_classes, evaluating
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
 METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
 
+FINE = 128
+"""Radii are found to a part in so many."""
+
 WIDE = 4.0
 """Length in pixels below which moves are told apart where an image is still open; more hardly tightens a bound."""
 
@@ -36,8 +40,8 @@ class CertificateStatus(Enum):
     FALSIFIED = "an image of the ball gets another label: see counterexample"
     MISCLASSIFIED = "the model misclassifies the clean image: there is nothing to certify"
     UNKNOWN = (
-        "the bound is not above 0: the ball may be safe or not; try optimise=True, more steps, method='complete' with "
-        "a larger time_limit, a smaller eps"
+        "the bound is not above 0: the ball may be safe or not; try method='alpha-crown' with more steps, "
+        "method='complete' with a larger time_limit, a smaller eps"
     )
 
     def __str__(self) -> str:
@@ -85,10 +89,10 @@ def certify(
     x: Tensor,
     y: Tensor,
     ball: Ball,
-    method: Method = "crown",
+    method: Method = "anchored",
     plans: Plans = "full",
     *,
-    refine: bool = True,
+    refine: bool | None = None,
     optimise: bool | None = None,
     steps: int | None = None,
     reg: float = 1000.0,
@@ -103,12 +107,11 @@ def certify(
 
     - ``interval``: the ball is first turned into one interval per pixel, which is what makes certificates vacuous here;
     - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate Sinkhorn with ``reg``;
-    - ``crown``: linear relaxation with adaptive slopes over the ball itself. Images that it leaves open are tried again
-      with bounds that are exact at the image and grow only with the mass that moves (:mod:`wball.certificates.anchor`),
-      layer after layer; ``refine=False`` stops before that, at plain CROWN. With ``optimise=True``, or a number of
-      ``steps``, images that are still open get optimised slopes and box prices on top;
-    - ``anchored`` and ``alpha-crown``: other names of ``crown`` and of ``crown`` with ``optimise=True``;
-    - ``complete``: what ``crown`` leaves open is decided by branch and bound, with attacks along the way
+    - ``crown``: linear relaxation with adaptive slopes over the ball itself;
+    - ``anchored``: images that ``crown`` leaves open are tried again with bounds that are exact at the image and grow
+      only with the mass that moves (:mod:`wball.certificates.anchor`), layer after layer;
+    - ``alpha-crown``: images that are still open get slopes and box prices optimised in ``steps``;
+    - ``complete``: what ``anchored`` leaves open is decided by branch and bound, with attacks along the way
       (:mod:`wball.certificates.complete`): certified, falsified with a ``counterexample``, or unknown when
       ``time_limit`` is up. With ``full`` plans an image is falsified only by a point of the ball itself, inside its
       window.
@@ -123,18 +126,17 @@ def certify(
         y: labels ``(B,)``.
         ball: the threat model.
         plans: ``full`` plans, or only those inside the ball's window.
-        refine: ``False`` gives plain CROWN.
-        optimise: whether to optimise slopes and box prices (``None``: if ``steps`` are given).
-        steps: of the optimisation, 30 unless given.
+        refine, optimise: deprecated, see ``method``: ``refine=False`` is ``crown``, ``optimise=True`` ``alpha-crown``.
+        steps: of ``alpha-crown``, 30 unless given.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
         time_limit: for ``complete``, seconds for each image that is left open, on average of those searched together.
     """
     x, y = _check(x, y, ball, method, plans)
     _check_effort(steps, reg, batch_size, time_limit)
-    effort = _effort(method, refine, optimise, steps)
+    method = _named(method, refine, optimise, steps)
     graph = trace(model, x, ball)
-    return _certify(model, graph, x, y, ball, method, effort, plans, steps, reg, batch_size, time_limit)
+    return _certify(model, graph, x, y, ball, method, plans, steps, reg, batch_size, time_limit)
 
 
 def _certify(
@@ -144,25 +146,24 @@ def _certify(
     y: Tensor,
     ball: Ball,
     method: Method,
-    effort: Method,
     plans: Plans,
     steps: int | None,
     reg: float,
     batch_size: int | None,
     time_limit: float,
+    first: FirstLayer | None = None,
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a model that was traced before."""
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method)
     step = batch_size or _images_at_once(x)
-    one = ball.take(torch.zeros(1, dtype=torch.long, device=x.device)).input_set(x[:1], plans)
-    first = FirstLayer(graph, one)
+    first = first or _first_layer(graph, x, ball, plans)
     parts, at_centre = [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
-        parts.append(part.margin(effort, 30 if steps is None else steps, reg))
+        parts.append(part.margin(method, 30 if steps is None else steps, reg))
         at_centre.append(clean)
     margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
     certified = (margin > 0) & correct
@@ -170,8 +171,14 @@ def _certify(
         CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    found = CertificateResult(certified, margin, status, plans, method, one.kernel)
+    found = CertificateResult(certified, margin, status, plans, method, first.kernel)
     return found if method != "complete" else _decide(model, graph, x, y, ball, found, time_limit)
+
+
+def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLayer:
+    """What serves every image and radius of a geometry, made from one image."""
+    one = ball.take(torch.zeros(1, dtype=torch.long, device=x.device))
+    return FirstLayer(graph, one.input_set(x[:1], plans))
 
 
 def _decide(
@@ -206,11 +213,11 @@ def certified_radius(
     x: Tensor,
     y: Tensor,
     ball: Ball,
-    method: Method = "crown",
+    method: Method = "anchored",
     plans: Plans = "full",
     *,
     rounds: int = 9,
-    refine: bool = True,
+    refine: bool | None = None,
     optimise: bool | None = None,
     steps: int | None = None,
     reg: float = 1000.0,
@@ -219,12 +226,13 @@ def certified_radius(
 ) -> Tensor:
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
-    Doubling, then bisection, all images together. ``ball`` gives the geometry, and its ``eps`` the first guess. Every
-    returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
-    The other arguments are those of :func:`certify`.
+    Doubling, then false position, all images together. ``ball`` gives the geometry, and its ``eps`` the first guess.
+    Every returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
+    An image is done when its radius is known to a part in :data:`FINE`. The other arguments are those of
+    :func:`certify`.
 
     Args:
-        rounds: certificates tried per image; after the radius is bracketed each halves the bracket.
+        rounds: at most so many certificates are tried per image.
     """
     x, y = _check(x, y, ball, method, plans)
     inputs.check_count("rounds", rounds)
@@ -232,20 +240,36 @@ def certified_radius(
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
     low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
-    hopeful = _clean_margin(model, x, y) > 0 if x.shape[0] else low > 0
-    graph, effort = trace(model, x, ball.at(trial)), _effort(method, refine, optimise, steps)
-    for _ in range(rounds):
-        index = hopeful.nonzero()[:, 0]
+    above = _clean_margin(model, x, y) if x.shape[0] else low.clone()  # the margin at ``low``, and at ``high``
+    below, hopeful = torch.zeros_like(trial), above > 0
+    graph, method = trace(model, x, ball.at(trial)), _named(method, refine, optimise, steps)
+    first: FirstLayer | None = None
+    for turn in range(rounds):
+        index = (hopeful & (high.isinf() | (high - low > high / FINE))).nonzero()[:, 0]
         if index.numel() == 0:
             break
+        first = first or _first_layer(graph, x[index], ball.at(trial[index]), plans)
         at = ball.at(trial[index])
         result = _certify(
-            model, graph, x[index], y[index], at, method, effort, plans, steps, reg, batch_size, time_limit
+            model, graph, x[index], y[index], at, method, plans, steps, reg, batch_size, time_limit, first
         )
-        found = result.certified
-        low[index[found]], high[index[~found]] = trial[index[found]], trial[index[~found]]
-        trial = torch.where(high.isinf(), 2 * low, 0.5 * (low + high))
+        yes, no = index[result.certified], index[~result.certified]
+        low[yes], above[yes] = trial[yes], result.margin[result.certified]
+        high[no], below[no] = trial[no], result.margin[~result.certified]
+        trial = _next_radius(low, high, above, below, turn)
     return low
+
+
+def _next_radius(low: Tensor, high: Tensor, above: Tensor, below: Tensor, turn: int) -> Tensor:
+    """Where the margins at both ends say that it vanishes, kept off the ends so that either answer shrinks the bracket.
+
+    Every third turn halves: margins are far from linear over wide brackets.
+    """
+    step = (high - low) * (above / (above - below))
+    middle = 0.5 * (high - low)
+    step = torch.where(torch.isfinite(step) & (turn % 3 < 2), step, middle)
+    least = torch.minimum(0.5 * high / FINE, middle)
+    return torch.where(high.isinf(), 2 * low, low + torch.minimum(torch.maximum(step, least), 2 * middle - least))
 
 
 def _check_effort(steps: int | None, reg: float, batch_size: int | None, time_limit: float) -> None:
@@ -256,17 +280,22 @@ def _check_effort(steps: int | None, reg: float, batch_size: int | None, time_li
         inputs.check_count("batch_size", batch_size)
 
 
-def _effort(method: Method, refine: bool, optimise: bool | None, steps: int | None) -> Method:
-    """The method whose bounds are asked for, under the name that says all: ``crown`` is plain from here on."""
-    if method in ("interval", "dual"):
+def _named(method: Method, refine: bool | None, optimise: bool | None, steps: int | None) -> Method:
+    """The method that is meant, where it was said in the old way, by flags next to ``crown``."""
+    if refine is None and optimise is None and (steps is None or method == "alpha-crown"):
+        return method
+    if method in ("interval", "dual", "complete"):
         if optimise:
             raise ValueError(f'optimise needs method="crown", got {method!r}, which has nothing to optimise')
         return method
-    if method == "complete":
-        return method
     if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
-        return "alpha-crown"
-    return "anchored" if refine or method != "crown" else "crown"
+        meant: Method = "alpha-crown"
+    else:
+        meant = "crown" if refine is False else "anchored"
+    if refine is not None or optimise is not None:
+        said = "refine and optimise are deprecated: the methods crown, anchored and alpha-crown have names"
+        warnings.warn(f"{said}; use method={meant!r}", DeprecationWarning, stacklevel=3)
+    return meant
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class FirstLayer:
         self.layers: dict[int, ImageConvolution] = {}
         self._kernels: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
         self.plans = isinstance(source, TransportSet)  # whether there is moved mass to charge
+        self.kernel = source.kernel
         if not isinstance(source, TransportSet) or source.power is None:
             return
         for position in graph.relaxed():

@@ -168,20 +168,30 @@ def transposed(a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tup
 
 
 FOLDED = 2**27
-"""Numbers that a transposed convolution by folding may hold at a time."""
+"""Numbers that a transposed convolution by products may hold at a time."""
 
 
 def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
-    """The transposed convolution without padding as a product and a sum over windows.
+    """The transposed convolution without padding as one product.
 
-    For GPUs and float64, where the product runs at full speed and the library's convolutions do not.
+    Outputs whose position leaves the same remainder by the stride see the same part of the kernel: they are an ordinary
+    convolution of ``a`` with it, and all remainders together one product of its windows. For GPUs and float64, where
+    products run at full speed and the library's convolutions do not.
     """
-    sides = (
-        (a.shape[2] - 1) * stride[0] + weight.shape[2],
-        (a.shape[3] - 1) * stride[1] + weight.shape[3],
-    )
-    kernel = (weight.shape[2], weight.shape[3])
-    matrix = weight.flatten(1).T  # (out * h * w, in)
-    step = max(1, FOLDED // (matrix.shape[0] * a.shape[2] * a.shape[3]))
-    parts = [F.fold(matrix @ part.flatten(2), sides, kernel, stride=stride) for part in a.split(step)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    channels, height, width = a.shape[1:]
+    down, across = stride
+    spans = [-(-weight.shape[2] // down), -(-weight.shape[3] // across)]  # windows of ``a`` that an output sees
+    full = F.pad(weight, (0, spans[1] * across - weight.shape[3], 0, spans[0] * down - weight.shape[2]))
+    parts = full.reshape(channels, -1, spans[0], down, spans[1], across).flip(2, 4)
+    matrix = parts.permute(0, 2, 4, 1, 3, 5).reshape(channels * spans[0] * spans[1], -1)  # (in, i, j), (out, r, c)
+    rows, columns = height + spans[0] - 1, width + spans[1] - 1
+    sides = ((height - 1) * down + weight.shape[2], (width - 1) * across + weight.shape[3])
+    step = max(1, FOLDED // (rows * columns * (matrix.shape[0] + 2 * matrix.shape[1])))
+    found = []
+    for some in a.split(step):
+        padded = F.pad(some, (spans[1] - 1, spans[1] - 1, spans[0] - 1, spans[0] - 1))
+        windows = padded.unfold(2, spans[0], 1).unfold(3, spans[1], 1).permute(0, 2, 3, 1, 4, 5)
+        out = windows.reshape(-1, matrix.shape[0]) @ matrix
+        out = out.reshape(some.shape[0], rows, columns, -1, down, across).permute(0, 3, 1, 4, 2, 5)
+        found.append(out.reshape(some.shape[0], -1, rows * down, columns * across)[..., : sides[0], : sides[1]])
+    return torch.cat(found) if len(found) > 1 else found[0]

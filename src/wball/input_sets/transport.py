@@ -20,6 +20,7 @@ within the tier's longest. This only ever enlarges the bound.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -83,7 +84,9 @@ class TransportSet(InputSet):
         else:
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
-        self.distances = sorted({d for *_, d in self.moves})
+        self.listed = [m for m in self.moves if m[:2] != (0, 0)]  # in the order of all lists of gains and charges
+        prices = [d for *_, d in self.listed]
+        self.rings = {d: slice(prices.index(d), prices.index(d) + prices.count(d)) for d in sorted(set(prices))}
         self._active = self._list_active()
         self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
         self.compiled = self.kernel != "torch"
@@ -147,6 +150,18 @@ class TransportSet(InputSet):
             return flat.gather(2, self._active[0][rows.image])
         return flat
 
+    def _moved(self, rows: Rows, padded: Tensor) -> Tensor:
+        """What every source finds at the end of each listed move, ``(N, C, K, S)``."""
+        width = padded.shape[3]
+        inner = (padded.shape[2] - 2 * self.radius, width - 2 * self.radius)
+        place = self._active[0][rows.image] if rows.corner is None and self._active is not None else None
+        if place is None:
+            place = torch.arange(inner[0] * inner[1], device=padded.device).view(1, 1, -1)
+        centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
+        shift = _constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
+        index = (centre[:, :, None] + shift[:, None]).expand(*padded.shape[:2], -1, -1)
+        return padded.flatten(2).gather(2, index.flatten(2)).reshape(index.shape)
+
     def _mass(self, rows: Rows) -> Tensor:
         dtype = rows.coeff.dtype
         if rows.corner is None:
@@ -185,20 +200,11 @@ class TransportSet(InputSet):
             return Field(mass, value, worth, torch.where(free, self.matrix.T, 0.0).to(dtype))
         padded = self._targets(rows, box)
         stay = self._sources(rows, self._slice(padded, 0, 0))
-        rings: dict[float, Tensor] = {}
-        listed = [m for m in self.moves if m[:2] != (0, 0)]
-        for k, (r, c, d) in enumerate(listed):
-            worth = self._slice(padded, r, c)
-            if charges is not None:
-                worth = self._sources(rows, worth) + charges.moves[:, :, k]
-            if d not in rings:
-                rings[d] = worth
-            elif reg == math.inf:
-                rings[d] = torch.maximum(rings[d], worth)
-            else:
-                rings[d] = torch.logaddexp(reg * rings[d], reg * worth) / reg
-        levels = [ring if charges is not None else self._sources(rows, ring) for ring in rings.values()]
-        costs = list(rings)
+        worth = self._moved(rows, padded)
+        if charges is not None:
+            worth = worth + charges.moves
+        costs = list(self.rings)
+        levels = [_merged(worth[:, :, ring], reg) for ring in self.rings.values()]
         far, elsewhere, away = None, None, None
         if self.far is not None:
             ends = self._slice(padded, 0, 0)
@@ -218,8 +224,8 @@ class TransportSet(InputSet):
             if rows.corner is not None:
                 elsewhere, prices = self._elsewhere(rows)
                 far = ends.flatten(2).amax(2).clamp(min=0)
-                away = torch.tensor(prices, dtype=dtype, device=stay.device)
-        cost = torch.tensor(costs, dtype=dtype, device=stay.device).view(-1, 1)
+                away = _constant(prices, dtype, stay.device)
+        cost = _constant(tuple(costs), dtype, stay.device).view(-1, 1)
         options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
         return Field(mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away)
 
@@ -329,11 +335,8 @@ class TransportSet(InputSet):
             return moves.clamp(min=0), torch.zeros_like(value), torch.zeros_like(rows.coeff)
         padded = self._targets(rows, None)
         stay = self._slice(padded, 0, 0)
-        listed = [m for m in self.moves if m[:2] != (0, 0)]
         source = self._sources(rows, stay)
-        moves = source[:, :, None].repeat(1, 1, len(listed), 1)
-        for k, (r, c, _) in enumerate(listed):
-            moves[:, :, k] = self._sources(rows, self._slice(padded, r, c)) - source
+        moves = self._moved(rows, padded) - source[:, :, None]
         out, into = -source, stay
         if charges is not None:
             moves, out, into = moves + charges.moves, out + charges.out, into + charges.into
@@ -393,12 +396,8 @@ class TransportSet(InputSet):
             costs = self.matrix.T
         else:
             padded = self._targets(rows, None)
-            listed = [m for m in self.moves if m[:2] != (0, 0)]
-            value = self._sources(rows, self._slice(padded, 0, 0))
-            moves = value[:, :, None].repeat(1, 1, len(listed), 1)
-            for k, (r, c, _) in enumerate(listed):
-                moves[:, :, k] = self._sources(rows, self._slice(padded, r, c))
-            costs = torch.tensor([d for *_, d in listed], dtype=torch.float64, device=padded.device)[:, None]
+            value, moves = self._sources(rows, self._slice(padded, 0, 0)), self._moved(rows, padded)
+            costs = torch.tensor([d for *_, d in self.listed], dtype=torch.float64, device=padded.device)[:, None]
         if charges is not None:
             moves = moves + charges.moves
         return torch.cat([value[:, :, None], moves], 2), torch.cat([costs.new_zeros(1, costs.shape[1]), costs])
@@ -410,8 +409,7 @@ class TransportSet(InputSet):
             every = torch.arange(height * width, device=place.device).view(1, 1, -1).expand(*place.shape, -1)
             target = torch.where(torch.isfinite(self.matrix)[None], every, -1)
         else:
-            listed = [m for m in self.moves if m[:2] != (0, 0)]
-            shift = torch.tensor([m[:2] for m in listed], dtype=torch.long, device=place.device).reshape(-1, 2)
+            shift = torch.tensor([m[:2] for m in self.listed], dtype=torch.long, device=place.device).reshape(-1, 2)
             row, column = place[..., None] // width + shift[:, 0], place[..., None] % width + shift[:, 1]
             keep = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             target = torch.where(keep, row * width + column, -1)
@@ -475,7 +473,7 @@ class TransportSet(InputSet):
         if self.matrix is not None:
             costs = self.matrix[torch.isfinite(self.matrix) & (self.matrix > 0)]
             return float(costs.min()) if costs.numel() else 1.0
-        return min([d for d in (*self.distances, self.far or 0.0) if d > 0], default=1.0)
+        return min([d for d in (*self.rings, self.far or 0.0) if d > 0], default=1.0)
 
     def box_prices(self, rows: Rows) -> Tensor | None:
         if self.box is None:
@@ -494,7 +492,18 @@ class TransportSet(InputSet):
             return 4 * rows.coeff.shape[1] * self.matrix.numel()
         if charged:
             return 2 * sources + (2 * len(self.moves) + 6) * max(listed, sources // 2)
-        return 2 * sources + (len(self.distances) + len(self.tiers) + 4) * listed
+        return 2 * sources + (len(self.moves) + len(self.tiers) + 4) * listed
+
+
+@lru_cache(maxsize=256)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; a copy to a GPU makes the host wait."""
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _merged(worth: Tensor, reg: float) -> Tensor:
+    """The best of moves of equal cost, ``(N, C, k, S) -> (N, C, S)``: by their maximum, or softly for ``reg``."""
+    return worth.amax(2) if reg == math.inf else (reg * worth).logsumexp(2) / reg
 
 
 def _tiers(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:

@@ -151,7 +151,7 @@ def certified(
 
             def proved(eps: float = eps, index: Tensor = index) -> dict[str, Tensor]:
                 ball, parts = WassersteinBall(eps), index.to(x.device).split(PROOFS_AT_ONCE)
-                proofs = [certify(subject.model, x[part], y[part], ball, method, refine=False) for part in parts]
+                proofs = [certify(subject.model, x[part], y[part], ball, method) for part in parts]
                 holds = torch.cat([p.certified for p in proofs]) if proofs else torch.zeros(0, dtype=torch.bool)
                 return {"index": index, "certified": holds}
 

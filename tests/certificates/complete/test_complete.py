@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from certificates.exact import euclidean, exact_margin
+from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
 from wball.certificates import CertificateStatus, certify
 from wball.certificates.complete import program
 from wball.certificates.complete.nodes import Nodes
@@ -21,33 +20,9 @@ from wball.certificates.complete.nodes import Nodes
 NETWORKS = 1500 if os.environ.get("WBALL_LONG") else 24
 
 
-def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
-    """A random network of one or two hidden layers, an image of 2 x 2 or 3 x 3 pixels, its label, and a radius."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=draw))
-
-    side = number(2, 4)
-    widths = [side * side, *(number(3, 8) for _ in range(number(1, 3))), 3]
-    net = nn.Sequential(nn.Flatten())
-    for before, after in pairwise(widths):
-        layer = nn.Linear(before, after)
-        with torch.no_grad():
-            layer.weight.copy_(torch.randn(after, before, generator=draw) * 1.5 * (2 / before) ** 0.5)
-            layer.bias.copy_(0.3 * torch.randn(after, generator=draw))
-        net.extend([nn.ReLU(), layer] if len(net) > 1 else [layer])
-    x = torch.rand(1, 1, side, side, generator=draw)
-    radius = float(0.02 + 0.5 * torch.rand(1, generator=draw) ** 2)
-    return net.eval(), x, net(x).argmax(1), radius
-
-
 def true_margin(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> float:
-    layers = [
-        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
-    ]
     pixels = x[0].double().reshape(1, -1).numpy()
-    return exact_margin(layers, pixels, int(y), euclidean(*x.shape[2:]), float(ball.budget(x)))
+    return exact_margin(affine_maps(net), pixels, int(y), euclidean(*x.shape[2:]), float(ball.budget(x)))
 
 
 def agree(found: wball.CertificateResult, net: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, truth: float) -> str:
@@ -176,3 +151,13 @@ def test_parts_of_a_tree_cover_the_ball(programs: bool, monkeypatch: pytest.Monk
             assert all(float(s.min()) >= 0 and float(s.max()) <= 1 for s in leaf.slopes.values())
             assert len(leaf.prices) == len(leaf.splits) and all(price >= 0 for price in leaf.prices)
     assert largest >= (2 if programs else 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_answers_over_boxes_agree_with_mixed_integer_programs() -> None:
+    for seed in range(6):
+        net, x, y, eps = tiny(seed)
+        ball = wball.LinfBall(eps / 4)
+        truth = box_margin(affine_maps(net), x.flatten().double().numpy(), int(y), eps / 4)
+        name = agree(certify(net, x, y, ball, "complete", time_limit=20.0), net, x, y, ball, truth)
+        assert name != "UNKNOWN" or abs(truth) < 1e-4, f"seed {seed}: margin {truth}"
