@@ -226,7 +226,7 @@ def certified_radius(
 ) -> Tensor:
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
-    Doubling, then false position, all images together. ``ball`` gives the geometry, and its ``eps`` the first guess.
+    A search for the root of the margin, all images together. ``ball`` gives the geometry, its ``eps`` the first guess.
     Every returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
     An image is done when its radius is known to a part in :data:`FINE`. The other arguments are those of
     :func:`certify`.
@@ -239,37 +239,59 @@ def certified_radius(
     _check_effort(steps, reg, batch_size, time_limit)
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
-    low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
-    above = _clean_margin(model, x, y) if x.shape[0] else low.clone()  # the margin at ``low``, and at ``high``
-    below, hopeful = torch.zeros_like(trial), above > 0
+    clean = _clean_margin(model, x, y) if x.shape[0] else trial
+    found = _Bracket(clean, torch.zeros_like(trial), torch.full_like(trial, math.inf), clean.clone(), clean.clone())
     graph, method = trace(model, x, ball.at(trial)), _named(method, refine, optimise, steps)
     first: FirstLayer | None = None
-    for turn in range(rounds):
-        index = (hopeful & (high.isinf() | (high - low > high / FINE))).nonzero()[:, 0]
+    for _ in range(rounds):
+        index = found.open().nonzero()[:, 0]
         if index.numel() == 0:
             break
-        first = first or _first_layer(graph, x[index], ball.at(trial[index]), plans)
         at = ball.at(trial[index])
+        first = first or _first_layer(graph, x[index], at, plans)
         result = _certify(
             model, graph, x[index], y[index], at, method, plans, steps, reg, batch_size, time_limit, first
         )
-        yes, no = index[result.certified], index[~result.certified]
-        low[yes], above[yes] = trial[yes], result.margin[result.certified]
-        high[no], below[no] = trial[no], result.margin[~result.certified]
-        trial = _next_radius(low, high, above, below, turn)
-    return low
+        found.note(index, trial[index], result)
+        trial = found.next()
+    return found.low
 
 
-def _next_radius(low: Tensor, high: Tensor, above: Tensor, below: Tensor, turn: int) -> Tensor:
-    """Where the margins at both ends say that it vanishes, kept off the ends so that either answer shrinks the bracket.
+class _Bracket:
+    """The largest radius certified so far, the smallest that was not, and the margins at both.
 
-    Every third turn halves: margins are far from linear over wide brackets.
+    What a ball takes off the clean margin grows about like a power of its radius, which both ends tell; next to one end
+    alone it is taken for 1.2.
     """
-    step = (high - low) * (above / (above - below))
-    middle = 0.5 * (high - low)
-    step = torch.where(torch.isfinite(step) & (turn % 3 < 2), step, middle)
-    least = torch.minimum(0.5 * high / FINE, middle)
-    return torch.where(high.isinf(), 2 * low, low + torch.minimum(torch.maximum(step, least), 2 * middle - least))
+
+    def __init__(self, clean: Tensor, low: Tensor, high: Tensor, above: Tensor, below: Tensor) -> None:
+        self.clean, self.low, self.high, self.above, self.below = clean, low, high, above, below
+        self.run = torch.zeros_like(low)  # how often in a row the answer was yes (above 0) or no (below)
+
+    def open(self) -> Tensor:
+        return (self.clean > 0) & (self.high.isinf() | (self.high - self.low > self.high / FINE))
+
+    def note(self, index: Tensor, trial: Tensor, result: CertificateResult) -> None:
+        yes, no = index[result.certified], index[~result.certified]
+        self.low[yes], self.above[yes] = trial[result.certified], result.margin[result.certified]
+        self.high[no], self.below[no] = trial[~result.certified], result.margin[~result.certified]
+        self.run[yes] = self.run[yes].clamp(min=0) + 1
+        self.run[no] = self.run[no].clamp(max=0) - 1
+
+    def next(self) -> Tensor:
+        """Where the margin should vanish, a little beyond: so that the next answer is the other one, and close."""
+        low, high, clean = self.low, self.high, self.clean
+        bounded, certified = high.isfinite(), low > 0
+        taken, lost = (clean - self.above).clamp(min=1e-9), (clean - self.below).clamp(min=1e-9)
+        power = (lost / taken).log() / (high / low).log()
+        power = torch.where(bounded & certified & power.isfinite(), power.clamp(0.3, 6.0), 1.2)
+        root = torch.where(certified, low * (clean / taken) ** (1 / power), high * (clean / lost) ** (1 / power))
+        beyond = torch.where(bounded & certified, 0.4 / FINE * 4 ** (self.run.abs() - 1), 0.03 * 2 ** self.run.abs())
+        root = root * torch.where(self.run > 0, 1 + beyond, 1 / (1 + beyond))
+        root = torch.where(root.isfinite(), root, 0.5 * (low + high))
+        least = torch.minimum(0.5 * high / FINE, 0.5 * (high - low))
+        inside = torch.minimum(torch.maximum(root, low + least), high - least)
+        return torch.where(bounded, inside, torch.minimum(torch.maximum(root, 1.02 * low), 4 * low))
 
 
 def _check_effort(steps: int | None, reg: float, batch_size: int | None, time_limit: float) -> None:
@@ -334,9 +356,9 @@ def _free(device: torch.device) -> int:
 
 
 def _images_at_once(x: Tensor) -> int:
-    """Images bounded together: few on a CPU; on a GPU as many as leave a megabyte per pixel for their anchors."""
+    """Images bounded together: few on a CPU; on a GPU as many as leave half a megabyte per pixel for their anchors."""
     if x.is_cuda:
-        return min(256, max(2, _free(x.device) // (2**20 * x[0].numel())))
+        return min(512, max(2, _free(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
 
 
