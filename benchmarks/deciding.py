@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--radii", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds an image")
+    parser.add_argument("--batch", type=int, default=64, help="images searched together on a GPU")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds after which no batch is begun")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_mnist.json")
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = environment(given.device, given.data, given.out)
     settings = {"time_limit": given.time_limit, "data": "mnist test" if given.data else "bundled digits"}
     images = resumed(given.out, settings)
-    step = 1 if given.device == "cpu" else 256
+    step = 1 if given.device == "cpu" else given.batch
     for name in given.models:
         model = wball.load_model(name, root=given.weights) if given.weights else wball.load_model(name)
         model = model.to(given.device).eval()
