@@ -1,0 +1,34 @@
+"""Benchmarks of complete verification: rows that add up, and runs that resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agreeing, deciding
+
+
+def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "complete.json"
+    common = ["--radii", "0.01", "--time-limit", "5", "--device", "cpu", "--out", str(out)]
+    deciding.main(["--images", "2", *common])
+    first = json.loads(out.read_text())
+    deciding.main(["--images", "3", *common])
+    second = json.loads(out.read_text())
+    assert second["images"][0]["status"][:2] == first["images"][0]["status"]
+    assert second["images"][0]["seconds"][:2] == first["images"][0]["seconds"]  # not searched again
+    (row,) = second["rows"]
+    assert row["images"] == 3 and row["clean"] == pytest.approx(row["broken"] + row["proved"] + row["undecided"])
+    with pytest.raises(SystemExit, match="other settings"):
+        deciding.main(["--images", "3", *common, "--time-limit", "6"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_answers_are_counted_against_the_referee(tmp_path: Path) -> None:
+    out = tmp_path / "agreement.json"
+    agreeing.main(["--networks", "3", "--boxes", "0", "--out", str(out)])
+    agreeing.main(["--networks", "4", "--boxes", "0", "--out", str(out)])
+    found = json.loads(out.read_text())["transport"]
+    assert found["networks"] == 4 and sum(found["answers"].values()) == 4 and found["contradictions"] == 0
