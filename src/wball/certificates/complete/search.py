@@ -156,6 +156,7 @@ class Search:
         self.positive = torch.where(margins > 0, margins, math.inf).amin(1)  # over classes that are proved
         self.image, self.other, self.value = left[image], other, margins[image, other]
         self.closed = Closed(self.graph.relaxed())
+        self.worst = torch.full_like(self.value, math.inf)  # margin of the worst point tried as an example, by problem
         self._settle(left)
         if image.numel() == 0:
             return
@@ -301,9 +302,13 @@ class Search:
         order = order[problem[order].argsort(stable=True)]
         first = torch.ones_like(order, dtype=torch.bool)
         first[1:] = problem[order][1:] != problem[order][:-1]
-        chosen = order[first & (margin[order] < NEAR * margin.abs().amax().clamp(max=1.0))]
+        # A projection is dear, and points of nearby nodes are alike: the next one must be worse by a tenth.
+        worst = self.worst[problems.index[problem[order]]]
+        enough = torch.where(worst.isfinite(), worst - 0.1 * worst.abs(), NEAR * margin.abs().amax().clamp(max=1.0))
+        chosen = order[first & (margin[order] < enough)]
         if chosen.numel() == 0:
             return
+        self.worst[problems.index[problem[chosen]]] = margin[chosen]
         image = self.image[problems.index[problem[chosen]]]
         points = self.ball.take(image).project(self.x[image], z[chosen].to(self.x.dtype)).point
         self._consider(image, points.to(self.x.dtype))
