@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -66,6 +67,18 @@ def test_kernels_agree(name: str, kind: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     again = worth_of(made.field(), psi) + psi * made.budget
     torch.testing.assert_close(found, again, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton", "torch"])
+def test_charges_that_are_not_numbers_bound_nothing(name: str) -> None:
+    """Networks that overflow charge 0 times infinity; a kernel that leaves such a move out would be unsound."""
+    if name == "cpu" and DEVICE != "cpu":
+        pytest.skip("compiled loops run on a CPU")
+    source, rows, box, charges = problem("charged", 0)
+    assert charges is not None
+    charges.moves[1, 0, 3] = math.nan
+    found, _ = row_maximum(source._problem(rows, box, charges), 4, name)
+    assert torch.isnan(found).tolist() == [False, True, False, False, False]
 
 
 def test_the_operation_is_in_the_register() -> None:

@@ -80,19 +80,20 @@ def _fields(  # type: ignore[no-untyped-def]
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
     best, paid = np.empty(BLOCK), np.empty(BLOCK)
     for n in range(start, stop):
-        count = 0
+        count, whole = 0, True
         for c in range(channels):
             for s in range(sources):
                 if mass[n, c, s] > 0.0:
                     stay_held[count], mass_held[count] = stay[n, c, s], mass[n, c, s]
                     for k in range(options):
                         options_held[k, count] = worth[n, c, k, s]
+                        whole = whole and not np.isnan(worth[n, c, k, s])
                     count += 1
         found = search(
             options_held, stay_held, mass_held, count, price, far[n], elsewhere[n], budget[n], step, rounds, _TOL, best,
             paid,
         )  # fmt: skip
-        out[n], prices[n] = found.value, found.psi
+        out[n], prices[n] = found.value if whole else np.nan, found.psi  # what is not a number is no bound
 
 
 @compiled(inner=True, fastmath=FAST)

@@ -69,7 +69,7 @@ def _evaluate(
         for k in tl.range(0, choices):
             cost = tl.load(cost_ptr + k).to(kind)
             score = tl.load(option_ptr + k * sources, mask=real, other=0.0).to(kind) - price * cost
-            better = score > best
+            better = (score > best) | (score != score)  # what is not a number is no bound
             toll = tl.where(better, cost, toll)
             best = tl.where(better, score, best)
         worth += (best * mass).to(tl.float64)
