@@ -154,12 +154,15 @@ class TransportSet(InputSet):
         """What every source finds at the end of each listed move, ``(N, C, K, S)``."""
         width = padded.shape[3]
         inner = (padded.shape[2] - 2 * self.radius, width - 2 * self.radius)
-        place = self._active[0][rows.image] if rows.corner is None and self._active is not None else None
-        if place is None:
-            place = torch.arange(inner[0] * inner[1], device=padded.device).view(1, 1, -1)
+        everywhere = rows.corner is not None or self._active is None
+        place = torch.arange(inner[0] * inner[1], device=padded.device)
+        if not everywhere and self._active is not None:
+            place = self._active[0][rows.image]
         centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
         shift = _constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
-        index = (centre[:, :, None] + shift[:, None]).expand(*padded.shape[:2], -1, -1)
+        index = centre[..., None, :] + shift[:, None]
+        if everywhere:
+            return padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
         return padded.flatten(2).gather(2, index.flatten(2)).reshape(index.shape)
 
     def _mass(self, rows: Rows) -> Tensor:
