@@ -270,6 +270,20 @@ def strength(path: Path) -> list[Table]:
     return [Table(["adversary", "robust accuracy", "time"], rows, title)]
 
 
+def masks(path: Path) -> list[Table]:
+    """Robust accuracy behind each mask at each radius; in brackets where the result is not reliable."""
+    found = _content(path)
+    radii = sorted({row["eps"] for row in found["rows"]})
+    rows = {(row["mask"], row["eps"]): row for row in found["rows"]}
+    cells = []
+    for name in dict.fromkeys(row["mask"] for row in found["rows"]):
+        here = [rows[name, eps] for eps in radii]
+        said = [f"{row['robust']:.0f} %" if row["reliable"] else f"({row['robust']:.0f} %)" for row in here]
+        cells.append([name, *said])
+    title = f"{found['images']} test digits, `{found['model']}`; in brackets: not reliable"
+    return [Table(["mask", *(f"eps {eps:g}" for eps in radii)], cells, title)]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -362,6 +376,7 @@ TABLES = {
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
     "epochs": Source(epochs, "epochs.json"),
     "exact": Source(exact, "exact.json"),
+    "masks": Source(masks, "masks.json"),
     "proving": Source(proving, "proving.json"),
     "strength": Source(strength, "strength.json"),
     "scale": Source(scale, "bench_cuda.json", "auditing.json", "paper/defences.json"),
