@@ -19,6 +19,7 @@ from wball.cost import GridCost, GroundCost, StencilCost
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Tolerance
 from wball.kernels.entropic_plan import EntropicPlan
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
 from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.proximal_newton.reference import lower_bound
 from wball.plan import Plan
@@ -152,6 +153,83 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     assert bool(((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()), "factors"
     assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool((plan.net_cost >= 0).all()), "costs"
     assert case.also(case, plan), "what this case is about"
+
+
+# Projected Sinkhorn ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProjectionCase:
+    """``x`` and ``w`` of one hard projection."""
+
+    x: Tensor
+    w: Tensor
+    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    box: tuple[float, float] | None = UNIT
+    eps: float = 0.3  # of the mass
+    reg: float = 100.0
+    also: Callable[[ProjectionCase, ProjectedSinkhorn], bool] = lambda case, found: True
+
+
+def stays(case: ProjectionCase, found: ProjectedSinkhorn) -> bool:
+    return torch.equal(found.z.cpu().to(case.x), case.x) and not found.cost.any()
+
+
+PROJECTIONS = {
+    "a black image": ProjectionCase(torch.zeros(1, 1, 4, 5), noise(30, 1.0), also=stays),
+    "an image of full pixels": ProjectionCase(
+        torch.ones(1, 1, 4, 5), 1 + noise(31, 1.0), also=lambda _, found: bool(((found.z - 1).abs() < 1e-5).all())
+    ),
+    "one lit pixel": ProjectionCase(spot(4, 5, 2, 3), spot(4, 5, 2, 4)),
+    "nothing to spend": ProjectionCase(random_images(32), noise(32, 1.0), eps=0.0, also=stays),
+    "more than can be spent": ProjectionCase(
+        random_images(33), noise(33, 0.3), eps=9.0, also=lambda _, found: float(found.psi) <= 1e-6
+    ),
+    "nothing can move": ProjectionCase(random_images(34), noise(34, 1.0), cost=GridCost(1), also=stays),
+    "free moves": ProjectionCase(random_images(35), random_images(36), cost=FREE),
+    "channels, one-way moves": ProjectionCase(
+        random_images(37, shape=(1, 2, 3, 4)), noise(37, 0.5, (1, 2, 3, 4)), cost=ONE_WAY
+    ),
+    "pixels that must keep something": ProjectionCase(
+        0.2 + 0.7 * random_images(38), noise(38, 1.0), box=(0.2, 0.9)
+    ),
+    "without a box": ProjectionCase(random_images(39), 3 * random_images(40), box=None),
+    "a block of full pixels": ProjectionCase(
+        block_of_full_pixels()[..., :4, :5].contiguous(), 1 + noise(41, 1.0)
+    ),
+    "potentials of 300, whose emptied rows send no more than they have": ProjectionCase(
+        random_images(42), noise(42, 1.0), reg=2e3
+    ),
+    "potentials of 30,000 without a box": ProjectionCase(
+        random_images(43, 0.3), noise(43, 1.0), reg=2e5, box=None
+    ),
+    "points far away": ProjectionCase(random_images(44), noise(44, 100.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("factors", [False, True], ids=["point", "plan"])
+@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
+    """Few sweeps: a point is valid wherever they end."""
+    case = PROJECTIONS[name]
+    x, w = case.x.to(DEVICE), case.w.to(DEVICE)
+    mass = x.double().sum((2, 3))
+    budget, tau = case.eps * mass.sum(1), mass.sum(1) / case.reg
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    found: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", kernel).projected_sinkhorn(
+        x, w, budget, moves, case.box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=1e-3, max_iter=12,
+        factors=factors,
+    )  # fmt: skip
+    left = ~torch.isfinite(found.gap)  # to others, where potentials are too wide for a plan in float64
+    assert factors or not bool(left.any())
+    point = torch.where(left.view(-1, 1, 1, 1), x.to(found.z), found.z)
+    assert bool(((point.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
+    lo, hi = case.box if case.box is not None else (0.0, math.inf)
+    assert bool(((point >= lo) & (point <= hi)).all()), "box"
+    assert bool((left | (found.cost <= budget * (1 + 1e-6))).all()), "budget"
+    assert bool((found.gap >= -1e-6 * (1 + found.objective.abs())).all()), "gap"
+    assert case.also(case, found), "what this case is about"
 
 
 # Linear functions ------------------------------------------------------------------------------------------------
