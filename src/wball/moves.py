@@ -78,6 +78,11 @@ class Moves(ABC):
     def arrivals(self, like: Tensor) -> Arrivals:
         """One at a time: an empty sum of what arrives at each pixel."""
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there are moves beside staying that cost nothing."""
+        return bool((self.free() & ~self.stay()).any())
+
     def free(self) -> Tensor:
         """``(K, H, W)``, bool: the moves that cost nothing. Most costs have none but those that stay."""
         return self.allowed & (self.cost == 0)
@@ -135,6 +140,10 @@ class StencilMoves(Moves):
 
     def __getitem__(self, k: int) -> Move:
         return self._moves[k]
+
+    @property
+    def has_free(self) -> bool:
+        return any(cost == 0 for cost in self.costs[1:])
 
     @property
     def dearest(self) -> float:

@@ -95,8 +95,7 @@ def is_broken(z, x, lo, hi, slack, real):
 def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
     """Factors after one repair sweep; if nothing is counted on, every column is treated, and every row for lo > 0.
 
-    Pixels outside the box go ``more`` times as far inside it: what circulates among full pixels would take forever to
-    die out if no one gave back more than the excess.
+    Pixels outside the box go ``more`` times as far inside it.
     """
     z = x - give * sent + keep * received
     above, below = tl.where(over, more * (z - hi), 0.0), tl.where(under, more * (lo - z), 0.0)

@@ -31,9 +31,9 @@ from wball.moves import Moves
 from wball.plan import FactoredPlan, Plan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.oracle import ROUNDINGS, OraclePoint
-from wball.solvers.problem import TransportProblem, as_given, as_images
+from wball.solvers.problem import TransportProblem, as_given, as_images, masses
 
-SWEEPS, SWEEP_TOL = 200, 3e-5
+SWEEPS, SWEEP_TOL = 400, 3e-5
 """At most so many sweeps, and in float32 no gap that could not be resolved."""
 
 
@@ -46,15 +46,20 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
         grid, target, spend, moves, problem.box, tau,
         u=target - grid, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=True,
     )  # fmt: skip
-    gap = answer.gap.clamp(min=0) + answer.psi * (budget - spend).clamp(min=0)
+    gap = answer.gap.clamp(min=0)
+    solved = gap <= answer.allowed
+    if spend is not budget:
+        gap = gap + answer.psi * (budget - spend).clamp(min=0)
+        solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
     # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
-    held = (spend <= 0) & ((budget > 0) | escapes(moves, grid))
+    if moves.has_free:
+        solved = solved & ~((spend <= 0) & escapes(moves, grid))
     return ProjectionResult(
         point=as_given(answer.z, x, problem.box),
         objective=answer.objective + entropy_of(grid, tau),
         gap=gap,
         residual=answer.residual,
-        status=statuses((gap <= answer.allowed) & ~held),
+        status=statuses(solved),
         n_iter=answer.n_iter,
         duals=Duals(answer.u.reshape(x.shape), answer.psi),
         write=partial(_written, moves, grid, tau, answer),
@@ -74,9 +79,10 @@ def escapes(moves: Moves, x: Tensor) -> Tensor:
 
 def entropy_of(x: Tensor, tau: Tensor) -> Tensor:
     """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
-    x = x.to(torch.float64)
-    mass = x.flatten(1).sum(1)
-    return tau * (torch.special.xlogy(x, x).flatten(1).sum(1) - torch.special.xlogy(mass, mass))
+    mass = masses(x)
+    logs = x.to(torch.float64, copy=True)
+    torch.special.xlogy(logs, logs, out=logs)
+    return tau * (masses(logs) - torch.special.xlogy(mass, mass))
 
 
 class EntropicProjection:

@@ -90,7 +90,7 @@ def projected_sinkhorn(
     slack = reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK
     slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
     sweep = np.arange(reference.REPAIR_SWEEPS + 1)
-    more = np.where(sweep < 6, 0.0, 2.0 ** np.minimum(sweep - 6.0, 10.0))
+    more = np.where(sweep < reference.FROM_SWEEP, 0.0, reference.OVERSHOOT)
     more[-1] = 0.0
     settings = _Settings(
         Box(lo, hi, slack, 0.0, slack),
@@ -98,7 +98,7 @@ def projected_sinkhorn(
         float(tol), reference.PARTS, max(max_iter, 1),
         reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS,
     )  # fmt: skip
-    given = [t.detach().to(x.dtype).numpy() for t in (x, w, u)]
+    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, w, u)]
     single = [t.detach().to(torch.float64).contiguous().numpy() for t in (budget, tau, psi)]
     out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)

@@ -20,6 +20,10 @@ ROUNDS = 8
 FIRST, LEAST = 0.7, 0.02
 """An image offers its plan when the estimate falls below this share of the tolerance, halved from offer to offer."""
 REPAIR_SWEEPS = 40
+OVERSHOOT, FROM_SWEEP = 1.0, 2
+"""From this repair sweep on, pixels above ``hi`` give back their excess and as much again. Mass that circulates among
+full pixels would else take forever to die out; if they gave back more, their neighbours would have more to give back
+than they had."""
 SLACK, EXACT_SLACK = 5e-7, 1e-12
 """What float32 and float64 may leave above ``hi``: it is cut off, far less mass than the images are given in."""
 PARTS = 0.03
@@ -249,9 +253,10 @@ class _Search:
         slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
         tiny = torch.finfo(x.dtype).tiny
 
-        def tightened(share: float) -> tuple[Tensor, Tensor]:
-            room = ((hi - x + share * give * sent) / received.clamp(min=tiny)).clamp(min=0.0)
-            spare = ((x - lo + share * keep * received) / sent.clamp(min=tiny)).clamp(min=0.0)
+        def tightened(share: float, more: float = 0.0) -> tuple[Tensor, Tensor]:
+            above, below = (more * (end - bound).clamp(min=0.0) for end, bound in ((z, hi), (-z, -lo)))
+            room = ((hi - x + share * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
+            spare = ((x - lo + share * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
             return torch.minimum(keep, room), torch.minimum(give, spare)
 
         for sweep in range(REPAIR_SWEEPS + 1):
@@ -261,7 +266,7 @@ class _Search:
             if not bool(broken.any()):
                 break
             if sweep < REPAIR_SWEEPS:
-                kept, given = tightened(1.0)
+                kept, given = tightened(1.0, OVERSHOOT if sweep >= FROM_SWEEP else 0.0)
                 keep, give = torch.where(over, kept, keep), torch.where(under, given, give)
                 sent, received = rows.exchange(keep, give)
                 continue

@@ -52,6 +52,7 @@ ROUGH_TOL, ROUGH_SHARE = 3e-5, 0.7
 _FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
+_OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(reference.FROM_SWEEP)
 _PARTS = tl.constexpr(reference.PARTS)
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
@@ -309,7 +310,7 @@ def _projection_kernel(
                 repair = 0
                 while (repair <= _REPAIRS) & (broken > 0):
                     final = repair == _REPAIRS
-                    more = tl.where(final | (repair < 6), 0.0, tl.exp2(tl.minimum(repair - 6, 10).to(tl.float32)))
+                    more = tl.where(final | (repair < _FROM_SWEEP), 0.0, _OVERSHOOT)
                     tighter_keep, tighter_give = tighten(
                         x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0), more
                     )
