@@ -23,7 +23,7 @@ from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, Stencil, mass_box
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference, sweeps
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, memory, reference, sweeps
 from wball.moves import StencilMoves
 
 # What an image's answer comes down to.
@@ -43,6 +43,7 @@ class _Settings(NamedTuple):
     price: float
     momentum: float
     rounds: int
+    doubt: float
 
 
 class _Given(NamedTuple):
@@ -96,7 +97,7 @@ def projected_sinkhorn(
         Box(lo, hi, slack, 0.0, slack),
         Schedule((sweep < reference.REPAIR_SWEEPS).astype(np.float64), more),
         float(tol), reference.PARTS, max(max_iter, 1),
-        reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS,
+        reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
     )  # fmt: skip
     given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, w, u)]
     single = [t.detach().to(torch.float64).contiguous().numpy() for t in (budget, tau, psi)]
@@ -107,13 +108,14 @@ def projected_sinkhorn(
 
     def work(start: int, stop: int) -> None:
         scratch = np.zeros((sweeps.RINGS + max(stencil.rings, sweeps.FUSED + 1), stencil.length(shape)))
+        past = np.zeros((memory.ROWS, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
             image, target, potential = (np.array(t[part], dtype=np.float64, order="C") for t in given)
             result = np.empty((2, *image.shape))
             problems = _Given(image, target, potential, *(t[part] for t in single))
             answers = _Answer(result, numbers[part], n_iter[part], wide[part], plan[part])
-            _project_images(problems, stencil.arrays, settings, scratch, answers)
+            _project_images(problems, stencil.arrays, settings, scratch, past, answers)
             out[:, part] = result
 
     split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(moves))
@@ -319,7 +321,7 @@ def _write_factors(factors, work, reached, spots, lit, pad, width, box, share, x
 
 
 @compiled()
-def _project_images(given, moves, settings, work, answer):  # type: ignore[no-untyped-def]
+def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     x, w, u, budget, tau, psi = given
     rows, columns, price, ring_cost, ring = moves.rows, moves.columns, moves.price, moves.ring_cost, moves.ring
     out, numbers, n_iter, wide, factors = answer
@@ -328,6 +330,8 @@ def _project_images(given, moves, settings, work, answer):  # type: ignore[no-un
         work[sweeps.X], work[sweeps.A], work[sweeps.E], work[sweeps.KEEP], work[sweeps.GIVE],
         work[sweeps.SENT], work[sweeps.RECEIVED], work[sweeps.FIRST], work[sweeps.SECOND], work[sweeps.TMP],
     )  # fmt: skip
+    gram, eliminated = np.zeros((memory.MEMORY, memory.MEMORY)), np.zeros((memory.MEMORY, memory.MEMORY))
+    products, combination = np.zeros(memory.MEMORY), np.zeros(memory.MEMORY)
     weight, ones = np.empty(price.size), np.empty(price.size)
     for k in range(price.size):
         ones[k] = 1.0 if price[k] < math.inf else 0.0
@@ -350,7 +354,8 @@ def _project_images(given, moves, settings, work, answer):  # type: ignore[no-un
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         toll, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, share = settings.first * tol, 0, at_centre, 1.0
-        steps, streak, log_sums = 0, 0.0, 0.0
+        steps, streak, log_sums, held, misled, lowest = 0, 0.0, 0.0, 0, False, math.inf
+        gram[:] = 0.0
         while True:
             # Rows and price.
             if not sweeps.exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -400,9 +405,17 @@ def _project_images(given, moves, settings, work, answer):  # type: ignore[no-un
                     numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                     break
                 target = max(0.5 * target, settings.least * tol)
-            # Momentum, restarted when a sweep turns back.
-            streak = 0.0 if steps == 1 or sweeps.turned(work, count) < 0.0 else streak + 1.0
-            sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
+            # Where to sweep from next.
+            if steps == 1:
+                memory.begin(work, past, count)
+            elif misled or about > settings.doubt * lowest:  # momentum, restarted when a sweep turns back
+                misled, streak = True, 0.0 if not misled or sweeps.turned(work, count) < 0.0 else streak + 1.0
+                sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
+            else:
+                memory.remember(work, past, count, held % memory.MEMORY, gram, products)
+                held, lowest = held + 1, min(lowest, about)
+                memory.combine(gram, products, min(held, memory.MEMORY), eliminated, combination)
+                memory.extrapolate(work, past, count, combination)
 
         n_iter[m], numbers[m, _PSI] = steps, heat * toll
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
