@@ -8,6 +8,7 @@ inner loop runs over contiguous numbers and vectorises; a digit's black frame co
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,12 @@ class Stencil:
         _, channels, height, width = shape
         stride = width + 2 * self.radius[1]
         return channels * (height + 2 * self.radius[0]) * stride + 2 * (self.radius[0] * stride + self.radius[1])
+
+
+@lru_cache(maxsize=64)
+def stencil_of(moves: StencilMoves) -> Stencil:
+    """The moves as arrays, made once."""
+    return Stencil(moves)
 
 
 @compiled(inner=True)

@@ -30,7 +30,7 @@ from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
 from wball.kernels.factors import EXACT, SUMS, TINY, Box, Factors, Flat, Schedule, correlate, receive, repair
-from wball.kernels.layout import LINEAR_SPREAD, PART, Stencil, mass_box
+from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.price import narrowed, smooth_step
 from wball.moves import StencilMoves
 
@@ -64,7 +64,7 @@ def entropic_plan(
     newton: int = 12,
 ) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    stencil, shape = Stencil(moves), tuple(x.shape)
+    stencil, shape = stencil_of(moves), tuple(x.shape)
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     rounding = 4 * torch.finfo(x.dtype).eps

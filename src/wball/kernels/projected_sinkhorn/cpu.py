@@ -22,7 +22,7 @@ from torch import Tensor
 from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
-from wball.kernels.layout import LINEAR_SPREAD, PART, Stencil, mass_box
+from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, memory, reference, sweeps
 from wball.moves import StencilMoves
 
@@ -85,7 +85,7 @@ def projected_sinkhorn(
 
     With ``factors`` images that would have to be continued in logs are left with an infinite gap.
     """
-    stencil, shape = Stencil(moves), tuple(x.shape)
+    stencil, shape = stencil_of(moves), tuple(x.shape)
     lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
     dtype = torch.float64 if factors else x.dtype
     slack = reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK

@@ -1,0 +1,80 @@
+"""``python -m benchmarks launches``: what public calls ask of a GPU, in numbers that no load of the machine changes.
+
+Everything on a GPU that is not arithmetic is a launch or a read: each launch costs the host some microseconds, each
+read costs the device its pipeline. A graph that is replayed is one launch. ``tests/test_launches.py`` holds the library
+to :data:`MOST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.inputs import disturbed, mnist
+from benchmarks.origin import environment, keep
+from wball import DualAveraging, WassersteinBall
+from wball.models import build_model
+
+MOST: dict[str, tuple[int, int]] = {
+    "project(reg=1000, tol=1e-4), 100 digits": (60, 4),
+    "project(reg=1000), 100 digits": (60, 4),
+    "sample, 100 digits": (35, 2),
+    "DualAveraging, 128 digits x 100 steps": (1500, 16),
+}
+"""Launches and reads of a call, at most."""
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """The calls of :data:`MOST`, ready to be made."""
+    device = torch.device("cuda")
+    images = mnist(None, device)
+    x, ball = images.batch(100), WassersteinBall(0.1)
+    w, random = disturbed(x, 0.1, 0), torch.Generator(device).manual_seed(0)
+    model, digits = build_model("mnist-cnn").to(device).eval(), images.batch(128)
+    with torch.no_grad():
+        labels = model(digits).argmax(1)
+    attack = DualAveraging(ball, steps=100, until_success=False)
+    made: tuple[Callable[[], Any], ...] = (
+        lambda: ball.project(x, w, reg=1000.0, tol=1e-4),
+        lambda: ball.project(x, w, reg=1000.0),
+        lambda: ball.sample(x, random),
+        lambda: attack(model, digits, labels),
+    )
+    return dict(zip(MOST, made, strict=True))
+
+
+def counted(call: Callable[[], Any]) -> tuple[int, int]:
+    """Launches and reads of a call that was made before."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    events = seen.key_averages()
+    launches = sum(event.count for event in events if event.key.startswith(LAUNCHES))
+    reads = sum(event.count for event in events if "Memcpy DtoH" in event.key)
+    return launches, reads
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks launches", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("results") / "launches.json")
+    given = parser.parse_args(arguments)
+    rows = []
+    for name, call in calls().items():
+        launches, reads = counted(call)
+        rows.append({"call": name, "launches": launches, "reads": reads, "at most": MOST[name]})
+        print(json.dumps(rows[-1]))
+    keep(given.out, {"environment": environment("cuda", None, given.out), "calls": rows})
+
+
+if __name__ == "__main__":
+    main()
