@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wball
 from wball.evaluation import Evaluation
 from wball.models import Binarized
-from wball.paper import authors, certificates, curves, measure, pictures, published, tricks
+from wball.paper import authors, certificates, curves, epochs, measure, pictures, published, tricks
 from wball.paper.measure import accuracy_at
 from wball.paper.run import RECIPES
 from wball.paper.tables import percent, unpack
@@ -304,6 +304,16 @@ def test_training_tricks_and_the_cost_of_a_move(shop: Small) -> None:
     left = [accuracy_at(r["paper_attack"], 0.1) for r in data["rows"]]
     (said,) = tricks.remarks(data)
     assert f"turns {percent(left[1])} into {percent(left[3])}" in said and f"Both: {percent(left[2])}" in said
+
+
+def test_all_epochs_of_the_papers_training(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Small, "_train", lambda self, name: Small._find(self, f"{name} by its preset"))
+    data = measured("epochs", shop)
+    assert [r["epochs"] for r in data["rows"]] == [4, 15]
+    assert [r["name"] for r in data["rows"]] == [epochs.NAME, f"{epochs.NAME}-by-preset"]
+    (table,) = epochs.tables(data)
+    assert table.rows[0][2] == "86.0 %" and table.rows[2][0].startswith("15 epochs")
+    assert "With 15 epochs instead of 4" in epochs.remarks(data)[0]
 
 
 def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:

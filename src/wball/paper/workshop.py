@@ -213,6 +213,17 @@ class Workshop:
             return model, architecture, "models folder"
         if name not in presets():
             raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
+        return self._train(name)
+
+    def trained(self, name: str) -> Subject:
+        """The model that a preset makes, even where the zoo has another of that name: trained here, once."""
+        model, architecture, origin = self._train(name)
+        model = model.to(self.device).eval()
+        return Subject(
+            f"{name}-by-preset", model, architecture, origin, provenance.describe_model(model, name)["sha256"]
+        )
+
+    def _train(self, name: str) -> tuple[nn.Module, str, str]:
         kind = "quick" if self.quick else "full"
         folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
         weights = folder / f"{name}.safetensors"
