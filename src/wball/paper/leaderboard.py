@@ -23,7 +23,7 @@ from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
 from wball.paper.measure import certified, evaluated, smoothed
-from wball.paper.workshop import Data, MissingModel, Settings, Subject, Workshop
+from wball.paper.workshop import Data, Settings, Subject, Workshop
 from wball.storage.atomic import locked
 from wball.storage.files import read_json, write_json
 from wball.zoo import model_card
@@ -102,7 +102,7 @@ def run(names: Sequence[str], settings: Settings, board: Path, *, shop: Workshop
         try:
             subject = shop.subject(name)
             x, y = shop.test_images(dataset, PROTOCOLS[dataset].images, QUICK_IMAGES)
-        except (MissingModel, OSError) as error:
+        except (ValueError, OSError) as error:  # no model, no network, half a file
             shop.say(f"{name} is left out: {error}")
             failed.append(name)
             continue
