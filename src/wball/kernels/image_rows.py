@@ -17,6 +17,7 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Tolerance
 from wball.kernels.compiled import compiled, split
+from wball.kernels.price import crossing
 from wball.moves import StencilMoves
 
 
@@ -333,8 +334,7 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     else:
         for step in range(max_iter):
             # Slopes budget - cost: negative on the left, not negative on the right.
-            lines = h_low - h_high + (p.budget - cost_high) * high - (p.budget - cost_low) * low
-            psi = lines / max(cost_low - cost_high, 1e-300)
+            psi = crossing(low, h_low, p.budget - cost_low, high, h_high, p.budget - cost_high)
             if step % 3 == 2 or not (low < psi < high):  # every third step halves, against creeping brackets
                 psi = 0.5 * (low + high)
             cost, h = best_moves(p, psi, trial)

@@ -33,6 +33,7 @@ from wball.kernels.image_rows import (
     repaired,
     store,
 )
+from wball.kernels.price import narrowed, smooth_step
 from wball.moves import Moves, StencilMoves
 
 SPARSE = 32.0
@@ -319,25 +320,21 @@ def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped
         smallest, largest = min(smallest, u[j]), max(largest, u[j])
     # Above this price all but a fraction budget / (mass * dearest move) of every row stays.
     dearest = (largest - smallest + tau * math.log(max(mass * total / p.budget, 1.0))) / least
-    low, high, psi = 0.0, dearest, 0.0
+    low, high, psi = -1.0, dearest, 0.0
     for _ in range(60):
         _evaluate(p, u, psi, tau, share, columns, gradient)
-        over, variance = -p.budget, 0.0
+        cost, variance = 0.0, 0.0
         for a in range(p.end.shape[0]):
             mean, square = 0.0, 0.0
             for k in range(p.price.size):
                 mean += share[a, k] * p.price[k]
                 square += share[a, k] * p.price[k] ** 2
-            over += p.mass[a] * mean
+            cost += p.mass[a] * mean
             variance += p.mass[a] * max(square - mean * mean, 0.0)
-        if over > 0.0:
-            low = psi
-        else:
-            high = psi
-        if over <= 0.0 and (over > -1e-3 * p.budget or psi == 0.0) or high - low <= 1e-15 * high:
+        low, high = narrowed(psi, cost, p.budget, low, high)
+        if cost <= p.budget and (cost > (1 - 1e-3) * p.budget or psi == 0.0) or high - low <= 1e-15 * high:
             break
-        newton = psi + over * tau / max(variance, 1e-300)
-        psi = newton if low < newton < high else 0.5 * (low + high)
+        psi = smooth_step(psi, cost, variance / tau, (1 - 5e-4) * p.budget, low, high)
     return high
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from wball.kernels.compiled import compiled, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.linear_maximum import LinearMaximum
+from wball.kernels.price import crossing
 from wball.moves import StencilMoves
 
 NOWHERE = -1e30
@@ -143,9 +144,7 @@ def search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds
     for k in range(rounds):
         if bracketed:
             slope_low, slope_high = budget - cost_low, budget - cost_high
-            drop = slope_high - slope_low
-            meet = (value_low - value_high + slope_high * high - slope_low * low) / drop if drop > 0.0 else high
-            meet = min(max(meet, low), high)
+            meet = crossing(low, value_low, slope_low, high, value_high, slope_high)
             if best - (value_low + slope_low * (meet - low)) <= tol * (best - still):
                 break
             psi = 0.5 * (low + high) if k % 3 == 2 else meet
