@@ -52,6 +52,8 @@ class FolderInUse(RuntimeError):
 def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]:
     """Hold the folder for this process. The system lets go of it when the process ends, however it ends.
 
+    ``filelock`` is not used: where a file system has no locks, it falls back on a file that outlives a killed process.
+
     If another process holds it: raise :class:`FolderInUse`, or ``wait`` until it is free.
     """
     folder.mkdir(parents=True, exist_ok=True)
