@@ -4,8 +4,8 @@
 compares it with mixed-integer programs. ``proving``
 and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation``
 how far apart digits are, ``strength`` what an adversary of a few steps misses, ``masks`` whether models that hide their
-gradients fool the standard attack, ``epochs`` how long training takes,
-``streaming`` the peak memory of a large data set. Each has a ``--help`` of its own.
+gradients fool the standard attack, ``epochs`` how long training takes, ``streaming`` the peak memory of a large data
+set, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks import (
     projection,
     proving,
     report,
+    resnet50,
     separation,
     soundness,
     streaming,
@@ -55,6 +56,7 @@ OTHERS = {
     "strength": strength.main,
     "masks": masks.main,
     "streaming": streaming.main,
+    "resnet50": resnet50.main,
     "epochs": epochs.main,
 }
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")

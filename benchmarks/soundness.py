@@ -90,7 +90,9 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Tensor, T
         x, y = load_dataset("mnist", given.data, "test")
     x, y = x.to(given.device), y.to(given.device)
     small = F.avg_pool2d(x, 2)
-    named = [(n, load_model(n, device=given.device)) for n in list_models() if n not in LEFT_OUT]
+    named = [
+        (n, load_model(n, device=given.device)) for n in list_models() if n.startswith("mnist") and n not in LEFT_OUT
+    ]
     for path in given.weights:
         named.append((Path(path).stem, load_weights(build_model("mnist-cnn"), path).eval().to(given.device)))
     for turn in range(max(-(-given.random // KINDS), -(-given.images // given.block))):  # some of everything first

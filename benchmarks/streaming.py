@@ -89,7 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(given.images, given.side, Path(folder))
-    given.out.write_text(json.dumps({**found, "versions": provenance.versions()}, indent=2) + "\n")
+    origin = {
+        **provenance.collect(wball.LinfBall(0.02), torch.zeros(1, 3, given.side, given.side)),
+        "seed": 0,
+        "commit": provenance.commit(),
+    }
+    given.out.write_text(json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8")
     print(found)
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "download",
     "evaluate",
     "load_evaluation",
+    "merge_evaluations",
     "list_models",
     "load_dataset",
     "load_folder",

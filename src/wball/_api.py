@@ -29,6 +29,7 @@ from wball.data import to_tensors as to_tensors
 from wball.evaluation import Evaluation as Evaluation
 from wball.evaluation import evaluate as evaluate
 from wball.evaluation import load_evaluation as load_evaluation
+from wball.evaluation import merge_evaluations as merge_evaluations
 from wball.fetch import download as download
 from wball.models import Normalized as Normalized
 from wball.models import architectures as architectures

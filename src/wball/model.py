@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from wball.answers import read_logits
 from wball.inputs import recording
 
 Model = Callable[[Tensor], Tensor]
@@ -20,26 +21,13 @@ Thing = TypeVar("Thing")
 def ask(model: Model, x: Tensor) -> Tensor:
     """The logits of images, in no less than their precision.
 
-    The model gets a copy, because its first layer may work in place, in the precision of its parameters.
+    The model gets a copy, because its first layer may work in place, in the precision of its parameters. What it
+    returns is read by :mod:`wball.answers`.
     """
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
     own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
-    logits = check_logits(model(x.to(own, copy=True)), x.shape[0])
+    logits = read_logits(model, x.to(own, copy=True))
     return logits.to(torch.promote_types(logits.dtype, x.dtype))
-
-
-def check_logits(logits: Tensor, batch: int) -> Tensor:
-    """One row of at least two logits per image, or an error that says what came instead."""
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"the model must return a tensor of logits, got {type(logits).__name__}; wrap it to pick them")
-    if not logits.is_floating_point():
-        raise TypeError(f"the model must return floating-point logits, got {logits.dtype}; scores, not classes")
-    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2:
-        raise ValueError(
-            f"the model must return logits of shape ({batch}, classes) with at least two classes, got "
-            f"{tuple(logits.shape)}; for a single-logit binary model return stack([0, logit])"
-        )
-    return logits
 
 
 def reached(logits: Tensor, y: Tensor, target: Tensor | None) -> Tensor:

@@ -406,7 +406,11 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: DualAveraging(BALL)(net, x * 255, y), "outside"),
         (lambda net, x, y: DualAveraging(BALL.at([0.1, 0.2]))(net, x, y), "2 values for 10 images"),
         (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y), "floating-point logits"),
-        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).amax(1), x, y), "logits of shape"),
+        (
+            lambda net, x, y: DualAveraging(BALL)(lambda z: net(z)[:, :, None].expand(-1, -1, 2), x, y),
+            "logits of shape",
+        ),
+        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).amax(1), x, y), "the model has 2 classes"),
         (lambda net, x, y: DualAveraging(BALL)(net, x, y, target=y[:2]), "target"),
         (lambda net, x, y: DualAveraging(BALL)(net, x.numpy(), y), "torch.as_tensor"),
         (lambda net, x, y: DualAveraging(BALL)(net, x, y, generator=3), "torch.Generator, got 3"),

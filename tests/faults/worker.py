@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import wball
 from wball.evaluation import evaluate
@@ -59,13 +60,29 @@ def problem(count: int = 24) -> tuple[Tensor, Tensor]:
     return x, Halves()(x).argmax(1).detach()
 
 
-def run(folder: str, delay: float = 0.0, dies_after: int = 10**9) -> None:
-    """The evaluation all tests here disturb."""
+class Items(Dataset[tuple[Tensor, int]]):
+    """The same images, one by one; what is read is written down."""
+
+    def __init__(self, log: Path) -> None:
+        self.x, self.y = problem()
+        self.log = log
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, int]:
+        with self.log.open("a") as file:
+            file.write(f"{k}\n")
+        return self.x[k], int(self.y[k])
+
+
+def run(folder: str, delay: float = 0.0, dies_after: int = 10**9, stream: Path | None = None) -> None:
+    """The evaluation all tests here disturb; ``stream``: its images come from a data set that writes there."""
     torch.set_num_threads(1)
-    x, y = problem()
     attack = wball.DualAveraging(BALL, steps=6, random_start=1.0)
+    data = problem() if stream is None else (Items(stream), None)
     model = Halves(delay, dies_after)
-    evaluate(model, x, y, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
+    evaluate(model, *data, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
 
 
 def in_a_group(folder: str, rank: int) -> None:
@@ -147,4 +164,5 @@ def with_a_wild_clock(folder: str) -> None:
 
 
 if __name__ == "__main__":  # under torchrun; the process of rank 1 may be told to die
-    run(sys.argv[1], 0.0, int(sys.argv[2]) if os.environ["RANK"] == "1" else 10**9)
+    rank = os.environ["RANK"]
+    run(sys.argv[1], 0.0, int(sys.argv[2]) if rank == "1" else 10**9, Path(f"{sys.argv[1]}.read-{rank}"))

@@ -197,6 +197,11 @@ class _Recorder(TorchFunctionMode):
             raise self._changed("the result")
         if not isinstance(logits, Tensor) or id(logits) not in self.place or logits.ndim != 2:
             raise UnsupportedModule("the model must return one tensor of logits (B, classes) that it computed itself")
+        if logits.shape[1] < 2:
+            raise ValueError(
+                f"certificates need logits of at least two classes, got {tuple(logits.shape)}; for one logit return "
+                "stack([0, logit], 1)"
+            )
         if any(_version(constant) != version for constant, version in self.constants):
             raise UnsupportedModule("a constant of the model is changed in place after it was used")
         return Graph(tuple(self.ops[: self.place[id(logits)] + 1]))

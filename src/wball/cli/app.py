@@ -117,8 +117,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         "-d",
-        help="sample (bundled digits), mnist, fashion-mnist, cifar10, a folder of images, an .npz file, or "
-        "mine.py:function",
+        help="sample or cifar10-sample (bundled), mnist, fashion-mnist, cifar10, a folder, .npz file, mine.py:function",
         rich_help_panel=MODEL_AND_DATA,
     ),
 ]
@@ -145,6 +144,32 @@ First = Annotated[
 Size = Annotated[
     int | None,
     typer.Option(min=1, help="resize the images of a folder to this height and width", rich_help_panel=MODEL_AND_DATA),
+]
+Resize = Annotated[
+    int | None,
+    typer.Option(
+        "--resize",
+        min=1,
+        help="resize the shorter side of a folder's images to this, keeping proportions",
+        rich_help_panel=MODEL_AND_DATA,
+    ),
+]
+Crop = Annotated[
+    int | None,
+    typer.Option(
+        "--crop",
+        min=1,
+        help="cut a square of this side out of the middle of each image",
+        rich_help_panel=MODEL_AND_DATA,
+    ),
+]
+SkipBad = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad",
+        help="leave out images that cannot be read or have another size, and say how many",
+        rich_help_panel=MODEL_AND_DATA,
+    ),
 ]
 Grey = Annotated[
     bool, typer.Option("--grey", help="read the images of a folder as greyscale", rich_help_panel=MODEL_AND_DATA)

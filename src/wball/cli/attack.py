@@ -27,7 +27,10 @@ def attack(
     limit: shared.Limit = None,
     first: shared.First = None,
     size: shared.Size = None,
+    resize: shared.Resize = None,
+    crop: shared.Crop = None,
     grey: shared.Grey = False,
+    skip_bad: shared.SkipBad = False,
     eps: shared.OneEps = 0.1,
     target: Annotated[
         int | None, typer.Option(min=0, help="class that images should be predicted as", rich_help_panel=shared.ATTACK)
@@ -69,7 +72,10 @@ def attack(
     limit = 10 if limit is None and first is None else limit
     with choices.prints_aside(as_json):
         ((net, name),) = load_models(Request([model], weights or (), architecture, (), mean, std), where)
-        images = choices.load_images(choices.DataRequest(data, data_dir, split, limit, first, size, grey, seed), where)
+        wanted_images = choices.DataRequest(
+            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
+        )
+        images = choices.load_images(wanted_images, where)
         x, y = images.x, images.y
         probe(net, x, y)
         goal = None if target is None else torch.full_like(y, target)

@@ -28,7 +28,10 @@ def certify(
     limit: shared.Limit = None,
     first: shared.First = None,
     size: shared.Size = None,
+    resize: shared.Resize = None,
+    crop: shared.Crop = None,
     grey: shared.Grey = False,
+    skip_bad: shared.SkipBad = False,
     eps: Annotated[
         str,
         typer.Option("--eps", "-e", metavar="X,...", help="radii, separated by commas", rich_help_panel=shared.THREAT),
@@ -72,7 +75,10 @@ def certify(
     limit = 10 if limit is None and first is None else limit
     with choices.prints_aside(as_json):
         ((net, name),) = load_models(Request([model], weights or (), architecture, (), mean, std), where)
-        images = choices.load_images(choices.DataRequest(data, data_dir, split, limit, first, size, grey, seed), where)
+        wanted_images = choices.DataRequest(
+            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
+        )
+        images = choices.load_images(wanted_images, where)
     heading = f"{method} on {name}, {len(images.x)} images of {images.name}, {plans} plans"
     table = Table(title=escape(heading), title_justify="left")
     table.add_column(f"eps ({threat.unit})", justify="right")

@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 
     from wball.attacks import Attack
     from wball.ball import WassersteinBall
+    from wball.evaluation.stream import View
     from wball.model import Model
 
 ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
 ROUND = (1, 1.5, 2, 3, 5, 7)
 """Radii found by search are rounded to these numbers times a power of ten."""
+
+SAMPLES = {"sample": "mnist", "mnist-sample": "mnist", "cifar10-sample": "cifar10"}
+"""Bundled images by name."""
+
+IN_MEMORY = 10**9
+"""Bytes of images that are held in memory as a whole."""
 
 SEARCHED = 12
 """Images per model that a search for sensible radii attacks."""
@@ -57,6 +64,17 @@ def device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """How the images of a folder are read."""
+
+    size: int | None = None
+    resize: int | None = None
+    crop: int | None = None
+    grey: bool = False
+    skip_bad: bool = False
+
+
+@dataclass(frozen=True)
 class DataRequest:
     """Images as a command line names them."""
 
@@ -65,24 +83,35 @@ class DataRequest:
     split: str = "test"
     limit: int | None = None
     first: int | None = None
-    size: int | None = None
-    grey: bool = False
+    pictures: Pictures = Pictures()
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images with labels, a name for them, and the names of the classes if they have any."""
+    """Images with labels, a name for them, and the names of the classes if they have any.
 
-    x: Tensor
+    Many images are a view of a stream, which reads them when they are asked for; the labels are all there.
+    """
+
+    x: Any
     y: Tensor
     name: str
     classes: Sequence[str] | None
 
 
-def load_images(request: DataRequest, where: torch.device) -> Images:
-    """The images, or the sample of them that was asked for."""
-    from wball.data import dataset_info, datasets, load_dataset, load_folder, load_sample, to_tensors
+def load_images(request: DataRequest, where: torch.device, *, streamed: bool = False) -> Images:
+    """The images, or the sample of them that was asked for; ``streamed``: not in memory, if they are many."""
+    from wball.data import (
+        ImageFolder,
+        dataset_info,
+        datasets,
+        load_dataset,
+        load_sample,
+        read_items,
+        to_tensors,
+        without_bad,
+    )
     from wball.evaluation.stream import read_npz
 
     spec, split = request.spec, _split(request.split)
@@ -90,43 +119,76 @@ def load_images(request: DataRequest, where: torch.device) -> Images:
         raise typer.BadParameter("--limit and --first exclude each other")
     classes: Sequence[str] | None = None
     known = {name.replace("-", "") for name in datasets()}
-    if spec == "sample":
-        x, y = load_sample("mnist")
-        name, classes = "the bundled MNIST sample", dataset_info("mnist").classes
+    data: Any
+    x: Any
+    if spec in SAMPLES:
+        info = dataset_info(SAMPLES[spec])
+        data, name, classes = load_sample(info.name), f"the bundled {info.title} sample", info.classes
     elif spec.lower().replace("-", "").replace("_", "") in known:
         info = dataset_info(spec)
-        x, y = load_dataset(info.name, request.root, split)
-        name, classes = f"{info.title} ({split})", info.classes
-    elif Path(spec).suffix == ".npz":
-        x, y = to_tensors(read_npz(Path(spec)))
-        name = Path(spec).stem
+        data, name, classes = load_dataset(info.name, request.root, split), f"{info.title} ({split})", info.classes
     elif Path(spec).is_dir():
-        x, y, classes = load_folder(spec, size=request.size, grey=request.grey)
-        name = Path(spec).name
+        shown = request.pictures
+        data = ImageFolder(spec, size=shown.size, resize=shown.resize, crop=shown.crop, grey=shown.grey)
+        name, classes = Path(spec).name, data.classes
+    elif spec.endswith(".npz"):
+        data, name = to_tensors(read_npz(Path(spec))), Path(spec).stem
     elif ":" in spec:
         made = find(spec)
-        made = called(spec, made) if callable(made) else made
-        try:
-            x, y = to_tensors(made, limit=request.first)
-        except (ValueError, TypeError, OSError):
-            raise
-        except Exception as error:
-            raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
-        name = spec.rsplit(":", 1)[1]
+        data, name = called(spec, made) if callable(made) else made, spec.rsplit(":", 1)[1]
     else:
         raise typer.BadParameter(
-            f"--data {spec}: neither a folder nor a data set; use sample, {', '.join(datasets())}, "
+            f"--data {spec}: neither a folder nor a data set; use {', '.join(SAMPLES)}, {', '.join(datasets())}, "
             "a folder of images, an .npz file, or mine.py:function"
         )
+    try:
+        if request.pictures.skip_bad and _is_map(data):
+            data = without_bad(data)
+        many = _many(data, where) if streamed and _is_map(data) else None
+        x, y = many or (read_items(data, range(len(data))) if _is_map(data) else to_tensors(data, limit=request.first))
+    except (ValueError, TypeError, OSError):
+        raise
+    except Exception as error:
+        raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
     name = printable(name)
     if request.first is not None:
-        x, y = x[: request.first], y[: request.first]
-        name = f"{name}, the first {len(x)}"
-    elif request.limit is not None and request.limit < len(x):
-        chosen = stratified_sample(y, request.limit, request.seed)
-        name = f"{name}, a stratified sample of {request.limit} of {len(x)} (seed {request.seed})"
-        x, y = x[chosen], y[chosen]
+        x, y = _chosen(x, y, range(min(request.first, len(y))))
+        name = f"{name}, the first {len(y)}"
+    elif request.limit is not None and request.limit < len(y):
+        name = f"{name}, a stratified sample of {request.limit} of {len(y)} (seed {request.seed})"
+        x, y = _chosen(x, y, stratified_sample(y, request.limit, request.seed).tolist())
     return Images(x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes])
+
+
+def _is_map(data: Any) -> bool:
+    """Whether items can be read one by one, by their numbers."""
+    from torch.utils.data import Dataset, IterableDataset
+
+    return isinstance(data, Dataset) and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
+def _many(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
+    """A stream of a data set that is too large to be held in memory, and all of its labels."""
+    import torch
+
+    from wball.data import labels_of
+    from wball.evaluation.stream import AT_ONCE, dataset_stream
+
+    stream = dataset_stream(data, (0.0, 1.0), where)
+    if len(data) == 0 or stream.images[:1].nbytes * len(data) <= IN_MEMORY:
+        return None
+    known = labels_of(data)
+    if known is None:
+        known = torch.cat([stream.labels[k : k + AT_ONCE].cpu() for k in range(0, len(data), AT_ONCE)])
+    return stream.images, known
+
+
+def _chosen(x: Any, y: Tensor, index: Sequence[int]) -> tuple[Any, Tensor]:
+    """Some of the images."""
+    import torch
+
+    index = list(index)
+    return x[index] if isinstance(x, torch.Tensor) else x.only(index), y[index]
 
 
 def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:

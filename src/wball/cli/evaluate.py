@@ -33,7 +33,10 @@ def evaluate(
     limit: shared.Limit = None,
     first: shared.First = None,
     size: shared.Size = None,
+    resize: shared.Resize = None,
+    crop: shared.Crop = None,
     grey: shared.Grey = False,
+    skip_bad: shared.SkipBad = False,
     eps: shared.Eps = None,
     minimal: Annotated[
         bool,
@@ -123,7 +126,10 @@ def evaluate(
     with choices.prints_aside(as_json):
         request = Request(models, weights or (), architecture, name or (), mean, std)
         made = load_models(request, where)
-        images = choices.load_images(choices.DataRequest(data, data_dir, split, limit, first, size, grey, seed), where)
+        wanted_images = choices.DataRequest(
+            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
+        )
+        images = choices.load_images(wanted_images, where, streamed=True)
     base = out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
     folders = [base if len(made) == 1 else base / file_name(name) for _, name in made]
     searched = choices.attack(attack, threat, steps)

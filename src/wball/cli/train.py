@@ -105,7 +105,7 @@ def train(
             x, y = load_dataset(config.dataset, data_dir, "train", device=here)
             tests = load_dataset(config.dataset, data_dir, "test", device=here)
         else:
-            read = partial(choices.DataRequest, root=data_dir, size=size, grey=grey)
+            read = partial(choices.DataRequest, root=data_dir, pictures=choices.Pictures(size=size, grey=grey))
             images = choices.load_images(read(data, split="train"), here)
             x, y = images.x, images.y
             if test_data is not None:

@@ -32,17 +32,18 @@ from wball.evaluation.result import (
     PLAN,
     Evaluation,
 )
-from wball.evaluation.stream import Images
+from wball.evaluation.stream import Images, View
 from wball.evaluation.tally import Tally
 from wball.evaluation.trust import EvaluationWarning, as_code
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
 from wball.storage.files import Log, read_tensors, write_tensors
+from wball.storage.pixels import as_bytes, as_pixels
 
 CPU_BATCH = 50
-GPU_PIXELS = 4_000_000
-"""Pixels in a batch on a GPU, where small batches waste most of it."""
+CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
+"""Pixels in a batch, so that large images fit by themselves; on a GPU small batches waste most of it."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
 
@@ -84,12 +85,16 @@ class Batches:
             shown.total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
             tally = Tally(name, shown)
             for batch in mine:
+                if isinstance(self.x, View):
+                    self.x[self._part(batch)]
+                    self.x.stream.expect(range(len(self.x))[self._part(batch + world)])
                 self._work_off(batch, tally)
 
+    def _part(self, batch: int) -> slice:
+        return slice(batch * self.size, (batch + 1) * self.size)
+
     def _work_off(self, batch: int, tally: Tally) -> None:
-        size = int(self.settings["batch_size"])
-        part = slice(batch * size, (batch + 1) * size)
-        x, y = self.x[part], self.y[part]
+        x, y = self.x[self._part(batch)], self.y[self._part(batch)]
         state, notes = self._resume(batch, x, y)
         tally.shown.advance(notes["done"] * len(x))
         while notes["done"] < self.stages:
@@ -102,7 +107,7 @@ class Batches:
                     self._attack(state, notes, x, y, float(self.settings["radii"][stage]), generator)
                 self._prove(state, x, y, stage)
             notes["done"] = stage + 1
-            write_tensors(self.path(batch), state, notes)
+            write_tensors(self.path(batch), {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
             self.log("batch", batch=batch, stage=stage, seconds=round(time.perf_counter() - begun, 3))
             tally.end(stage, state)
 
@@ -134,6 +139,7 @@ class Batches:
 
     def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state, notes = read_tensors(self.path(batch))
+        state = {name: as_pixels(values) for name, values in state.items()}
         whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
         if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
             raise ValueError(f"{self.path(batch)} is not a batch of this evaluation")
@@ -264,7 +270,8 @@ class Batches:
         findings: list[Finding] = []
         for batch in range(self.count):
             state, notes = self._finished(batch)
-            columns.append({name: values for name, values in state.items() if name != "adversarial"})
+            # Copies: what is read from a file keeps all of it mapped, and the images are most of it.
+            columns.append({name: values.clone() for name, values in state.items() if name != "adversarial"})
             rejected += notes["rejected"]
             findings += [Finding(*entry) for entry in notes["findings"]]
         whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
@@ -299,8 +306,8 @@ class Batches:
     def _kept(self, found: Tensor) -> tuple[Tensor, str]:
         """Which examples to store, and in a word: all, or a sample where they are too many."""
         keep, image = self.settings.get("keep"), self.x[:1]
-        most = max(1, SAMPLE_BYTES // (2 * image.numel() * image.element_size()))
-        whole = 2 * len(found) * image.numel() * image.element_size() <= KEEP_BYTES
+        pair = 2 * as_bytes(image.cpu()).nbytes if self.attack.levels == 256 else 2 * image.nbytes
+        most, whole = max(1, SAMPLE_BYTES // pair), len(found) * pair <= KEEP_BYTES
         if keep is None and not whole:
             warnings.warn(
                 f"the {len(found)} examples take more than a gigabyte: a sample of {most} is stored; say keep='all' to "
@@ -357,4 +364,5 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
 
 
 def default_batch_size(x: Tensor) -> int:
-    return max(1, GPU_PIXELS // x[0].numel()) if x.is_cuda else CPU_BATCH
+    fit = max(1, (GPU_PIXELS if x.is_cuda else CPU_PIXELS) // x[0].numel())
+    return fit if x.is_cuda else min(CPU_BATCH, fit)

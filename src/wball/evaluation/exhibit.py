@@ -36,11 +36,11 @@ def make_exhibit(result: Evaluation, model: Model, x: Images, y: Images, ball: B
       ``explorer_broken``: where this attack alone succeeded.
     """
     order = torch.sort(result.images["radius"], stable=True).indices
-    index = _spread(order, GALLERY).sort().values
+    index = spread(order, GALLERY).sort().values
     right = order[result.images["label"][order] == result.images["predicted"][order]]
     shown = right[torch.isin(right, index)]
-    shown = _spread(shown, EXPLORER).sort().values
-    radii = _spread(torch.tensor(result.radii, dtype=torch.float64), RADII)
+    shown = spread(shown, EXPLORER).sort().values
+    radii = spread(torch.tensor(result.radii, dtype=torch.float64), RADII)
     here = shown.to(x.device)
     place = {int(i): k for k, i in enumerate(result.examples["index"].tolist())}
     images, classes, broken = [], [], []
@@ -77,7 +77,7 @@ def _strongest(ball: Ball) -> GradientAttack:
     return PGD(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
 
 
-def _spread(values: Tensor, count: int) -> Tensor:
+def spread(values: Tensor, count: int) -> Tensor:
     """At most ``count`` of ``values``, evenly spaced, the ends included."""
     if len(values) <= count:
         return values

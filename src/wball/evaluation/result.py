@@ -27,6 +27,7 @@ from wball.evaluation.trust import (
 )
 from wball.storage.files import read_json, read_tensors, sealed, unsealed, write_json, write_tensors
 from wball.storage.names import printable
+from wball.storage.pixels import as_bytes, as_pixels
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -319,10 +320,9 @@ class Evaluation(Summarised):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``results.json`` and the images beside it; the results come last, so that they are never alone."""
         folder = Path(folder)
-        if self.examples:
-            write_tensors(folder / EXAMPLES, dict(self.examples))
-        if self.exhibit:
-            write_tensors(folder / EXHIBIT, dict(self.exhibit))
+        for name, images in ((EXAMPLES, self.examples), (EXHIBIT, self.exhibit)):
+            if images:
+                write_tensors(folder / name, {key: as_bytes(values) for key, values in images.items()})
         write_json(folder / RESULTS, sealed(self.to_dict()))
 
     def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
@@ -408,7 +408,7 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     certified = [0.0 if v is None else v for v in columns["certified"]]
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs], "certified": certified}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
-    extra = {name: read_tensors(folder / name)[0] for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
+    extra = {name: _pictures(folder / name) for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
     every = content["settings"].get("keep") not in ("sample", "none")
     if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"], every=every):
         raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
@@ -427,6 +427,10 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
         tuple(notes),
         content.get("verification"),
     )
+
+
+def _pictures(path: Path) -> dict[str, Tensor]:
+    return {name: as_pixels(values) for name, values in read_tensors(path)[0].items()}
 
 
 def _share(mask: Tensor) -> float:

@@ -271,7 +271,8 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
                 raise
             first = (str(error).strip().splitlines() or [""])[0]
             kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-            raise ValueError(f"the model does not take images of shape {tuple(x.shape[1:])}: {kind}{first}") from error
+            taken = f"the model does not take images of shape {tuple(x.shape[1:])}{_other_channels(model, x)}"
+            raise ValueError(f"{taken}: {kind}{first}") from error
     low, high, classes = int(y.min()), int(y.max()), logits.shape[1]
     if low < 0 or high >= classes:
         raise ValueError(
@@ -279,6 +280,19 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
             "the data belong to another model, or the labels need renumbering"
         )
     return logits
+
+
+def _other_channels(model: Model, x: Tensor) -> str:
+    """What to say to a network for grey images that is given colour, and the reverse."""
+    grey = x.shape[1] == 3
+    other = x[:2].mean(1, keepdim=True) if grey else x[:2, :1].expand(-1, 3, -1, -1)
+    try:
+        ask(model, other)
+    except Exception:  # noqa: BLE001 (whatever the model raises: then it is not the channels)
+        return ""
+    if grey:
+        return ", but grey ones: convert them, x.mean(1, keepdim=True) or --grey"
+    return ", but colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour"
 
 
 def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:

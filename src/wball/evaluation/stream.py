@@ -1,7 +1,8 @@
 """Data sets that are read batch by batch: memory is bounded by the batch in work, never by the data set.
 
 A :class:`Stream` looks like the pair of tensors that it stands for: ``stream.images[index]`` reads those items and no
-others, and so does ``stream.labels[index]``. The last reads are remembered, because images and labels come together.
+others, and so does ``stream.labels[index]``. The last reads are remembered, because images and labels come together,
+and the batch that comes next is read in a thread of its own while the one before is attacked.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from wball import inputs
-from wball.data import to_tensors
+from wball.data import read_items, to_tensors
 from wball.inputs import result_dtype
 
 Layout = Literal["NCHW", "NHWC"]
@@ -40,8 +43,10 @@ class Stream:
     """
 
     def __init__(self, count: int, read: Reader, box: tuple[float, float] | None, device: torch.device) -> None:
-        self._count, self._read, self._box, self.device = count, read, box, device
+        self._count, self.read, self.box, self.device = count, read, box, device
         self._recent: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
+        self._next: tuple[tuple[int, ...], Future[tuple[Tensor, Tensor]]] | None = None
+        self._reader, self._one = ThreadPoolExecutor(1, "wball-reader"), Lock()
         self.images, self.labels = View(self, 0), View(self, 1)
 
     def __len__(self) -> int:
@@ -50,19 +55,35 @@ class Stream:
     def take(self, index: list[int]) -> tuple[Tensor, Tensor]:
         key = tuple(index)
         if key not in self._recent:
-            x, y = self._read(index)
-            x = inputs.check_images("x", x, self._box)
-            self._recent[key] = x.to(self.device, result_dtype(x)), y.to(self.device)
+            ready = self._next if self._next is not None and self._next[0] == key else None
+            x, y = ready[1].result() if ready is not None else self._checked(index)
+            self._next = None if ready is not None else self._next
+            self._recent[key] = x.to(self.device, non_blocking=True), y.to(self.device)
             while len(self._recent) > REMEMBERED:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(key)
         return self._recent[key]
+
+    def expect(self, index: range) -> None:
+        """Begin to read items that will be asked for next."""
+        key = tuple(index)
+        if key and key not in self._recent and (self._next is None or self._next[0] != key):
+            self._next = key, self._reader.submit(self._checked, list(key))
+
+    def _checked(self, index: list[int]) -> tuple[Tensor, Tensor]:
+        """Items on the CPU; for a GPU in memory that it can copy from by itself."""
+        with self._one:  # data sets need not be ready for two threads
+            x, y = self.read(index)
+        x = inputs.check_images("x", x, self.box)
+        x = x.to(result_dtype(x))
+        return (x.pin_memory() if self.device.type == "cuda" else x), y
 
     def survey(self) -> tuple[str, int, int]:
         """The fingerprint of all data (that of the same data in tensors), and the least and largest label."""
         digest, labels, shape = hashlib.sha256(), [], None
         for start in range(0, self._count, AT_ONCE):
             x, y = self.take(list(range(start, min(start + AT_ONCE, self._count))))
+            self.expect(range(start + AT_ONCE, min(start + 2 * AT_ONCE, self._count)))
             if shape is None:
                 shape = tuple(x.shape[1:])
                 digest.update(f"{(self._count, *shape)} {x.dtype};".encode())
@@ -86,12 +107,26 @@ class View:
         self._stream, self._which = stream, which
 
     @property
+    def stream(self) -> Stream:
+        return self._stream
+
+    @property
     def device(self) -> torch.device:
         return self._stream.device
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    def to(self, device: torch.device) -> View:
+        """The view itself: its images go to the device of the stream."""
+        assert torch.device(device) == self.device
+        return self
+
+    def only(self, index: list[int]) -> View:
+        """A view of some of the items."""
+        part = Stream(len(index), lambda k: self._stream.read([index[i] for i in k]), self._stream.box, self.device)
+        return View(part, self._which)
 
     def __len__(self) -> int:
         return len(self._stream)
@@ -112,6 +147,8 @@ def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, lay
         raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
     device = next((p.device for p in model.parameters()), torch.device("cpu")) if isinstance(model, nn.Module) else None
     device = device or torch.device("cpu")
+    if isinstance(x, View):
+        return x.stream
     if isinstance(x, (str, os.PathLike)):
         _no_labels_beside(y)
         x, y = read_npz(Path(x))
@@ -129,7 +166,19 @@ def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, lay
             f"got {type(x).__name__}; for an iterator give wball.to_tensors(x)"
         )
     _no_labels_beside(y)
-    return Stream(len(x), lambda index: to_tensors([x[i] for i in index]), box, device)
+    return dataset_stream(x, box, device)
+
+
+def dataset_stream(data: Any, box: tuple[float, float] | None, device: torch.device) -> Stream:
+    """A stream of a map-style data set; the first item whose shape is not that of item 0 is named."""
+    shape: list[tuple[int, ...]] = []
+
+    def read(index: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = read_items(data, index, shape[0] if shape else None)
+        shape[:] = [tuple(x.shape[1:])]  # the first items are read first
+        return x, y
+
+    return Stream(len(data), read, box, device)
 
 
 NAMES = (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels"))

@@ -254,6 +254,22 @@ def _cifar10_certified() -> TrainConfig:
     )
 
 
+def _cifar10_small() -> TrainConfig:
+    return TrainConfig(
+        "cifar10-small",
+        "cifar10",
+        "cifar10-cnn",
+        epochs=15,
+        batch_size=128,
+        augment=4,
+        flip=True,
+        loss=Loss(label_smoothing=0.1),
+        optimisation=Optimisation(lr=0.05, nesterov=True, schedule="one-cycle", ema=0.995),
+        evaluation=Validation(every=3),
+        summary="A small CIFAR-10 network with standard training, to try colour without a download.",
+    )
+
+
 _PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "mnist-standard": _mnist_standard,
     "mnist-binarized": _mnist_binarized,
@@ -268,6 +284,7 @@ _PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "cifar10-adversarial-paper": _cifar10_adversarial_paper,
     "cifar10-adversarial": _cifar10_adversarial,
     "cifar10-certified": _cifar10_certified,
+    "cifar10-small": _cifar10_small,
 }
 
 

@@ -1,0 +1,178 @@
+"""``python -m benchmarks resnet50``: ResNet-50 is evaluated at 224 x 224; how much of the time does the network take?
+
+Weights are random, labels are the network's own predictions, images are smooth noise. How often the network was asked,
+with how many images and whether for gradients, is written down during the evaluation and then repeated without anything
+else: the share of the network is the second time by the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wball
+from wball import provenance
+from wball.inputs import find_device
+
+STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
+
+
+class Bottleneck(nn.Module):
+    """``relu(bn(1x1) . bn(3x3) . bn(1x1) + shortcut)``."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        sizes = ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in sizes)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != 4 * width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for k, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            out = norm(conv(out)) if k == 2 else F.relu(norm(conv(out)))
+        return F.relu(out + self.shortcut(x))
+
+
+class ResNet50(nn.Module):
+    """ResNet-50, 25.6 million parameters."""
+
+    def __init__(self, classes: int = 1000, width: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        blocks, inputs = [], 64
+        for size, count, stride in STAGES:
+            for k in range(count):
+                blocks.append(Bottleneck(inputs, size, stride if k == 0 else 1))
+                inputs = 4 * size
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Counted(nn.Module):
+    """A network that writes down how it is asked."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.asked = net, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked.append((len(x), x.requires_grad and torch.is_grad_enabled()))
+        return self.net(x)
+
+
+def images(count: int, side: int, device: torch.device) -> Tensor:
+    """Smooth noise in [0, 1]."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(count, 3, side // 16, side // 16, generator=generator)
+    return F.interpolate(coarse, size=(side, side), mode="bilinear").to(device)
+
+
+def seconds(work: Any, device: torch.device) -> float:
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    wait()
+    begun = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begun
+
+
+def repeat(net: nn.Module, x: Tensor, asked: list[tuple[int, bool]]) -> None:
+    """The network alone, asked as before."""
+    for count, gradient in asked:
+        part = x[torch.arange(count, device=x.device) % len(x)]
+        if gradient:
+            part = part.detach().requires_grad_(True)
+            torch.autograd.grad(net(part).logsumexp(1).sum(), part)
+        else:
+            with torch.no_grad():
+                net(part)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    device = find_device(given.device)
+    torch.manual_seed(0)
+    net = ResNet50().to(device).eval()
+    for p in net.parameters():
+        p.requires_grad_(False)
+    x = images(given.images, given.side, device)
+    with torch.no_grad():  # statistics that suit the images, so that activations neither vanish nor grow
+        net.train()
+        net(x[:64])
+        net.eval()
+        y = torch.cat([net(part).argmax(1) for part in x.split(64)])
+    counted, radii = Counted(net), [float(r) for r in given.eps.split(",")]
+    ball = wball.WassersteinBall(radii[-1])
+    repeat(net, x, [(8, True), (8, False)])
+    with tempfile.TemporaryDirectory() as folder:
+        found: dict[str, Any] = {}
+
+        def evaluate() -> None:
+            found["result"] = wball.evaluate(
+                counted, x, y, ball, radii, "fast", out=folder, batch_size=given.batch_size, name="ResNet-50"
+            )
+
+        whole = seconds(evaluate, device)
+        log = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+    batches = [row["seconds"] for row in log if row["event"] == "batch"]
+    exact = [row["seconds"] for row in log if row["event"] == "exact check"]
+    network = seconds(lambda: repeat(net, x, counted.asked), device)
+    result = found["result"]
+    return {
+        "images": len(x),
+        "shape": list(x.shape[1:]),
+        "radii": radii,
+        "accuracy": [result.accuracy_at(r) for r in radii],
+        "batch_size": result.settings["batch_size"],
+        "seconds": round(whole, 2),
+        "attack_and_audit_seconds": round(sum(batches), 2),
+        "exact_check_seconds": round(sum(exact), 2),
+        "network_seconds": round(network, 2),
+        "network_share": round(network / whole, 3),
+        "network_share_of_attack": round(network / sum(batches), 3),
+        "network_calls": len(counted.asked),
+        "network_images": sum(count for count, _ in counted.asked),
+        "valid": int((result.images["read_as"] >= 0).sum()),
+        "rejected": len(result.rejected),
+        "peak_gigabytes": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks resnet50", description=__doc__)
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--eps", default="0.002,0.01")
+    parser.add_argument("--batch-size", type=int, default=None)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("results") / "resnet50.json")
+    given = parser.parse_args(arguments)
+    found = measure(given)
+    device = find_device(given.device)
+    x = torch.zeros(1, 3, given.side, given.side, device=device)
+    origin = {**provenance.collect(wball.WassersteinBall(1.0), x), "seed": 0, "commit": provenance.commit()}
+    given.out.write_text(json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Images: MNIST, Fashion-MNIST, CIFAR-10, folders of images, and anything torch can index or iterate.
+
+Every loader returns ``x``, ``(N, C, H, W)`` in [0, 1], and ``y``, ``(N,)`` class numbers. The named sets are small
+enough to be kept on a GPU as a whole, which is faster than any loader process; augmentation then happens there, too.
+Folders are data sets that are read item by item (:class:`ImageFolder`).
+"""
+
+from wball.data.augment import RandomAffine, RandomCropFlip, RandomCutout
+from wball.data.folder import ImageFolder, labels_of, load_folder, read_items, without_bad
+from wball.data.named import (
+    CIFAR10_RECORDS,
+    DatasetInfo,
+    Split,
+    dataset_info,
+    datasets,
+    load_dataset,
+    load_sample,
+    read_cifar10,
+    read_idx,
+)
+from wball.data.tensors import PathLike, to_tensors
+
+__all__ = [
+    "CIFAR10_RECORDS",
+    "DatasetInfo",
+    "ImageFolder",
+    "PathLike",
+    "RandomAffine",
+    "RandomCropFlip",
+    "RandomCutout",
+    "Split",
+    "dataset_info",
+    "datasets",
+    "labels_of",
+    "load_dataset",
+    "load_folder",
+    "load_sample",
+    "read_cifar10",
+    "read_idx",
+    "read_items",
+    "to_tensors",
+    "without_bad",
+]

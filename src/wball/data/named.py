@@ -1,0 +1,255 @@
+"""Data sets by name: MNIST, Fashion-MNIST, CIFAR-10, from files in the formats of their own sites.
+
+No pickle is ever read: CIFAR-10 is used in its binary version.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import lzma
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wball.data.tensors import PathLike, as_floats
+
+Split = Literal["train", "test"]
+
+CIFAR10_RECORDS = 10_000
+"""Images in each file of CIFAR-10."""
+_CIFAR10_BYTES = 1 + 3 * 32 * 32
+
+# The MNIST label files: Fashion-MNIST uses the same file names, and taking one for the other shows nowhere else.
+_MNIST_LABELS = {
+    "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
+    "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
+}
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What a named data set looks like and in which folders (below a root) it is usually found."""
+
+    name: str
+    title: str
+    shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    folders: tuple[str, ...]
+
+
+_DATASETS = {
+    d.name: d
+    for d in (
+        DatasetInfo("mnist", "MNIST", (1, 28, 28), tuple("0123456789"), ("mnist", "MNIST/raw", "MNIST", ".")),
+        DatasetInfo(
+            "fashion-mnist",
+            "Fashion-MNIST",
+            (1, 28, 28),
+            ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+            ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "."),
+        ),
+        DatasetInfo(
+            "cifar10",
+            "CIFAR-10",
+            (3, 32, 32),
+            ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+            ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10", "."),
+        ),
+    )
+}
+
+
+def datasets() -> dict[str, DatasetInfo]:
+    """The data sets :func:`load_dataset` knows, by name.
+
+    >>> list(datasets())
+    ['mnist', 'fashion-mnist', 'cifar10']
+    """
+    return dict(_DATASETS)
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """The description of a data set; spelling variants such as ``CIFAR-10`` and ``fashion_mnist`` are understood."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+    for info in _DATASETS.values():
+        if isinstance(name, str) and plain(name) == plain(info.name):
+            return info
+    raise ValueError(f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)")
+
+
+def load_dataset(
+    name: str,
+    root: PathLike,
+    split: Split = "test",
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """A whole split as ``(x, y)`` on ``device``.
+
+    Args:
+        name: ``mnist``, ``fashion-mnist`` (idx files, plain or gzipped) or ``cifar10`` (the binary version).
+        root: the folder with the files, or the one above it, in the layouts of the sets' own sites and of torchvision.
+        split: ``train`` or ``test``.
+        device: where the tensors go; pixels travel as bytes and become floats there.
+        dtype: of the pixels.
+    """
+    info = dataset_info(name)
+    if split not in ("train", "test"):
+        raise ValueError(f'split must be "train" or "test", got {split!r}')
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
+    if not Path(root).is_dir():
+        raise FileNotFoundError(f"root {os.fspath(root)!r} is not a folder; {_remedy(info, root)}")
+    pixels, labels = _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
+    top = int(labels.max()) if len(labels) else 0
+    if top >= len(info.classes):
+        raise ValueError(
+            f"{info.title} ({split}) has a label {top}, above {len(info.classes) - 1}: the file is corrupted; "
+            "delete it and download it again"
+        )
+    return as_floats(pixels, device, dtype), labels.to(device=device, dtype=torch.long)
+
+
+def load_sample(name: str = "mnist", *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Images that come with the package: the first 1,000 of MNIST's test set, or of CIFAR-10's the first 20 per class.
+
+    >>> x, y = load_sample("mnist")
+    >>> x.shape, y[:5].tolist()
+    (torch.Size([1000, 1, 28, 28]), [7, 2, 1, 0, 4])
+    >>> x, y = load_sample("cifar10")
+    >>> x.shape, y.bincount().tolist()
+    (torch.Size([200, 3, 32, 32]), [20, 20, 20, 20, 20, 20, 20, 20, 20, 20])
+    """
+    known, folder = dataset_info(name).name, resources.files("wball.zoo")
+    if known == "cifar10":
+        x, y = _unpacked((folder / "cifar10-sample.xz").read_bytes())
+    elif known == "mnist":
+        with (
+            resources.as_file(folder / "mnist-sample-images-idx3-ubyte.gz") as images,
+            resources.as_file(folder / "mnist-sample-labels-idx1-ubyte.gz") as labels,
+        ):
+            x, y = read_idx(images)[:, None], read_idx(labels)
+    else:
+        raise ValueError(
+            f"there is no bundled sample of {name!r}, only of mnist and cifar10; use load_dataset({name!r}, root)"
+        )
+    return as_floats(x, device, torch.float32), y.to(device=device, dtype=torch.long)
+
+
+def _unpacked(content: bytes) -> tuple[Tensor, Tensor]:
+    """Labels, then images as differences of neighbours, red and blue as differences from green: these pack well."""
+    stored = np.frombuffer(lzma.decompress(content), np.uint8)
+    count = len(stored) // _CIFAR10_BYTES
+    planes = stored[count:].reshape(count, 3, 32, 32).cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
+    planes[:, [0, 2]] += planes[:, [1]]
+    return torch.from_numpy(planes), torch.from_numpy(stored[:count].copy())
+
+
+def read_idx(path: PathLike) -> Tensor:
+    """The bytes in an idx file (plain or gzipped, told by content), in the shape its header gives."""
+    path = Path(path)
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path, "rb") if zipped else path.open("rb") as file:
+            magic = file.read(4)
+            if len(magic) < 4 or magic[:3] != b"\x00\x00\x08" or not 1 <= magic[3] <= 4:
+                raise ValueError(
+                    f"{path} is not an idx file of bytes: it starts with {magic.hex() or 'nothing'}, not 000008; "
+                    "it may be an error page saved under that name: delete it and download it again"
+                )
+            header = file.read(4 * magic[3])
+            if len(header) < 4 * magic[3]:
+                raise ValueError(f"{path} is truncated: it ends inside its header; delete it and download it again")
+            shape = [int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4)]
+            expected = math.prod(shape)
+            # Block by block, because a damaged header may promise terabytes; one byte more than promised tells enough.
+            content = bytearray()
+            while block := file.read(min(1 << 24, expected + 1 - len(content))):
+                content += block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is truncated or corrupted ({error}); delete it and download it again") from error
+    if len(content) != expected:
+        got = f"only {len(content)}" if len(content) < expected else "more"
+        raise ValueError(
+            f"{path} is truncated or corrupted: its header says {' x '.join(map(str, shape))} = {expected} bytes, "
+            f"but it has {got}; delete it and download it again"
+        )
+    return torch.from_numpy(np.frombuffer(content, np.uint8).reshape(shape))
+
+
+def read_cifar10(path: PathLike) -> tuple[Tensor, Tensor]:
+    """The images (bytes, ``N x 3 x 32 x 32``) and labels in one file of CIFAR-10's binary version."""
+    content = np.fromfile(path, np.uint8)
+    if len(content) == 0 or len(content) % _CIFAR10_BYTES:
+        raise ValueError(
+            f"{os.fspath(path)} is truncated or corrupted: {len(content)} bytes are not a multiple of the "
+            f"{_CIFAR10_BYTES} bytes of an image; delete it and download it again"
+        )
+    rows = torch.from_numpy(content).view(-1, _CIFAR10_BYTES)
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
+
+
+def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+    prefix = "train" if split == "train" else "t10k"
+    image_path = _find(info, root, _idx_names(f"{prefix}-images", 3))
+    label_path = _find(info, root, _idx_names(f"{prefix}-labels", 1))
+    images, labels = read_idx(image_path), read_idx(label_path)
+    if images.ndim != 3 or labels.ndim != 1:
+        raise ValueError(
+            f"{image_path} has {images.ndim} dimensions and {label_path} has {labels.ndim}; expected 3 and 1"
+        )
+    if len(images) != len(labels):
+        raise ValueError(f"{image_path} has {len(images)} images, but {label_path} has {len(labels)} labels")
+    if info.name == "fashion-mnist" and hashlib.sha256(labels.numpy().tobytes()).hexdigest() in _MNIST_LABELS:
+        raise ValueError(f"{label_path} belongs to MNIST, not to Fashion-MNIST; {_remedy(info, root)}")
+    return images[:, None], labels.long()
+
+
+def _load_cifar10(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, Tensor]:
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if split == "train" else ["test_batch.bin"]
+    parts = []
+    for name in names:
+        path = _find(info, root, [name])
+        images, labels = read_cifar10(path)
+        if len(images) != CIFAR10_RECORDS:
+            raise ValueError(
+                f"{path} is truncated or corrupted: it has {len(images)} images instead of {CIFAR10_RECORDS}; "
+                "delete it and download it again, or use read_cifar10 to read a part on purpose"
+            )
+        parts.append((images, labels))
+    return torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+
+
+def _idx_names(stem: str, ndim: int) -> list[str]:
+    return [f"{stem}{dot}idx{ndim}-ubyte{gz}" for dot in "-." for gz in ("", ".gz")]
+
+
+def _find(info: DatasetInfo, root: PathLike, names: Sequence[str]) -> Path:
+    for folder in info.folders:
+        for name in names:
+            path = Path(root) / folder / name
+            if path.is_file():
+                return path
+    below = ", ".join(f for f in info.folders if f != ".")
+    raise FileNotFoundError(
+        f"{names[0]} of {info.title} is not in {os.fspath(root)!r} or its folders {below}; {_remedy(info, root)}"
+    )
+
+
+def _remedy(info: DatasetInfo, root: PathLike) -> str:
+    return f"get it with `wball data {info.name} --root {os.fspath(root)}` or wball.download({info.name!r}, root)"

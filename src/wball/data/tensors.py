@@ -1,0 +1,160 @@
+"""Images and labels out of anything that can be indexed or iterated, as tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from wball import inputs
+
+PathLike = str | os.PathLike[str]
+
+# How dictionaries of public data sets call images and labels.
+_IMAGE_NAMES = ("image", "images", "img", "pixel_values", "x", "input", "inputs")
+_LABEL_NAMES = ("label", "labels", "y", "target", "targets")
+
+
+def to_tensors(
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any] | tuple[Tensor, Tensor],
+    *,
+    limit: int | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Any source of images and labels as ``(x, y)``.
+
+    Args:
+        data: a pair of tensors or arrays ``(N, C, H, W)`` and ``(N,)`` (labels may be a list), a ``Dataset`` of (image,
+            label) items or a ``DataLoader`` of such batches (or of dictionaries such as ``{"image": ..., "label":
+            ...}``). Single images are tensors, NumPy arrays (``H x W``; ``H x W x C`` if uint8, unless only the first
+            axis has 1, 3 or 4 entries) or PIL images; bytes are divided by 255.
+        limit: take this many images at most.
+        device: where the tensors go (default: where they are).
+
+    >>> from torch.utils.data import TensorDataset
+    >>> x, y = to_tensors(TensorDataset(torch.rand(5, 1, 4, 4), torch.arange(5)), limit=3)
+    >>> x.shape, y.tolist()
+    (torch.Size([3, 1, 4, 4]), [0, 1, 2])
+    """
+    if limit is not None:
+        inputs.check_count("limit", limit)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], (Tensor, np.ndarray)):
+        images, labels = [torch.as_tensor(data[0])[:limit].detach()], [_label(data[1])[:limit].detach()]
+        labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
+    else:
+        images, labels = _collect(data, limit)
+    shapes = {tuple(image.shape[1:]) for image in images}
+    if len(shapes) != 1:
+        raise ValueError(f"data has images of different shapes, {sorted(shapes)[:3]}; resize them in the data set")
+    x, y = torch.cat(images)[:limit], torch.cat(labels)[:limit]
+    device = device if device is not None else x.device
+    if x.dtype == torch.uint8:
+        x = as_floats(x, device, torch.float32)
+    elif not x.is_floating_point():
+        raise TypeError(f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]")
+    if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
+        hint = "; images without channels need an axis for them: x[:, None]" if x.ndim == 3 and len(x) == len(y) else ""
+        hint = "; for one-hot labels give their argmax(1)" if x.ndim == 4 and y.ndim == 2 and len(x) == len(y) else hint
+        raise ValueError(
+            f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
+            + hint
+        )
+    low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 0.0)
+    if not (low >= -1e-6 and high <= 1 + 1e-6):
+        raise ValueError(
+            f"data has pixels from {low:g} to {high:g}, outside [0, 1]; divide bytes by 255, drop the normalisation "
+            "from the data set and put it inside the model: wball.Normalized(model, mean, std)"
+        )
+    numbers = y.to(device=device, dtype=torch.long)
+    broken = y.is_floating_point() and bool((numbers != y.to(device)).any())
+    if y.numel() and (broken or int(numbers.min()) < 0):
+        raise ValueError(
+            f"data has labels from {y.min().item():g} to {y.max().item():g}; they must be class numbers 0, 1, 2, ..."
+        )
+    return x.to(device), numbers
+
+
+def as_floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers in [0, 1]; they travel as bytes."""
+    return pixels.to(device).to(dtype).div_(255)
+
+
+def from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """``H x W`` or ``H x W x C`` bytes as ``C x H x W``, which they may be already."""
+    first = array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4)
+    planes = array[None] if array.ndim == 2 else array if first else array.transpose(2, 0, 1)
+    return torch.from_numpy(planes.copy())
+
+
+def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Batches of images and labels out of anything that can be iterated or indexed."""
+    data = [data] if isinstance(data, Mapping) else data
+    # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        source: Iterable[Any] = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
+    else:
+        try:
+            source = iter(data)
+        except TypeError:
+            raise TypeError(f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}") from None
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = 0
+    for item in source:
+        given = _pair(item)
+        label = _label(given[1])
+        image = _image(given[0], single=label.numel() == 1)
+        if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
+            image = image[None]
+        elif image.ndim == 3 and label.numel() == len(image):
+            image = image[:, None]  # a batch of images without channels, like the single ones
+        images.append(image.detach())
+        labels.append(label.reshape(-1))
+        count += len(image)
+        if limit is not None and count >= limit:
+            break
+    if not images:
+        raise ValueError("data is empty")
+    return images, labels
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    """Image and label out of an item or a batch: the first two of several, or by their usual names in a dictionary."""
+    if isinstance(item, Mapping):
+        images, labels = ([k for k in names if k in item] for names in (_IMAGE_NAMES, _LABEL_NAMES))
+        if len(images) != 1 or len(labels) != 1:
+            raise TypeError(
+                f"data gives dictionaries with {', '.join(map(repr, item))}, and which of them are image and label is "
+                "not clear: wrap it to give (image, label) pairs"
+            )
+        return item[images[0]], item[labels[0]]
+    if not isinstance(item, (tuple, list)) or len(item) < 2:
+        raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
+    return item[0], item[1]
+
+
+def _label(value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"data has a label {value!r}; they must be class numbers 0, 1, 2, ...") from error
+
+
+def _image(value: Any, single: bool) -> Tensor:
+    """One image or, if not ``single``, a batch, as a tensor."""
+    if isinstance(value, Tensor):
+        return value if value.ndim > 2 else value[None]
+    mode = getattr(value, "mode", None)  # of PIL's images
+    if mode in ("1", "P", "PA"):  # bits, and numbers of colours
+        value = value.convert("L" if mode == "1" else "RGB")
+    array = np.asarray(value)
+    if array.dtype == np.uint8 and array.ndim in (2, 3) and (single or array.ndim == 2):
+        return from_array(array)
+    if array.dtype.kind not in "uif":
+        raise TypeError(f"data has an image of type {type(value).__name__}; give a tensor, an array or a PIL image")
+    return torch.from_numpy((array if array.ndim > 2 else array[None]).copy())
