@@ -17,15 +17,19 @@ from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates.certificate import CertificateResult
 from wball.certificates.checking.bounds import Checker
+from wball.certificates.checking.cases import Cases
 from wball.certificates.checking.network import Network, Unfollowed, read
 from wball.certificates.checking.plans import Transport, domain
+from wball.certificates.complete import Leaf
 from wball.model import ask, evaluating
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
 
-EFFORTS = ((2.0, 0), (3.0, 0), (5.0, 0), (5.0, 80))
-"""Tried one after another: the length below which moves are told apart in images of more than a few pixels, and
-gradient steps on the slopes of every row."""
+LENGTHS = (2.0, 3.0, 5.0)
+"""Lengths below which moves are told apart in images of more than a few pixels, tried one after another."""
+
+STEPS = 80
+"""Gradient steps on the slopes of every row where a certificate is not confirmed without."""
 
 HOPELESS = 5.0
 """Bounds below 0 by so many times the margin of the image itself are beyond what slopes can mend."""
@@ -73,7 +77,8 @@ class VerificationResult:
 def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tensor, ball: Ball) -> VerificationResult:
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
-    Nothing in the certificate is believed but which images it claims, and for which plans. The checker is slow and
+    Nothing in the certificate is believed but which images it claims, and for which plans. What a proof by branch and
+    bound leaves behind (its parts, slopes and prices) says where to look, and is proved again. The checker is slow and
     meant for samples. It follows what :func:`wball.certify` does, on Wasserstein balls of images of up to 4,096 pixels
     and on l-infinity balls.
 
@@ -108,7 +113,8 @@ def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tenso
     for k in claimed:
         one = ball.take(torch.tensor([k], device=x.device))
         try:
-            margin[k] = _margin(network, one, x[k], int(y[k]), certificate.plans, clean[k])
+            leaves = certificate.leaves[k] if certificate.leaves else None
+            margin[k] = _margin(network, one, x[k], int(y[k]), certificate.plans, clean[k], leaves)
         except Unfollowed as error:
             reason, status[k] = str(error), VerificationStatus.UNFOLLOWED
             continue
@@ -126,18 +132,26 @@ def _clean(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     return found
 
 
-def _margin(network: Network, ball: Ball, x: Tensor, label: int, plans: Plans, clean: float) -> float:
+def _margin(
+    network: Network, ball: Ball, x: Tensor, label: int, plans: Plans, clean: float, leaves: tuple[Leaf, ...] | None
+) -> float:
     """A lower bound of the margin of one image: the first that is above 0, or the best that is found."""
-    best, before = -math.inf, None
-    for near, steps in EFFORTS:
+    best, before = torch.tensor(-math.inf, dtype=torch.float64), None
+    for near in LENGTHS:
         images = domain(ball, x, plans, near)
-        told_apart = (images.options if isinstance(images, Transport) else 0, steps)
+        told_apart = images.options if isinstance(images, Transport) else 0
         if told_apart == before:
             continue
-        before = told_apart
-        if steps and best < -HOPELESS * clean:
+        whole, before = Checker(network, images), told_apart
+        best = torch.maximum(best, whole.margins(label))
+        if bool((best > 0).all()):
+            return float(best.amin())
+    hopeless = bool(best.amin() < -HOPELESS * clean) or not clean > 0
+    if not hopeless and leaves is None:
+        best = torch.maximum(best, Checker(network, images, STEPS).margins(label))
+    others = [k for k in range(len(best) + 1) if k != label]
+    for place in (best <= 0).nonzero()[:, 0].tolist() if not hopeless or leaves else []:
+        best[place] = Cases(whole, label, others[place]).margin(leaves or ())
+        if not best[place] > 0:
             break
-        best = max(best, Checker(network, images, steps).margin(label))
-        if best > 0:
-            break
-    return best
+    return float(best.amin()) if len(best) else math.inf

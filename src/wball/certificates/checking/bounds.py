@@ -217,9 +217,9 @@ class Checker:
                         best[k] = torch.maximum(best[k], (way.const[k] - top[0]) - 4 * UNIT * way.const[k].abs())
         return best, kept
 
-    def _climb(self, node: int, rows: Tensor) -> Tensor:
+    def _climb(self, node: int, rows: Tensor, given: Parameters | None = None) -> Tensor:
         """The best bound that gradient steps find: any slopes in range and any multipliers are right."""
-        given: Parameters = {}
+        given = {} if given is None else given
         best = torch.full((rows.shape[0],), -math.inf, dtype=torch.float64)
         optimiser: torch.optim.Adam | None = None
         for _ in range(self.steps):
@@ -230,7 +230,7 @@ class Checker:
             with torch.enable_grad():
                 bound = self._value(self._back(node, rows, anchored=bool(self.anchors), given=given))
             best = torch.maximum(best, bound.detach())
-            if not given:
+            if not given or (self.known is not None and bool((best > 0).all())):
                 break
             if optimiser is None:
                 optimiser = torch.optim.Adam(given.values(), lr=0.2, betas=(0.9, 0.9))
@@ -253,11 +253,18 @@ class Checker:
         return -(rows.const + at) + room, self.domain.gains(-rows.at_image, rows.charges)
 
     def _back(
-        self, node: int, rows: Tensor, anchored: bool = False, parallel: bool = False, given: Parameters | None = None
+        self,
+        node: int,
+        rows: Tensor,
+        anchored: bool = False,
+        parallel: bool = False,
+        given: Parameters | None = None,
+        passed: dict[int, Tensor] | None = None,
     ) -> Rows:
         """Rows over a node as rows over the image.
 
         Lower slopes are those of CROWN, ``parallel`` ones, or those given, which are filled in where they are missing.
+        ``passed`` takes the rows as they reach each bend.
         """
         const = torch.zeros(rows.shape[0], dtype=torch.float64)
         pending: dict[int, Tensor] = {node: rows}
@@ -271,6 +278,8 @@ class Checker:
                 const = self._through(at, row, const, pending)
                 continue
             assert isinstance(at, Bend)
+            if passed is not None:
+                passed[index] = row
             if at.windows is not None:
                 row, const = self._pool(at, row, const)
             elif at.curve:
@@ -422,18 +431,32 @@ class Checker:
 
     # ---- the answer
 
-    def margins(self, label: int, others: list[int] | None = None) -> Tensor:
-        """Lower bounds of ``logit[label]`` less each other logit, or of some of them."""
-        node = len(self.network.nodes) - 1
-        classes = math.prod(self.network.shape_of(node))
-        others = [k for k in range(classes) if k != label] if others is None else others
+    def margins(self, label: int, others: list[int] | None = None, given: Parameters | None = None) -> Tensor:
+        """Lower bounds of ``logit[label]`` less each other logit, or of some of them; ``given`` is a first guess."""
+        others = [k for k in range(self._classes()) if k != label] if others is None else others
         if self.empty or not others:
             return torch.full((len(others),), math.inf, dtype=torch.float64)
-        rows = torch.zeros((len(others), classes), dtype=torch.float64)
-        rows[:, label] = 1.0
-        rows[torch.arange(len(others)), torch.tensor(others)] = -1.0
+        node, rows = len(self.network.nodes) - 1, self._differences(label, others)
+        if self.known is not None:
+            return self._climb(node, rows, given)
         return torch.cat([self._lowest(node, part, prices=True)[0] for part in rows.split(self._chunk())])
 
     def margin(self, label: int) -> float:
         """A lower bound of ``logit[label] - best other logit``."""
         return float(self.margins(label).amin())
+
+    def weights(self, label: int, other: int) -> dict[int, Tensor]:
+        """How much each number of each bend counts in the margin, by node."""
+        passed: dict[int, Tensor] = {}
+        with torch.no_grad():
+            self._back(len(self.network.nodes) - 1, self._differences(label, [other]), passed=passed)
+        return {node: row[0].abs() for node, row in passed.items()}
+
+    def _classes(self) -> int:
+        return math.prod(self.network.shape_of(len(self.network.nodes) - 1))
+
+    def _differences(self, label: int, others: list[int]) -> Tensor:
+        rows = torch.zeros((len(others), self._classes()), dtype=torch.float64)
+        rows[:, label] = 1.0
+        rows[torch.arange(len(others)), torch.tensor(others)] = -1.0
+        return rows
