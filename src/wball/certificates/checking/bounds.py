@@ -30,7 +30,7 @@ KEPT = 2**26
 """Numbers that the gains of one activation may hold; units beyond keep the chord."""
 
 Parameters = dict[tuple[str, int], Tensor]
-"""What a bound may be optimised over: lower slopes and multipliers of known signs, by kind and node."""
+"""What a bound may be optimised over, by kind and node: lower slopes, multipliers of known signs, prices of the box."""
 
 
 @dataclass
@@ -221,27 +221,41 @@ class Checker:
         """The best bound that gradient steps find: any slopes in range and any multipliers are right."""
         given = {} if given is None else given
         best = torch.full((rows.shape[0],), -math.inf, dtype=torch.float64)
+        unit = torch.ones((rows.shape[0], 1), dtype=torch.float64)  # prices are in that of the rows
         optimiser: torch.optim.Adam | None = None
         for _ in range(self.steps):
-            for (kind, index), value in given.items():
-                bend = self.network.nodes[index]
-                assert isinstance(bend, Bend)
-                value.data.clamp_(*((bend.leak, 1.0) if kind == "slope" else (0.0, None)))
+            self._clamp(given)
             with torch.enable_grad():
-                bound = self._value(self._back(node, rows, anchored=bool(self.anchors), given=given))
+                back = self._back(node, rows, anchored=bool(self.anchors), given=given)
+                prices = given.get(("box", 0))
+                bound = self._value(back, None if prices is None else prices * unit)
             best = torch.maximum(best, bound.detach())
             if not given or (self.known is not None and bool((best > 0).all())):
                 break
             if optimiser is None:
-                optimiser = torch.optim.Adam(given.values(), lr=0.2, betas=(0.9, 0.9))
+                if self.known is not None and isinstance(self.domain, Transport) and self.domain.box is not None:
+                    unit = back.at_image.detach().abs().amax(1, keepdim=True)
+                    given["box", 0] = torch.zeros_like(back.at_image).requires_grad_(True)
+                groups = [{"params": [v], "lr": 0.05 if kind == "box" else 0.2} for (kind, _), v in given.items()]
+                optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
+                continue
             optimiser.zero_grad()
             bound.sum().neg().backward()
             optimiser.step()
-            optimiser.param_groups[0]["lr"] *= 0.95
+            for group in optimiser.param_groups:
+                group["lr"] *= 0.95
         return best
 
-    def _value(self, rows: Rows) -> Tensor:
-        top = self.domain.highest(-rows.at_image, rows.charges)
+    def _clamp(self, given: Parameters) -> None:
+        for (kind, index), value in given.items():
+            bend = self.network.nodes[index]
+            if kind == "slope" and isinstance(bend, Bend):
+                value.data.clamp_(bend.leak, 1.0)
+            elif kind == "price":
+                value.data.clamp_(min=0.0)
+
+    def _value(self, rows: Rows, prices: Tensor | None = None) -> Tensor:
+        top = self.domain.highest(-rows.at_image, rows.charges, prices)
         return rows.const - top - 4 * UNIT * (rows.const.abs() + top.abs())
 
     def _gains(self, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,9 @@ Signs = dict[Cut, int]
 STEPS, MOST_CUTS = 20, 256
 """Gradient steps in every part, and cuts of one class beyond those of the certificate."""
 
+SMALL = 1000
+"""Numbers that activations read up to which a part gets bounds of its own."""
+
 
 @dataclass
 class Cases:
@@ -45,10 +48,9 @@ class Cases:
         cut = _common(signs, leaves)
         if cut is None:
             start = next((leaf for held, leaf in leaves if held.keys() <= signs.keys()), None)
-            case = self._case(signs)
-            found = -math.inf if case is None else float(case.margins(self.label, [self.other], self._start(start)))
-            if case is None or found > 0:
-                return math.inf if case is None else found
+            case, found = self._bounded(signs, start)
+            if found > 0:
+                return found
             cut = self._widest(case, signs)
             if cut is None or self.left <= 0:
                 return found
@@ -61,15 +63,19 @@ class Cases:
                 break
         return least
 
-    def _case(self, signs: Signs) -> Checker | None:
-        """The bounds of a part; ``None`` if no image is in it."""
+    def _bounded(self, signs: Signs, start: Leaf | None) -> tuple[Checker, float]:
+        """The bounds of a part, and of the margin in it: first by those of the ball, then by its own."""
         fixed: dict[int, Tensor] = {}
         for (node, unit), sign in signs.items():
-            bend = self.whole.network.nodes[node]
-            assert isinstance(bend, Bend)
-            fixed.setdefault(node, torch.zeros(len(self.whole.low[bend.before]), dtype=torch.float64))[unit] = sign
-        case = Checker(self.whole.network, self.whole.domain, STEPS, fixed, self.whole)
-        return None if case.empty else case
+            numbers = len(self.whole.low[self._reads(node)])
+            fixed.setdefault(node, torch.zeros(numbers, dtype=torch.float64))[unit] = sign
+        network, domain = self.whole.network, self.whole.domain
+        case = Checker(network, domain, STEPS, fixed, self.whole)
+        found = float(case.margins(self.label, [self.other], self._start(start)))
+        if not found > 0 and signs and sum(len(self.whole.low[self._reads(k)]) for k in network.bends) <= SMALL:
+            case = Checker(network, domain, STEPS, fixed, Checker(network, domain, 0, fixed))
+            found = max(found, float(case.margins(self.label, [self.other], self._start(start))))
+        return case, found
 
     def _start(self, leaf: Leaf | None) -> Parameters:
         """Slopes and prices of a certificate, as the first guess."""
