@@ -241,7 +241,8 @@ class Counts:
         for z in points:
             logits = net(z.to(own)).detach().double()
             margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -math.inf).amax(1)
-            size = 64 * torch.finfo(own).eps * logits.abs().amax(1)
+            rounding = max(torch.finfo(own).eps, torch.finfo(z.dtype).eps)  # of the model, and of the point itself
+            size = 64 * rounding * logits.abs().amax(1)
             self.numbers["points tried"] += z.shape[0]
             if broken := int((proof.certified & (margin < -size)).sum()):
                 self.numbers["broken"] += broken

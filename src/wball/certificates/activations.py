@@ -32,11 +32,16 @@ def anchored_line(
     )
 
 
+def either(steep: Tensor, leak: float, like: Tensor) -> Tensor:
+    """1 or the leak, in the precision of ``like``: ``torch.where`` of two plain numbers rounds them to float32."""
+    return torch.where(steep, torch.ones_like(like), leak)
+
+
 def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     """Slope and shift of the upper line, exact where the unit is stable."""
     crossing = (low < 0) & (up > 0)
     width = torch.where(crossing, up - low, torch.ones_like(up))
-    slope = torch.where(crossing, (up - leak * low) / width, torch.where(low >= 0, 1.0, leak).to(up.dtype))
+    slope = torch.where(crossing, (up - leak * low) / width, either(low >= 0, leak, up))
     shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
     return slope, shift
 

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
+from wball.certificates.activations import anchored_line, either, relax_curve, relax_max_pool, upper_line
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.collector import Collector
 from wball.certificates.condition import Condition
@@ -198,7 +198,7 @@ class Relaxation:
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
                 bend, left, start, inside = anchored_line(low, up, centre.to(dtype), op.leak, line, height)
-                initial = torch.where(inside, torch.where(centre > 0, 1.0, op.leak).to(dtype), initial)
+                initial = torch.where(inside, either(centre > 0, op.leak, initial), initial)
                 weight = rows.read(bend)
                 if choice is not None and record:
                     choice.shares[position] = torch.ones_like(weight, dtype=torch.float32)
@@ -212,7 +212,7 @@ class Relaxation:
                 charged.append((anchor, rows.like(-negative * weight)))
             if choice is not None and position in choice.slopes:
                 crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
-                under = torch.where(crossing, choice.slopes[position].to(dtype), stable)
+                under = torch.where(crossing, choice.slopes[position].to(dtype).clamp(op.leak, 1.0), stable)
             else:
                 under = rows.read(initial)
                 if choice is not None and record:
@@ -227,8 +227,7 @@ class Relaxation:
     def _initial(self, low: Tensor, up: Tensor, slope: Tensor, leak: float) -> Tensor:
         if self.kind == "parallel":
             return slope
-        ends = torch.where(up > -low, 1.0, leak).to(slope.dtype)
-        return torch.where((low < 0) & (up > 0), ends, slope)
+        return torch.where((low < 0) & (up > 0), either(up > -low, leak, slope), slope)
 
     @torch.no_grad()
     def lower_bound(

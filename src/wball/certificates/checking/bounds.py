@@ -349,7 +349,7 @@ class Checker:
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         crossing = (low < 0) & (high > 0)
         chord = ((high - leak * low) / (high - low).clamp(min=1e-300)).clamp(leak, 1.0)
-        return crossing, torch.where(crossing, chord, torch.where(low >= 0, 1.0, leak).to(chord))
+        return crossing, torch.where(crossing, chord, torch.where(low >= 0, torch.ones_like(chord), leak))
 
     def _lower_slopes(
         self, index: int, bend: Bend, row: Tensor, anchor: Anchor | None, parallel: bool, given: Parameters | None
@@ -360,9 +360,9 @@ class Checker:
         if given is not None and ("slope", index) in given:
             return torch.where(crossing, given["slope", index], chord)
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
-        under = torch.where(crossing, torch.where(high > -low, 1.0, leak).to(chord), chord)
+        under = torch.where(crossing, torch.where(high > -low, torch.ones_like(chord), leak), chord)
         if anchor is not None:
-            under[anchor.unit] = torch.where(anchor.centre > 0, 1.0, leak).to(chord)
+            under[anchor.unit] = torch.where(anchor.centre > 0, torch.ones_like(anchor.centre), leak)
         if given is not None and bool(crossing.any()):
             given["slope", index] = under.expand(row.shape).clone().requires_grad_(True)
             return torch.where(crossing, given["slope", index], chord)

@@ -21,8 +21,8 @@ from wball.certificates.complete import Leaf
 Cut = tuple[int, int]  # a node of the network that is an activation, and a number that it reads
 Signs = dict[Cut, int]
 
-STEPS, MOST_CUTS = 20, 256
-"""Gradient steps in every part, and cuts of one class beyond those of the certificate."""
+STEPS, CUTS = 20, 16
+"""Gradient steps in every part; cuts of one class besides those of the certificate, and for each of its parts."""
 
 SMALL = 1000
 """Numbers that activations read up to which a part gets bounds of its own."""
@@ -35,12 +35,13 @@ class Cases:
     whole: Checker
     label: int
     other: int
-    left: int = MOST_CUTS
+    left: int = CUTS
 
     def margin(self, leaves: Sequence[Leaf]) -> float:
         """The least bound of all parts, or the first that is not above 0."""
         bends = self.whole.network.bends
         known = [leaf for leaf in leaves if leaf.other == self.other and all(s[0] < len(bends) for s in leaf.splits)]
+        self.left = CUTS * (1 + len(known))
         return self._part({}, [({(bends[a], u): s for a, u, s in leaf.splits}, leaf) for leaf in known])
 
     def _part(self, signs: Signs, leaves: list[tuple[Signs, Leaf]]) -> float:

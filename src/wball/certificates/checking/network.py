@@ -216,7 +216,7 @@ def read(model: nn.Module, x: Tensor) -> Network:
     image = Abstract(torch.zeros_like(x, dtype=dtype), network, Held(0, tuple(x.shape)))
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False), _Circular():
-            logits = torch.func.functionalize(model)(image)
+            logits = torch.func.functionalize(lambda given: model(given.clone()))(image)  # it may work in place
     except Unfollowed:
         raise
     except Exception as error:  # a model may fail in any way on a tensor without numbers

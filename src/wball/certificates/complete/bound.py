@@ -190,6 +190,8 @@ def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
     unit = unit.view(-1, *[1] * (problems.x.ndim - 1))
     held = {key: value.clone() for key, value in nodes.state.items()}
     free = {key: value / unit if key[0] == "box" else value.clone() for key, value in held.items() if key[0] in RATES}
+    if not free:  # a network without activations, over a set without prices
+        return sound(problems, nodes)
     groups = [{"params": [value.requires_grad_(True)], "lr": rate * RATES[key[0]]} for key, value in free.items()]
     optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
     decay = 0.1 ** (1.0 / max(1, steps))
