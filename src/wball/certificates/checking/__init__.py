@@ -146,12 +146,20 @@ def _margin(
         best = torch.maximum(best, whole.margins(label))
         if bool((best > 0).all()):
             return float(best.amin())
-    hopeless = bool(best.amin() < -HOPELESS * clean) or not clean > 0
-    if not hopeless and leaves is None:
-        best = torch.maximum(best, Checker(network, images, STEPS).margins(label))
+    if clean > 0 and leaves:
+        best = _by_cases(whole, label, best, leaves)
+    if bool((best > 0).all()) or bool(best.amin() < -HOPELESS * clean) or not clean > 0:
+        return float(best.amin())
+    whole = Checker(network, images, STEPS)
+    return float(_by_cases(whole, label, torch.maximum(best, whole.margins(label)), leaves or ()).amin())
+
+
+def _by_cases(whole: Checker, label: int, best: Tensor, leaves: tuple[Leaf, ...]) -> Tensor:
+    """Better bounds of the classes whose bound is not above 0, up to the first that stays there."""
     others = [k for k in range(len(best) + 1) if k != label]
-    for place in (best <= 0).nonzero()[:, 0].tolist() if not hopeless or leaves else []:
-        best[place] = Cases(whole, label, others[place]).margin(leaves or ())
+    best = best.clone()
+    for place in (best <= 0).nonzero()[:, 0].tolist():
+        best[place] = max(float(best[place]), Cases(whole, label, others[place]).margin(leaves))
         if not best[place] > 0:
             break
-    return float(best.amin()) if len(best) else math.inf
+    return best

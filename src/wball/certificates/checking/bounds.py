@@ -195,8 +195,11 @@ class Checker:
 
     # ---- rows
 
-    def _lowest(self, node: int, rows: Tensor, prices: bool = False) -> tuple[Tensor, Rows]:
-        """Lower bounds of rows over a node; and the rows behind the better of both kinds for gains."""
+    def _lowest(self, node: int, rows: Tensor, margin: bool = False) -> tuple[Tensor, Rows]:
+        """Lower bounds of rows over a node; and the rows behind the better of both kinds for gains.
+
+        The box has prices where that may help: in margins that are not above 0, and with ``steps`` in every row.
+        """
         plain = self._back(node, rows)
         best, kept = self._value(plain), plain
         bent = any(k <= node for k in self.network.bends)
@@ -207,9 +210,9 @@ class Checker:
             best = torch.maximum(best, self._value(kept))
         if self.steps and bent:
             best = torch.maximum(best, self._climb(node, rows))
-        if prices and isinstance(self.domain, Transport):
+        if (margin or self.steps) and isinstance(self.domain, Transport):
             for way in (plain, kept) if kept is not plain else (plain,):
-                for k in (best <= 0).nonzero()[:, 0].tolist():
+                for k in ((best <= 0) if margin else torch.isfinite(best)).nonzero()[:, 0].tolist():
                     charges = None if way.charges is None else way.charges[k : k + 1]
                     found = self.domain.box_prices(-way.at_image[k], charges)
                     if found is not None:
@@ -453,7 +456,7 @@ class Checker:
         node, rows = len(self.network.nodes) - 1, self._differences(label, others)
         if self.known is not None:
             return self._climb(node, rows, given)
-        return torch.cat([self._lowest(node, part, prices=True)[0] for part in rows.split(self._chunk())])
+        return torch.cat([self._lowest(node, part, margin=True)[0] for part in rows.split(self._chunk())])
 
     def margin(self, label: int) -> float:
         """A lower bound of ``logit[label] - best other logit``."""
