@@ -13,6 +13,7 @@ import wball
 from torture.cases import make
 from torture.networks import Counts
 from torture.operations import run
+from torture.threads import a_round
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
 
@@ -35,6 +36,13 @@ def test_certificates_of_random_networks_hold_and_are_proved_again() -> None:
         counts.run(seed)
     assert counts.numbers["certificates"] >= 12
     assert counts.numbers["broken"] == counts.numbers["below"] == counts.numbers["unconfirmed"] == 0, counts.findings
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_threads_on_one_model_are_right_and_leave_it_as_it_was() -> None:
+    counts = a_round(0)
+    assert counts["calls"] == 32 and counts["flags"] == 112
+    assert counts["wrong flags"] == counts["wrong certificates"] == counts["changed models"] == 0
 
 
 def test_a_case_is_the_same_each_time() -> None:
