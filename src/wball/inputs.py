@@ -102,6 +102,7 @@ def check_layout(name: str, value: Tensor) -> None:
 def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> Tensor:
     """Images with non-negative pixels inside the box, up to rounding, which is clipped away."""
     low, high = check_extent(name, value)
+    check_default_device(name, value.device)
     if value.numel() == 0:
         return value
     lo, hi = box if box is not None else (0.0, math.inf)
@@ -113,6 +114,16 @@ def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> T
             "scale images to the ball's box (normalise inside the model), or give the ball another box"
         )
     return value.clamp(lo, hi) if low < lo or high > hi else value
+
+
+def check_default_device(name: str, device: torch.device) -> None:
+    """Refuse a default device that is neither the CPU nor that of the images: new tensors would not fit theirs."""
+    default = torch.get_default_device()
+    if default.type not in ("cpu", device.type):
+        raise ValueError(
+            f"{name} is on {device}, but tensors are made on {default} by default (torch.set_default_device); move it "
+            f"there, or make the call inside `with torch.device({device.type!r}):`"
+        )
 
 
 def check_like(name: str, value: Tensor, x: Tensor) -> Tensor:

@@ -139,11 +139,11 @@ def _plain(value: Any, depth: int = 3) -> Any:
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
     """Points of the balls around some images: centres, samples, and a mixture of samples of the same ball."""
-    some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0])).long().unique().to(x.device)
-    centre, generator = x[some], torch.Generator().manual_seed(0)
+    some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu").long().unique().to(x.device)
+    centre, generator = x[some], torch.Generator("cpu").manual_seed(0)
     if ball is None or centre.shape[0] == 0:
         low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 1.0)
-        noise = torch.rand((SAMPLED, *x.shape[1:]), generator=generator).to(x)
+        noise = torch.rand((SAMPLED, *x.shape[1:]), generator=generator, device="cpu").to(x)
         return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
     near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
