@@ -65,7 +65,7 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
             "with model.float() and certify (and run) that"
         )
     points = trust.probes(x, ball).to(dtype)
-    with trust.undisturbed(inner), evaluating(model):
+    with evaluating(model), trust.undisturbed(inner):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, torch.no_grad())
