@@ -52,6 +52,7 @@ class _Settings(NamedTuple):
     least: float
     most: float
     patience: int
+    promising: float
     warm: bool
 
 
@@ -111,10 +112,11 @@ def _column(p, j, u):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, and how far the plan moved."""
+    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, how far the plan moved, and what
+    that costs."""
     n_rows, n_moves = p.end.shape
     fill(columns, 0.0)
-    cost, rows, moved, sigma = 0.0, 0.0, 0.0, step.sigma
+    cost, rows, moved, pull, sigma = 0.0, 0.0, 0.0, 0.0, step.sigma
     for a in range(n_rows):
         row, centre, end = share[a], step.centre[a], p.end[a]
         for k in range(n_moves):
@@ -136,6 +138,7 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
             away += part * part
         cost += m * paid
         rows += m * (value - away / (2.0 * sigma))
+        pull += m * away / (2.0 * sigma)
         moved += m * m * away
     dual = -psi * p.budget - rows
     for j in range(u.size):
@@ -145,7 +148,7 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
     slope = cost - p.budget
     if psi <= 0.0 and slope <= 0.0:
         slope = 0.0
-    return dual, slope, math.sqrt(moved)
+    return dual, slope, math.sqrt(moved), pull
 
 
 @compiled(inner=True)
@@ -297,7 +300,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
     if psi < 0.0:
         psi = _first_price(p, step, u, share, columns, gradient)
     while steps < goal.max_iter:
-        dual, slope, moved = _evaluate(p, step, u, psi, share, columns, gradient)
+        dual, slope, moved, pull = _evaluate(p, step, u, psi, share, columns, gradient)
         solved, taken, ascends = False, 0, True
         while taken < settings.inner and steps < goal.max_iter and ascends:
             solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
@@ -315,7 +318,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 for j in range(n):
                     new_u[j] = u[j] + length * d[j]
                     promised += gradient[j] * (new_u[j] - u[j])
-                new_dual, new_slope, new_moved = _evaluate(
+                new_dual, new_slope, new_moved, new_pull = _evaluate(
                     p, step, new_u, new_psi, new_share, new_columns, new_gradient
                 )
                 if new_dual >= dual + 1e-4 * promised - 1e-14 * abs(dual):
@@ -331,24 +334,14 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 columns, new_columns = new_columns, columns
                 gradient, new_gradient = new_gradient, gradient
                 share, new_share = new_share, share
-                psi, dual, slope, moved = new_psi, new_dual, new_slope, new_moved
+                psi, dual, slope, moved, pull = new_psi, new_dual, new_slope, new_moved, new_pull
 
         _normalise(p, share)
-        primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
-        if primal < found[0]:
-            found[0] = primal
-            copy(flow, best_flow)
         bound, _ = lower_bounds(p, u, psi, 0.0)
         if bound > found[1]:
             found[1], found[3] = bound, psi
             copy(u, best_u)
         found[2] = max(found[2], bound)
-        if found[0] - found[1] <= goal.tol * found[0] + floor:
-            break
-        idle = 0 if found[0] - found[1] < 0.999 * narrow else idle + 1
-        narrow = found[0] - found[1]
-        if idle > settings.patience:
-            break
         if solved:
             copy(share, centre)
             if taken <= settings.quick:
@@ -357,8 +350,17 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 sigma /= settings.growth
         else:
             sigma /= settings.shrink
-            if sigma < least:
-                break
+        rest = dual - pull - bound  # the gap of the plan as it is
+        idle = 0 if rest < 0.999 * narrow else idle + 1
+        narrow = min(rest, narrow)
+        last = idle > settings.patience or sigma < least or steps >= goal.max_iter
+        if last or rest <= settings.promising * (goal.tol * found[0] + floor):
+            primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
+            if primal < found[0]:
+                found[0] = primal
+                copy(flow, best_flow)
+        if last or found[0] - found[1] <= goal.tol * found[0] + floor:
+            break
         step = _Step(sigma, centre)
     return steps
 

@@ -51,17 +51,21 @@ def proximal_newton(
         here = problem.take(active)
         end, taken, solved = _solve_step(here, at, max_iter - n_iter[active])
         n_iter[active] += taken
-        gap = _judge(here, box, end, active, best)
-        idle[active] = torch.where(gap < 0.999 * narrow[active], 0, idle[active] + 1)
-        narrow[active] = gap
+        rest = end.dual - end.pull - _bound(here, box, end, active, best)  # the gap of the plan as it is
+        idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
+        narrow[active] = torch.minimum(rest, narrow[active])
         grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
         sigma = torch.where(taken <= settings.QUICK, grown, at.sigma)
         sigma = torch.where(taken > settings.SLOW, sigma / settings.GROWTH, sigma)
         sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
-        done = gap <= tolerance.tol * best.primal[active] + tolerance.floor[active]
-        done |= (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
+        done = (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
+        allowed = tolerance.tol * best.primal[active] + tolerance.floor[active]
+        shown = (done | (rest <= settings.PROMISING * allowed)).nonzero().squeeze(1)
+        _repair(here.take(shown), box, end.share[shown], active[shown], best)
+        gap = best.primal[active] - best.dual[active]
+        done |= gap <= tolerance.tol * best.primal[active] + tolerance.floor[active]
         if bool(done.any()):
             at, active = at.take(~done), active[~done]
     best.hard.copy_(best.dual)
@@ -103,6 +107,7 @@ class _Point:
     gradient: Tensor
     slope: Tensor
     moved: Tensor
+    pull: Tensor  # what the proximal term costs
 
     def where(self, mask: Tensor, other: _Point) -> _Point:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -134,17 +139,18 @@ def _evaluate(problem: _Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
     gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
     share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
     away = (share - step.centre).square().sum(2)
-    rows = torch.where(share > 0, gain * share, 0.0).sum(2) - away / (2 * per_image(step.sigma, away))
+    rows, pull = torch.where(share > 0, gain * share, 0.0).sum(2), dot(x, away) / (2 * step.sigma)
     flow = x.unsqueeze(2) * share
     slope = (flow * moves.cost).flatten(1).sum(1) - problem.budget
     return _Point(
         u,
         psi,
-        problem.columns.value(u) - psi * problem.budget - dot(x, rows),
+        problem.columns.value(u) - psi * problem.budget - dot(x, rows) + pull,
         share,
         problem.columns.gradient(u, moves.scatter(flow)),
         torch.where((psi <= 0) & (slope <= 0), 0.0, slope),
         torch.sqrt((x.square() * away).flatten(1).sum(1)),
+        pull,
     )
 
 
@@ -246,23 +252,27 @@ def _ascend(problem: _Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
     return new, ascends
 
 
-def _judge(problem: _Problem, box: tuple[float, float], end: _Point, index: Tensor, best: Best) -> Tensor:
-    """Repair the plan, take the bound of the duals, keep what is better; returns the gaps."""
-    x, w, u, moves = problem.x, problem.columns.w, end.u, problem.moves
+def _bound(problem: _Problem, box: tuple[float, float], end: _Point, index: Tensor, best: Best) -> Tensor:
+    """The bound of the duals, kept where it is better."""
+    bound = lower_bound(problem.moves, problem.x, problem.columns.w, problem.budget, box, end.u, end.psi)
+    better = bound > best.dual[index]
+    best.dual[index] = torch.where(better, bound, best.dual[index])
+    best.u[index[better]] = end.u[better]
+    best.psi[index] = torch.where(better, end.psi, best.psi[index])
+    return bound
+
+
+def _repair(problem: _Problem, box: tuple[float, float], share: Tensor, index: Tensor, best: Best) -> None:
+    """Repair plans and keep those that are better."""
+    x, moves = problem.x, problem.moves
     limits = None if box == (-math.inf, math.inf) else box
-    total = end.share.sum(2, keepdim=True)
-    share = torch.where((total > 0.5) & (total < 2), end.share / total, moves.stay().to(x.dtype))
+    total = share.sum(2, keepdim=True)
+    share = torch.where((total > 0.5) & (total < 2), share / total, moves.stay().to(x.dtype))
     plan = Plan(moves, x.unsqueeze(2) * share).cancelled().repair(problem.budget, limits)
-    primal = 0.5 * (w - plan.columns()).square().flatten(1).sum(1)
+    primal = 0.5 * (problem.columns.w - plan.columns()).square().flatten(1).sum(1)
     better = primal < best.primal[index]
     best.flow[index[better]] = plan.flow[better]
     best.primal[index] = torch.where(better, primal, best.primal[index])
-    bound = lower_bound(problem.moves, x, w, problem.budget, box, u, end.psi)
-    better = bound > best.dual[index]
-    best.dual[index] = torch.where(better, bound, best.dual[index])
-    best.u[index[better]] = u[better]
-    best.psi[index] = torch.where(better, end.psi, best.psi[index])
-    return best.primal[index] - best.dual[index]
 
 
 def lower_bound(

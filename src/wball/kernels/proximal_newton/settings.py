@@ -22,8 +22,11 @@ MOST = 1e8
 """The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of their sums."""
 PATIENCE = 12
 """Likewise after so many proximal steps that did not narrow the gap."""
+PROMISING = 1.5
+"""A plan is repaired when its own gap is at most this times what is allowed, or when it is the last: the repair, which
+mends what the plan breaks of box and budget, costs more than a step and never narrows the gap."""
 
 ALL = (
     FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
-    PATIENCE,
+    PATIENCE, PROMISING,
 )  # fmt: skip

@@ -34,7 +34,7 @@ MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
 (FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
- PATIENCE) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
+ PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
 _SWEEPS = tl.constexpr(REPAIR_SWEEPS)
 BUFFERS = tl.constexpr(11)
 D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(11))
@@ -165,7 +165,7 @@ def _evaluate(
     STAGED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
-    how far the plan moved, the size of the gradient, and its product with the direction."""
+    how far the plan moved and what that costs, the size of the gradient, and its product with the direction."""
     u_ptr = s_ptr + TRIAL * STAGED
     t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
     # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
@@ -205,7 +205,8 @@ def _evaluate(
         away += (part - at) * (part - at)
     tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
     tl.store(mark_ptr + place, marks, mask=real)
-    cost, worth, moved = _three_sums(m * paid, m * (value - away / (2.0 * sigma)), m * m * away)
+    cost, worth, moved = _three_sums(m * paid, m * value, m * m * away)
+    pull = tl.sum(m * away, 0) / (2.0 * sigma)
     tl.debug_barrier()
     incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
     u = tl.load(u_ptr + place, mask=real, other=0.0)
@@ -226,7 +227,7 @@ def _evaluate(
     )
     slope = cost - budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    return worth_columns - psi * budget - worth, slope, tl.sqrt(moved), tl.sqrt(size), along
+    return worth_columns - psi * budget - worth + pull, slope, tl.sqrt(moved), pull, tl.sqrt(size), along
 
 
 @triton.jit
@@ -396,14 +397,51 @@ def _send_back(
 
 
 @triton.jit
-def _share(
-    s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED: tl.constexpr
+def _repair(
+    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr, reverse_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
-    """What share of each row takes move ``k``."""
-    end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-    at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-    part = at + sigma * (end - psi * tl.load(price_ptr + k)) - level
-    return tl.where(rows & (part > 0.0), part, 0.0)
+    """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
+
+    Returns a factor that is left to apply to everything that moves, and the columns with it.
+    """
+    tl.debug_barrier()
+    for k in tl.range(1, MOVES):
+        back = tl.load(reverse_ptr + k)
+        if back > k:  # one end of a pair of opposite moves sees to both
+            there = place + tl.load(offset_ptr + k)
+            used = ((marks >> k) & 1) != 0
+            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
+            common = tl.minimum(ahead, behind)
+            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
+            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
+    tl.debug_barrier()
+    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+    rounding = 1e-13 * tl.maximum(hi, 1.0)
+    z = x + (come - sent)
+    wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+    sweep = wrong * 0
+    more = budget * 0.0 + 1.0
+    while (wrong > 0) & (sweep < _SWEEPS):
+        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+        more = tl.where(sweep > _SWEEPS - 40, 2.0 * more, more)
+        _send_back(
+            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
+            STAGED, MOVES, LOWER,
+        )  # fmt: skip
+        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+        z = x + (come - sent)
+        wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+        sweep += 1
+    cost = x * 0.0
+    for k in tl.range(1, MOVES):
+        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+        cost += part * tl.load(price_ptr + k)
+    spent = tl.sum(cost, 0)
+    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
+    return scale, x + scale * (come - sent)
 
 
 @kernel("one", "batch", "max_iter", "warm")
@@ -474,7 +512,7 @@ def _solve_kernel(
     steps, taken, halved, idle, tried = none, none, none, none, none
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
-        new_dual, new_slope, new_moved, new_size, along = _evaluate(
+        new_dual, new_slope, new_moved, pull, new_size, along = _evaluate(
             s_ptr, mark_ptr, centre_ptr, place, real, rows, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
             STAGED, MOVES,
         )  # fmt: skip
@@ -534,97 +572,64 @@ def _solve_kernel(
                     tl.store(s_ptr + TRIAL * STAGED + place, at, mask=real)
                     phase = none + SEARCH
                 else:
-                    # Repair, as Plan.repair does: rows that sum to 1, no opposite flows, pixels in the box.
                     level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
                     total, top = x * 0.0, x * 0.0 + float("-inf")
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
-                        part = _share(
-                            s_ptr, centre_ptr, place, rows, psi, sigma, k, offset_ptr, price_ptr, level, STAGED
-                        )
+                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                        gain = end - psi * tl.load(price_ptr + k)
+                        top = tl.maximum(top, gain)
+                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+                        part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
                         total += part
                         tl.store(flow_ptr + k * STAGED + place, part, mask=real)
-                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-                        top = tl.maximum(top, end - psi * tl.load(price_ptr + k))
+                    bounded = tl.minimum(tl.maximum(w - at, lo), hi)
+                    off = 0.5 * (w - bounded) * (w - bounded) + at * bounded - tl.where(rows, x * top, 0.0)
+                    bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
+                    if bound > best_dual:
+                        best_dual, best_psi = bound, psi
+                        tl.store(best_u_ptr + n * N + index, at, mask=real)
+                    # Rows that sum to 1; the next centre.
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
-                    marks = tl.load(mark_ptr + place, mask=real, other=0)
-                    incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
                     for k in tl.range(0, MOVES):
                         share = whole * tl.load(flow_ptr + k * STAGED + place, mask=real, other=0.0)
                         tl.store(flow_ptr + k * STAGED + place, x * share, mask=real)
                         if solved:
                             share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
                             tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
-                    tl.debug_barrier()
-                    for k in tl.range(1, MOVES):
-                        back = tl.load(reverse_ptr + k)
-                        if back > k:  # one end of a pair of opposite moves sees to both
-                            there = place + tl.load(offset_ptr + k)
-                            used = ((marks >> k) & 1) != 0
-                            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-                            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
-                            common = tl.minimum(ahead, behind)
-                            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
-                            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
-                    tl.debug_barrier()
-                    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
-                    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
-                    rounding = 1e-13 * tl.maximum(hi, 1.0)
-                    z = x + (come - sent)
-                    wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
-                    sweep = none
-                    more = zero + 1.0
-                    while (wrong > 0) & (sweep < _SWEEPS):
-                        # The last sweeps return ever more than the excess: what circulates among full pixels dies out.
-                        more = tl.where(sweep > _SWEEPS - 40, 2.0 * more, more)
-                        _send_back(
-                            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
-                            STAGED, MOVES, LOWER,
-                        )  # fmt: skip
-                        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
-                        z = x + (come - sent)
-                        wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
-                        sweep += 1
-                    cost = x * 0.0
-                    for k in tl.range(1, MOVES):
-                        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
-                        cost += part * tl.load(price_ptr + k)
-                    spent = tl.sum(cost, 0)
-                    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
-                    z = x + scale * (come - sent)
-                    bounded = tl.minimum(tl.maximum(w - at, lo), hi)
-                    off = 0.5 * (w - bounded) * (w - bounded) + at * bounded - tl.where(rows, x * top, 0.0)
-                    primal, bound = _sums(
-                        tl.where(real, 0.5 * (w - z) * (w - z), 0.0), tl.where(real, off, 0.0)
-                    )  # fmt: skip
-                    bound -= psi * budget
-                    if primal < best_primal:
-                        best_primal = primal
-                        pixel = index % (H * W)
-                        out = best_flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
-                        stays = x
-                        for k in tl.range(1, MOVES):
-                            used = ((marks >> k) & 1) != 0
-                            part = scale * tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-                            stays -= part
-                            tl.store(out + k * (H * W), part, mask=real)
-                        tl.store(out, tl.maximum(stays, 0.0), mask=real)
-                    if bound > best_dual:
-                        best_dual, best_psi = bound, psi
-                        tl.store(best_u_ptr + n * N + index, at, mask=real)
-                    gap = best_primal - best_dual
-                    idle = tl.where(gap < 0.999 * narrow, 0, idle + 1)
-                    narrow = gap
                     if solved:
                         most = MOST / _range(at, reached)
                         sigma = tl.where(taken <= QUICK, tl.minimum(sigma * GROWTH, most), sigma)
                         sigma = tl.where(taken > SLOW, sigma / GROWTH, sigma)
                     else:
                         sigma = sigma / SHRINK
+                    rest = dual - pull - bound  # the gap of the plan as it is
+                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
+                    narrow = tl.minimum(rest, narrow)
+                    last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
+                    if last | (rest <= PROMISING * (tol * best_primal + floor)):
+                        marks = tl.load(mark_ptr + place, mask=real, other=0)
+                        incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
+                        scale, z = _repair(
+                            s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr,
+                            reverse_ptr, STAGED, MOVES, LOWER,
+                        )  # fmt: skip
+                        primal = tl.sum(tl.where(real, 0.5 * (w - z) * (w - z), 0.0), 0)
+                        if primal < best_primal:
+                            best_primal = primal
+                            pixel = index % (H * W)
+                            out = best_flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
+                            stays = x
+                            for k in tl.range(1, MOVES):
+                                used = ((marks >> k) & 1) != 0
+                                part = scale * tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+                                stays -= part
+                                tl.store(out + k * (H * W), part, mask=real)
+                            tl.store(out, tl.maximum(stays, 0.0), mask=real)
                     taken = none
                     phase = none + START
-                    if (gap <= tol * best_primal + floor) | (idle > PATIENCE) | (sigma < least) | (steps >= max_iter):
+                    if last | (best_primal - best_dual <= tol * best_primal + floor):
                         phase = none + END
         tl.debug_barrier()
     tl.store(primal_ptr + n, best_primal)
