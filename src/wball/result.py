@@ -44,7 +44,7 @@ class SupportResult:
         upper: a sound upper bound of the maximum, per image.
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
-        plan: the transport plan that proves the point's membership (``None`` for balls that need no plan).
+        write: writes out the plan, which is the window's size times that of the images (``None`` without a plan).
         kernel: which implementations computed it, joined by ``+``.
     """
 
@@ -53,8 +53,13 @@ class SupportResult:
     upper: Tensor
     status: tuple[Status, ...]
     n_iter: Tensor
-    plan: Plan | None = None
+    write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The transport plan that proves the point's membership, written out when it is first asked for."""
+        return None if self.write is None else self.write()
 
     @property
     def gap(self) -> Tensor:

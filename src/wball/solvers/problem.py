@@ -27,8 +27,8 @@ DIVISIBLE = 1e8
 SUMS = 8
 """Roundings that a sum over the moves of a pixel amounts to."""
 
-MAX_ARC_ENTRIES = 12_000_000
-"""Moves held at once by the reference solvers (about 100 MB per arc tensor in float64)."""
+MAX_ARC_ENTRIES = {"cpu": 4_000_000, "cuda": 40_000_000}
+"""Moves held at once by device, 8 bytes each and in a few tensors: a GPU is idle without many images."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class TransportProblem:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
         return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
 
-    def take(self, index: Tensor) -> TransportProblem:
-        """The problem of a subset of the images (``index``: positions or a mask)."""
+    def take(self, index: Tensor | slice) -> TransportProblem:
+        """The problem of a subset of the images (``index``: positions, a mask or a slice)."""
         parts = {name: getattr(self, name)[index] for name in ("x", "budget", "unit", "mass")}
         return replace(self, **parts)
 
@@ -190,8 +190,31 @@ def held_back(
     return plan, torch.where(over, evaluate(plan), value)
 
 
-def chunks(batch: int, entries_per_image: int) -> Iterator[slice]:
-    """Slices of the batch whose arc tensors fit in memory."""
-    size = max(1, MAX_ARC_ENTRIES // max(1, entries_per_image))
-    for start in range(0, batch, size):
-        yield slice(start, min(batch, start + size))
+def chunks(x: Tensor, moves: Moves) -> Iterator[slice]:
+    """Slices of the batch whose arc tensors fit in memory, at least one."""
+    most = MAX_ARC_ENTRIES.get(x.device.type, MAX_ARC_ENTRIES["cpu"])
+    size = max(1, most // max(1, math.prod(x.shape[1:]) * len(moves)))
+    for start in range(0, max(1, x.shape[0]), size):
+        yield slice(start, min(x.shape[0], start + size))
+
+
+class PackedPlans:
+    """Plans of several chunks of images, of which only the moves in use are kept: few of a window's are."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves, self._parts = moves, list[tuple[torch.Size, Tensor, Tensor]]()
+
+    def add(self, flow: Tensor) -> None:
+        """The next chunk, an arc tensor."""
+        where = flow.flatten().nonzero().squeeze(1)
+        self._parts.append((flow.shape, where, flow.flatten()[where]))
+
+    def written(self) -> Plan:
+        """All of them, written out."""
+        return Plan(self._moves, torch.cat([_unpacked(*part) for part in self._parts]))
+
+
+def _unpacked(shape: torch.Size, where: Tensor, mass: Tensor) -> Tensor:
+    flow = mass.new_zeros(shape)
+    flow.view(-1)[where] = mass.clamp(min=0)
+    return flow

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -33,7 +32,7 @@ from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
 from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
-from wball.solvers.problem import TransportProblem, as_given, as_grid, as_images, chunks, held_back
+from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks, held_back
 from wball.solvers.sinkhorn import paper_projection
 
 _EVERYWHERE = (-math.inf, math.inf)
@@ -101,36 +100,30 @@ def _followed(
     problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int, init: Duals | None
 ) -> ProjectionResult:
     """The projection by following the path, in chunks of images whose plans fit in memory."""
-    x, budget = problem.x, problem.budget
-    grid, target, spend = as_grid(x), as_grid(w), problem.spendable()
-    moves = problem.moves(grid)
-    kernel = dispatch.choose("proximal_newton" if math.isinf(reg) else "entropic_path", grid, moves)
+    x = problem.x
+    moves = problem.moves(as_grid(x[:0]))
     parts: list[_Solved] = []
-    plans: list[Tensor] = [grid.new_zeros((0, grid.shape[1], len(moves.cost), *grid.shape[2:]))]
-    served: set[str] = set()
-    for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0]):
+    plans, served = PackedPlans(moves), set[str]()
+    for part in chunks(x, moves):
+        here, grid = problem.take(part), as_grid(x[part])
+        kernel = dispatch.choose("proximal_newton" if math.isinf(reg) else "entropic_path", grid, moves)
         warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        run = _Projection(moves, grid[part], target[part], budget[part], problem.box, reg, tol, kernel, served)
-        parts.append(run.run(max_iter, warm, spend[part]))
-        plans.append(run.flow)
-    joined = _join(parts, grid)
-    shape = x.shape
+        run = _Projection(moves, grid, as_grid(w[part]), here.budget, problem.box, reg, tol, kernel, served)
+        solved = run.run(max_iter, warm, here.spendable())
+        parts.append(replace(solved, point=as_given(solved.point, here.x, problem.box)))
+        plans.add(run.flow)
+    joined = _join(parts)
     return ProjectionResult(
-        point=as_given(joined.point, x, problem.box),
+        point=joined.point,
         objective=joined.objective,
         gap=joined.gap,
         residual=joined.residual,
         status=joined.status,
         n_iter=joined.n_iter,
-        duals=Duals(joined.beta.reshape(shape), joined.psi),
-        write=partial(_written, moves, plans),
+        duals=Duals(joined.beta.reshape(x.shape), joined.psi),
+        write=plans.written,
         kernel=joined_kernels(served),
     )
-
-
-def _written(moves: Moves, flows: list[Tensor]) -> Plan:
-    """The plans of all chunks."""
-    return Plan(moves, torch.cat(flows).clamp(min=0))
 
 
 def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -> ProjectionResult:
@@ -316,9 +309,27 @@ class _Projection:
             n_iter = proximal_newton(
                 x, self.moves, budget, w, box, start, max_iter, tolerance, best, kernel=self.kernel, warm=warm
             )
+            left = (best.primal - best.dual > self.tol * best.primal + floor).nonzero().squeeze(1)
+            if self.kernel == "triton" and left.numel():
+                n_iter[left] += self._finish(todo, left, best, tolerance, max_iter)
         for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
             book[todo] = better.to(book.device)
         return n_iter.to(todo.device)
+
+    def _finish(self, todo: Tensor, left: Tensor, best: Best, tolerance: Tolerance, max_iter: int) -> Tensor:
+        """Images that one program a picture did not solve: on the host, or else by torch, from where it stopped."""
+        kernel = "cpu" if dispatch.why_not("proximal_newton", "cpu", self.x, self.moves) is None else "torch"
+        self.served.add(kernel)
+        home = torch.device("cpu") if kernel == "cpu" else self.x.device
+        books = [getattr(best, f.name) for f in fields(Best)]
+        part = Best(*(book[left].to(home).contiguous() for book in books))
+        x, budget, w = (given[todo][left].to(home) for given in (self.x, self.budget, self.w))
+        goal = replace(tolerance, offset=tolerance.offset[left].to(home), floor=tolerance.floor[left].to(home))
+        box, start = self.box or _EVERYWHERE, part.u.clone()
+        steps = proximal_newton(x, self.moves, budget, w, box, start, max_iter, goal, part, kernel=kernel, warm=True)
+        for book, f in zip(books, fields(Best), strict=True):
+            book[left] = getattr(part, f.name).to(book.device)
+        return steps.to(left.device)
 
     def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
         """The gap at which an image counts as solved."""
@@ -362,10 +373,7 @@ class _Projection:
         return torch.where(torch.isfinite(value), value, -math.inf)
 
 
-def _join(parts: list[_Solved], grid: Tensor) -> _Solved:
-    if not parts:
-        none = grid.new_zeros(0)
-        return _Solved(grid, none, none, none, grid, none, none.long(), ())
+def _join(parts: list[_Solved]) -> _Solved:
     if len(parts) == 1:
         return parts[0]
     tensors = {

@@ -32,7 +32,7 @@ from wball.kernels.entropic_path.reference import dot, per_image
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import SupportResult, joined_kernels, statuses
-from wball.solvers.problem import TransportProblem, as_given, as_grid, chunks, held_back
+from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, chunks, held_back
 
 
 def support(
@@ -51,46 +51,49 @@ def support(
         A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
         maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
     """
-    x, budget = problem.x, problem.budget
+    x = problem.x
     g = inputs.check_like("g", g, x).detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
-    spend = problem.spendable()
+    moves = problem.moves(as_grid(x[:0]))
+    plans = PackedPlans(moves)
+    parts = [_solved(problem.take(part), g[part], moves, reg, tol, max_iter, plans) for part in chunks(x, moves)]
+    return SupportResult(
+        point=torch.cat([part.point for part in parts]),
+        value=torch.cat([part.value for part in parts]),
+        upper=torch.cat([part.upper for part in parts]),
+        status=tuple(status for part in parts for status in part.status),
+        n_iter=torch.cat([part.n_iter for part in parts]),
+        write=plans.written,
+        kernel=joined_kernels(part.kernel for part in parts),
+    )
+
+
+def _solved(
+    problem: TransportProblem, g: Tensor, moves: Moves, reg: float, tol: float, max_iter: int, plans: PackedPlans
+) -> SupportResult:
+    """The answer for a chunk of images, whose plans are added to ``plans``."""
+    x, budget = problem.x, problem.budget
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
     scaled, nothing = direction / per_image(size, direction), 1e-300 / size
-    moves = problem.moves(grid)
     kernel = dispatch.choose("entropic_path", grid, moves)
-    solved = [
-        _Support(moves, grid[part], scaled[part], budget[part], problem.box, reg, tol, nothing[part], kernel)
-        .run(max_iter)
-        .hold_back(spend[part])
-        for part in chunks(grid.shape[0], grid[0:1].numel() * moves.cost.shape[0])
-    ]
-    if not solved:
-        solved = [_Support(moves, grid, scaled, budget, problem.box, reg, tol, nothing, kernel)]
-    flow = torch.cat([s.flow for s in solved])
-    point = as_given(Plan(moves, flow).columns(), x, problem.box)
+    run = _Support(moves, grid, scaled, budget, problem.box, reg, tol, nothing, kernel)
+    run.run(max_iter).hold_back(problem.spendable())
+    plans.add(run.flow)
+    point = as_given(Plan(moves, run.flow).columns(), x, problem.box)
     value = dot(direction, as_grid(point))
-    upper = torch.maximum(size * torch.cat([s.upper for s in solved]), value)
-    done, n_iter = torch.cat([s.done for s in solved]), torch.cat([s.n_iter for s in solved])
+    upper, done = torch.maximum(size * run.upper, value), run.done
     if math.isinf(reg):
         # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
         weight = direction.abs()
         allowed = tol * ((value - dot(direction, grid)).abs() + 1e-2 * dot(weight, grid))
         rounding = (0.5 * torch.finfo(point.dtype).eps + 1e-12) * dot(weight, grid + as_grid(point))
         done = done & (upper - value <= allowed + rounding + 1e-300)
-    return SupportResult(
-        point=point,
-        value=value,
-        upper=upper,
-        status=statuses(done, n_iter < max_iter),
-        n_iter=n_iter,
-        plan=Plan(moves, flow),
-        kernel=joined_kernels(name for s in solved for name in s.served),
-    )
+    status = statuses(done, run.n_iter < max_iter)
+    return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
 
 
 def _size(direction: Tensor) -> Tensor:
