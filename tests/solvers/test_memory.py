@@ -1,4 +1,4 @@
-"""What projections and support functions allocate: plans of a chunk of images, or none, until somebody asks for them."""
+"""What projections and support functions allocate: the plans of a chunk, or none, until somebody asks for them."""
 
 from __future__ import annotations
 
