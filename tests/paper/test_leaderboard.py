@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -217,12 +219,25 @@ def test_the_committed_page_is_what_the_committed_board_says() -> None:
 def test_reproduce_leaderboard(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The board in continuous integration: the smallest model of the zoo, by the one command."""
-    few = Protocol(2, (0.05,), (0.01,), 1, ("mnist-certified",))
+    """The board in continuous integration, by the one command: a model of the zoo, and a public one from a folder."""
+    models = tmp_path / "models"
+    models.mkdir()
+    torch.save(wball.load_model("mnist-standard").state_dict(), models / "theirs.pth")
+    digest = hashlib.sha256((models / "theirs.pth").read_bytes()).hexdigest()
+    public = wball.public_models()["wong2019-mnist-standard"]
+    known = {"theirs": replace(public, name="theirs", sha256=digest), "elsewhere": replace(public, name="elsewhere")}
+    monkeypatch.setattr("wball.paper.workshop.public_models", lambda: known)
+    few = Protocol(2, (0.05,), (0.01,), 1, ("mnist-certified", "theirs", "elsewhere"))
     monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
     monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
-    words = ["reproduce", "leaderboard", "--quick", "--images", "2", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(words) == 0
+    words = ["reproduce", "leaderboard", "--quick", "--images", "2", "--device", "cpu", "--models", str(models)]
+    assert main([*words, "--out", str(tmp_path)]) == 0
     assert "mnist-certified" in capsys.readouterr().out
-    (made,) = read(tmp_path / "leaderboard.json")["rows"]
-    assert made["images"] == 2 and made["quick"] and made["certificate"]["images"] <= 2
+    rows = {row["name"]: row for row in read(tmp_path / "leaderboard.json")["rows"]}
+    assert set(rows) == {"mnist-certified", "theirs"}  # quick runs download nothing
+    assert all(row["images"] == 2 and row["quick"] and row["certificate"]["images"] <= 2 for row in rows.values())
+    (models / "theirs.pth").write_bytes(b"half")  # a download that broke off
+    assert main([*words, "--out", str(tmp_path / "again")]) == 2
+    said = capsys.readouterr()
+    (line,) = [line for line in said.out.splitlines() if "theirs" in line and "left out" in line]
+    assert "half-downloaded or changed; delete it" in line and "Traceback" not in said.out + said.err
