@@ -1,11 +1,11 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``validity`` audits test sets, ``soundness`` attacks certificates, ``deciding`` runs complete verification, ``agreeing``
-compares it with mixed-integer programs. ``proving``
-and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation``
-how far apart digits are, ``strength`` what an adversary of a few steps misses, ``masks`` whether models that hide their
-gradients fool the standard attack, ``epochs`` how long training takes, ``streaming`` the peak memory of a large data
-set, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
+``calls`` times the public calls, ``launches`` counts what they launch on a GPU. ``validity`` audits test sets,
+``soundness`` attacks certificates, ``deciding`` runs complete verification, ``agreeing`` compares it with mixed-integer
+programs, ``masks`` asks whether models that hide their gradients fool the standard attack. ``proving`` and ``auditing``
+measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation`` how far apart
+digits are, ``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes, ``streaming`` the
+peak memory of a large data set, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from benchmarks import (
     agreeing,
     auditing,
+    calls,
     deciding,
     epochs,
     exact,
@@ -44,6 +45,7 @@ from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.timing import Time, machine
 
 OTHERS = {
+    "calls": calls.main,
     "validity": validity.main,
     "soundness": soundness.main,
     "proving": proving.main,

@@ -1,0 +1,32 @@
+"""``python -m benchmarks calls``: every public call that the documentation speaks of is timed and judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.calls import main
+
+
+def test_calls_are_timed_and_judged(tmp_path: Path) -> None:
+    out = tmp_path / "calls.json"
+    few = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1", "--seconds", "0.01"]
+    main([*few, "--model", "mnist-certified", "--only", "mnist x 2", "--out", str(out)])
+    found = json.loads(out.read_text())
+    rows = {row["call"].partition(",")[0]: row for row in found["rows"]}
+    assert {"project", "support", "sample"} <= rows.keys() and found["environment"]["commit"]
+    for row in found["rows"]:
+        assert row["seconds"] > 0 and row["target_seconds"] is None
+        if "project," in row["call"] or "support" in row["call"]:
+            assert row["converged"] == row["of"] == 2 and row["kernel"]
+
+
+@pytest.mark.slow
+def test_attacks_and_certificates_are_among_them(tmp_path: Path) -> None:
+    out = tmp_path / "calls.json"
+    few = ["--device", "cpu", "--images", "1", "--digits", "2", "--steps", "2", "--proofs", "1", "--seconds", "0.01"]
+    for only in ("DualAveraging", "certify"):
+        main([*few, "--model", "mnist-certified", "--only", only, "--out", str(out)])
+        (row,) = json.loads(out.read_text())["rows"]
+        assert row["call"].startswith(only) and ("robust_accuracy" in row or "certified" in row)
