@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import wball
 from benchmarks.inputs import Images, cifar10, disturbed, mnist
+from benchmarks.launches import counted
 from benchmarks.origin import environment, keep
 from benchmarks.peers import Absent, released_projection
 from benchmarks.timing import peak_memory
@@ -146,13 +146,9 @@ def row(call: Call, device: torch.device, budget: float) -> dict[str, Any]:
         **call.judge(answer),
     }
     if device.type == "cuda" and median(samples) < budget:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as log:
-            call.run()
-        counts = {event.key: event.count for event in log.key_averages()}
+        found["launches"], found["host_reads"] = counted(call.run)
         extra = peak_memory(call.run, device)
         assert extra is not None
-        found["launches"] = sum(n for key, n in counts.items() if "LaunchKernel" in key or "GraphLaunch" in key)
-        found["host_reads"] = counts.get("aten::_local_scalar_dense", 0)
         found["extra_memory_in_batches"] = extra / (call.images.numel() * call.images.element_size())
     return found
 

@@ -187,6 +187,21 @@ def evaluation(path: Path) -> list[Table]:
     return [Table(head, [accuracy]), Table(["attack", *counts, "attack, audit, report"], [row])]
 
 
+def calls(path: Path) -> list[Table]:
+    """What public calls take, how many of the images converged, and on a GPU what was to be reached and is launched."""
+    found = _content(path)["rows"]
+    cuda = any("launches" in row for row in found)
+    head = ["public call", "takes", "converged", *(["target", "launches", "reads"] if cuda else [])]
+    cells = []
+    for row in found:
+        target, launched, read = (row.get(key) for key in ("target_seconds", "launches", "host_reads"))
+        solved = f"{row['converged']} of {row['of']}" if "converged" in row else None
+        counts = [None if target is None else f"≤ {duration(1e3 * target)}", launched, read]
+        more = [None if value is None else str(value) for value in counts] if cuda else []
+        cells.append([row["call"], duration(1e3 * row["seconds"]), solved, *more])
+    return [Table(head, cells)]
+
+
 def epochs(path: Path) -> list[Table]:
     """Seconds for all training images once, and what was to be reached."""
     rows = [
@@ -324,15 +339,13 @@ def summary(board: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
             f"{percent(row['attack']['accuracy']['0.3'])} (`{row['name']}`, {row['images']:,} digits)" for row in best
         ]
         cells.append(["best robust accuracy at eps 0.3 of the paper's network, whoever trained it", *said])
-    for path, where, kernel in ((gpu, "one H200", "triton"), (cpu, "two CPU cores", "cpu")):
-        timed = {(r["images"], r["batch"], r["method"]): r["time"].median for r in _timed(path, "projection")}
-        public = ("mnist", 100, f"wball project, {kernel}")
+    for path, where in ((gpu, "one H200"), (cpu, "two CPU cores")):
+        timed = {row["call"]: 1e3 * row["seconds"] for row in _content(path)["rows"]}
         fast, released = (
-            timed.get(public, timed["mnist", 100, f"wball sweeps, {kernel}"]),
-            timed["mnist", 100, "released"],
+            timed[f"{name}, mnist x 100"]
+            for name in ("project, reg 1000, tol 1e-4", "released projection (peer), reg 1000")
         )
-        call = "`ball.project`" if public in timed else "the kernel alone"
-        told = f"entropic projection of 100 digits on {where} ({call})"
+        told = f"entropic projection of 100 digits on {where} (`ball.project`)"
         cells.append([told, duration(fast), f"{duration(released)} (code released with the paper)"])
     head = ["MNIST; moves cost their length (p = 1), 5 × 5 window", "here", "strongest public predecessor"]
     return [Table(head, cells)]
@@ -380,7 +393,9 @@ TABLES = {
     "proving": Source(proving, "proving.json"),
     "strength": Source(strength, "strength.json"),
     "scale": Source(scale, "bench_cuda.json", "auditing.json", "paper/defences.json"),
-    "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "bench_cuda.json", "bench_cpu.json"),
+    "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"),
+    "cuda-calls": Source(calls, "calls_cuda.json"),
+    "cpu-calls": Source(calls, "calls_cpu.json"),
 }
 
 
