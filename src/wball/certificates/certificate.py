@@ -126,7 +126,8 @@ def certify(
         y: labels ``(B,)``.
         ball: the threat model.
         plans: ``full`` plans, or only those inside the ball's window.
-        refine, optimise: deprecated, see ``method``: ``refine=False`` is ``crown``, ``optimise=True`` ``alpha-crown``.
+        refine: deprecated; ``refine=False`` is ``method="crown"``.
+        optimise: deprecated; ``optimise=True`` is ``method="alpha-crown"``.
         steps: of ``alpha-crown``, 30 unless given.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
