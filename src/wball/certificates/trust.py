@@ -138,7 +138,7 @@ def _plain(value: Any, depth: int = 3) -> Any:
 
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
-    """Points of the balls around some images: centres, samples, and a mixture of samples of the same ball."""
+    """Points of the balls around some images: centres, support points in random directions, samples, mixtures."""
     some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu").long().unique().to(x.device)
     centre, generator = x[some], torch.Generator("cpu").manual_seed(0)
     if ball is None or centre.shape[0] == 0:
@@ -147,7 +147,9 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
         return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
     near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
-    return torch.cat([centre, drawn, drawn[:SAMPLED].mean(0, keepdim=True)])
+    first, direction = some[:1].expand(2), torch.randn((1, *x.shape[1:]), generator=generator, device="cpu").to(x)
+    ends = ball.take(first).support(x[first], torch.cat([direction, -direction])).point.to(x)
+    return torch.cat([centre, ends, drawn, ends.mean(0, keepdim=True), drawn[:SAMPLED].mean(0, keepdim=True)])
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
