@@ -112,6 +112,14 @@ def test_detours_lead_around_what_stand_ins_do_not_know(
     assert found.reliable and audit(ball, images, found.images).all_valid
 
 
+def test_sigmoids_at_the_end_are_climbed_by_their_arguments(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Their gradient predicts what they do, but what they do says little far from their middle."""
+    view = best_view(lambda z: torch.sigmoid(net(z).double()), images, labels, WassersteinBall(0.1))
+    assert isinstance(view.model, StandIns) and view.is_useful
+    with torch.no_grad():
+        torch.testing.assert_close(view.model(images).float(), net(images))
+
+
 def test_shattered_gradients_are_averaged(images: Tensor) -> None:
     """A linear model whose gradient is noise almost everywhere."""
     weight = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
