@@ -178,6 +178,11 @@ def test_cases_that_failed_once(index: int) -> None:
     assert not found.lines, found.lines
 
 
+def test_a_search_in_float64_at_a_radius_of_1e_12_with_free_moves() -> None:
+    found = run(make(0, 726, images=64))
+    assert not found.lines, found.lines
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
 @pytest.mark.parametrize("kernel", ["torch", "triton", "cpu"])
 def test_large_potentials_lose_no_mass(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
