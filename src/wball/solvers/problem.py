@@ -25,8 +25,8 @@ DIVISIBLE = 1e8
 """How much more mass than the rounding of denormal pixels an image must have to be worth a budget."""
 
 SUMS = 64
-"""Roundings that a sum over the moves of a pixel amounts to. Where moves are free, all mass may travel, and the sums of a
-pixel are over many flows larger than itself: with 8, points at radii of 1e-12 were outside by a hundredth."""
+"""Roundings that a sum over the moves of a pixel amounts to. Where moves are free, all mass may travel, and the sums of
+a pixel are over many flows larger than itself: with 8, points at radii of 1e-12 were outside by a hundredth."""
 
 MAX_ARC_ENTRIES = {"cpu": 4_000_000, "cuda": 40_000_000}
 """Moves held at once by device, 8 bytes each and in a few tensors: a GPU is idle without many images."""
