@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from wball.storage.atomic import write_whole
 
 
 def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
-    """Command, machine and commit. Folders of one machine stay out: data is ``DATA``, files keep their names."""
+    """Command, machine and commit. Folders of one machine stay out: data is ``DATA``, other paths keep their names."""
     about = provenance.collect(WassersteinBall(1.0), torch.zeros(1, 1, 28, 28, device=device))
-    for path, name in ((data, "DATA"), *((file, file.name) for file in files)):
+    absolute = [Path(word) for word in sys.argv[1:] if Path(word).is_absolute()]
+    for path, name in ((data, "DATA"), *((path, path.name) for path in (*files, *absolute))):
         if path is not None:
             about["command"] = about["command"].replace(str(path), name)
     return about | {"commit": provenance.commit()}

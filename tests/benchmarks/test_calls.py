@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 from benchmarks.calls import main
+from benchmarks.origin import environment
+
+
+def test_commands_name_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    images, weights = tmp_path / "images", tmp_path / "weights"
+    monkeypatch.setattr("sys.argv", ["bench", "--models", str(weights), "--data", str(images)])
+    command = environment("cpu", images)["command"]
+    assert command.endswith("--models weights --data DATA") and str(tmp_path) not in command
 
 
 def test_calls_are_timed_and_judged(tmp_path: Path) -> None:

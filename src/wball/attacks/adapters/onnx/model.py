@@ -210,7 +210,7 @@ class OnnxModel(_Classifier):
 
     @torch.no_grad()
     def _free_batch(self) -> None:
-        """Let a graph that was exported for so many images take any number, if its answers show that it can.
+        """Let a graph exported for a fixed batch size take any batch size, if its outputs show that it can.
 
         What stands in the way is often a shape that was written down as a number: those of ``Reshape`` are tried.
         """
