@@ -95,6 +95,10 @@ class Attack(ABC):
     def before(self, model: Model, x: Tensor, y: Tensor) -> None:  # noqa: B027 - a hook, empty on purpose
         """Called once with the model as found."""
 
+    def prepared(self, model: Model, x: Tensor, y: Tensor) -> Attack:
+        """The attack with what it has to find out about the model, for several calls on images like these."""
+        return self
+
     @property
     @abstractmethod
     def n_gradients(self) -> int:

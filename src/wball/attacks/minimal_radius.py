@@ -103,6 +103,7 @@ def minimal_radius(
     failed = torch.full_like(radius, lo)
     images, tried = x.clone(), torch.zeros(batch, dtype=torch.long, device=x.device)
     todo, eps = torch.arange(batch, device=x.device), torch.full_like(radius, hi)
+    attack = attack.at(hi).prepared(model, x, y)
     for _ in range(rounds + 1):
         if todo.numel() == 0:
             break

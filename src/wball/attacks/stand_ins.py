@@ -216,6 +216,11 @@ class StandIns:
         self._chosen: int | None = None  # which scores the first answer was chosen by; -1 for none
         self._count = 0
 
+    @property
+    def replaces_scores(self) -> bool:
+        """Whether the last answer was of other scores than the model's own."""
+        return self._chosen is not None and self._chosen >= 0
+
     def __call__(self, x: Tensor) -> Tensor:
         mode = _Mode(torch.is_grad_enabled())
         with mode:

@@ -43,7 +43,7 @@ same objectives and steps, and a random start.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -58,9 +58,9 @@ from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.attacks.result import AttackResult, AttackStatus, empty
 from wball.attacks.score_search import ScoreSearch
-from wball.attacks.views import View, best_view, plain_view
+from wball.attacks.views import LOOKED_AT, View, best_view, plain_view
 from wball.ball import Ball
-from wball.model import Model, ask, check_classes
+from wball.model import Model, as_found, ask, check_classes
 from wball.result import joined_kernels
 
 Version = Literal["standard", "standard-1", "fast"]
@@ -144,10 +144,12 @@ class StandardAttack(Attack):
     Attributes:
         version: ``"standard"``, ``"standard-1"`` or ``"fast"``.
         check: warn of signs that a robust accuracy may be an artefact (:mod:`wball.attacks.checks`).
+        view: how to look at the model (:meth:`prepared` finds it); ``None`` finds it anew for every batch.
     """
 
     version: Version = "standard"
     check: bool = True
+    view: View | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,6 +187,16 @@ class StandardAttack(Attack):
         if self.check:
             checks.check_model(model, x, y)
 
+    def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
+        """The attack with its view of the model: several calls on one model, as at several radii, share it."""
+        if self.view is not None:
+            return self
+        with as_found(model, x.device), torch.inference_mode(False):
+            return replace(self, view=self._view(model, x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()))
+
+    def _view(self, model: Model, x: Tensor, y: Tensor) -> View:
+        return plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
+
     def attack_batch(
         self,
         model: Model,
@@ -200,7 +212,7 @@ class StandardAttack(Attack):
         with torch.no_grad():
             outputs = ask(model, x[:1])
         check_classes("y", y, outputs)
-        view = plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
+        view = self.view or self._view(model, x, y)
         hidden, targeted = not view.own or not view.is_useful, target is not None
         members = self.members(targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only)
         if self.levels is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.attacks import objectives
-from wball.attacks.base import normal
+from wball.attacks.base import into_box, normal
 from wball.attacks.detours import Smoothed, Tapped, count_places
 from wball.attacks.oracle import oracle_of
 from wball.attacks.stand_ins import StandIns
@@ -124,33 +124,36 @@ def answers_differ(first: Tensor, again: Tensor) -> Tensor:
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     """The view of a model that is ready for an attack, by what it does to the first images it gets right."""
+    first = x[:LOOKED_AT]
     with torch.no_grad():
-        outputs = ask(model, x[:LOOKED_AT])
-        again = [ask(model, x[:LOOKED_AT])] + [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
+        outputs = ask(model, first)
+        again = [ask(model, first)] + [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
         random = any(bool(answers_differ(outputs[: len(other)], other).any()) for other in again)
         probabilities = are_probabilities(outputs)
 
     def seen(view: Model) -> Model:
         with torch.no_grad():
-            view = Logarithms(view) if are_probabilities(ask(view, x[:LOOKED_AT])) else view
+            view = Logarithms(view) if are_probabilities(ask(view, first)) else view
         return Averaged(view) if random else view
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
     x, y, ball = x[right], y[right], ball.take(right)
-    points = _moved(ball, x)
+    shaken = _Shaken(_moved(ball, x), y, ball.box)
     own = seen(model)
-    best, cosine = own, foresight(own, points, y, ball.box)
+    best, cosine = own, shaken.foresight(own, model)
     clear = CLEAR_IF_RANDOM if random else CLEAR
+    open_model = StandIns(model)
     if x.shape[0] and not probabilities and bool(((outputs >= 0) & (outputs <= 1)).all()):
         # A sigmoid of each class flattens what is far from its middle; the scores behind it, if there are any, do not.
-        view = seen(StandIns(model))
-        other = foresight(view, points, y, ball.box)
+        view = seen(open_model)
+        other = shaken.foresight(view, open_model)
         if float(other.mean()) > float(cosine.mean()) - WORTH:
             best, cosine = view, other
-    for candidate in _others(model, x[:1]) if x.shape[0] and float(cosine.mean()) < clear else ():
+    for candidate, inner in _others(model, open_model, x[:1]) if x.shape[0] and float(cosine.mean()) < clear else ():
         try:
             view = seen(candidate)
-            other = foresight(view, points, y, ball.box)
+            same = inner is open_model and not open_model.replaces_scores
+            other = shaken.foresight(view, model if same else inner)
         except RuntimeError:  # not every model runs where everything has a gradient
             continue
         if float(other.mean()) > float(cosine.mean()) + WORTH:
@@ -170,43 +173,59 @@ def _moved(ball: Ball, x: Tensor) -> Tensor:
     return points
 
 
-def _others(model: Model, one: Tensor) -> Iterator[Model]:
-    """Other sources of gradients, cheap ones first."""
-    yield StandIns(model)
-    for inner in (StandIns(model), model):
+def _others(model: Model, open_model: StandIns, one: Tensor) -> Iterator[tuple[Model, Model]]:
+    """Other sources of gradients, cheap ones first, and which model's values they have."""
+    yield open_model, open_model
+    for inner in (open_model, model):
         try:
             places = count_places(inner, one)
         except RuntimeError:
             continue
-        yield from (Tapped(inner, number) for number in range(places))
+        yield from ((Tapped(inner, number), inner) for number in range(places))
     for noise in SMOOTHED:
-        yield Smoothed(StandIns(model), noise)
+        yield Smoothed(open_model, noise), open_model
 
 
-def foresight(model: Model, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> Tensor:
-    """How well each image's gradient predicts what random changes do to the objective: the cosine of both, at the size
-    of changes that it predicts best; 1 for no images."""
-    if x.shape[0] == 0:
-        return x.new_ones(1)
-    best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-    with torch.enable_grad():
-        z = x.detach().clone().requires_grad_(True)
-        value = objectives.cross_entropy(ask(model, z), y)
-        gradient = None
-        if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
-    if gradient is None:
-        return best
-    gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
-    draws = torch.Generator(x.device).manual_seed(0)
-    with torch.no_grad():
-        for size in SHAKEN:
-            noise = torch.randn((DIRECTIONS, *x.shape), generator=draws, device=x.device).to(x)
-            asked = x + size * noise if box is None else (x + size * noise).clamp(*box)
-            values = objectives.cross_entropy(ask(model, asked.flatten(0, 1)), y.repeat(DIRECTIONS))
-            measured = (values.view(DIRECTIONS, -1) - value.detach()).nan_to_num(0.0, 0.0, 0.0)
+class _Shaken:
+    """What random changes of images do to the objective, measured once for every model that has values of its own."""
+
+    def __init__(self, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> None:
+        self._x, self._y, self._box = x, y, box
+        self._measured: dict[int, tuple[Model, list[Tensor]]] = {}  # keeps the model, so that no id is used twice
+
+    def foresight(self, view: Model, values: Model) -> Tensor:
+        """How well each image's gradient predicts what the changes do: the cosine of both, at the size of changes that
+        it predicts best; 1 for no images. ``values`` is the model whose values the view has."""
+        x = self._x
+        if x.shape[0] == 0:
+            return x.new_ones(1)
+        best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
+        with torch.enable_grad():
+            z = x.detach().clone().requires_grad_(True)
+            value = objectives.cross_entropy(ask(view, z), self._y)
+            gradient = None
+            if value.requires_grad:
+                (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
+        if gradient is None:
+            return best
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        if id(values) not in self._measured:
+            with torch.no_grad():
+                self._measured[id(values)] = values, [self._change(view, asked) for asked in self._changes()]
+        for asked, measured in zip(self._changes(), self._measured[id(values)][1], strict=True):
             predicted = ((asked - x) * gradient).flatten(2).sum(2)
             # What all changes have in common (noise on a black background) says nothing about directions.
-            predicted, measured = (change - change.mean(0) for change in (predicted, measured))
-            best = torch.maximum(best, F.cosine_similarity(predicted, measured, dim=0).to(best))
-    return best
+            cosine = F.cosine_similarity(predicted - predicted.mean(0), measured - measured.mean(0), dim=0)
+            best = torch.maximum(best, cosine.to(best))
+        return best
+
+    def _changes(self) -> Iterator[Tensor]:
+        """Changed images ``(DIRECTIONS, B, ...)`` for each size, the same ones every time."""
+        draws = torch.Generator(self._x.device).manual_seed(0)
+        for size in SHAKEN:
+            yield into_box(self._x + size * normal(self._x, draws, DIRECTIONS), self._box)
+
+    def _change(self, view: Model, asked: Tensor) -> Tensor:
+        """By how much the objective changes, ``(DIRECTIONS, B)``."""
+        values = torch.stack([objectives.cross_entropy(ask(view, one), self._y) for one in (self._x, *asked)])
+        return (values[1:] - values[:1]).nan_to_num(0.0, 0.0, 0.0)

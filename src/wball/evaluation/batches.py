@@ -97,6 +97,7 @@ class Batches:
         x, y = self.x[self._part(batch)], self.y[self._part(batch)]
         state, notes = self._resume(batch, x, y)
         tally.shown.advance(notes["done"] * len(x))
+        attack: Attack | None = None
         while notes["done"] < self.stages:
             begun, stage = time.perf_counter(), int(notes["done"])
             tally.begin(self.settings, stage, len(x))
@@ -104,7 +105,8 @@ class Batches:
                 if self.settings["mode"] == "minimal":
                     self._search(state, notes, x, y, generator)
                 else:
-                    self._attack(state, notes, x, y, float(self.settings["radii"][stage]), generator)
+                    attack = attack or self._prepared(batch, x, y)
+                    self._attack(attack.at(float(self.settings["radii"][stage])), state, notes, x, y, generator)
                 self._prove(state, x, y, stage)
             notes["done"] = stage + 1
             write_tensors(self.path(batch), {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
@@ -166,25 +168,30 @@ class Batches:
             torch.manual_seed(seed)
             yield torch.Generator(self.x.device).manual_seed(seed)
 
+    def _prepared(self, batch: int, x: Tensor, y: Tensor) -> Attack:
+        """The attack with what it has to find out about the model, the same after a stop at whichever stage."""
+        with self._randomness(batch, self.stages):
+            return self.attack.at(float(self.settings["radii"][-1])).prepared(self.model, x, y)
+
     def _attack(
         self,
+        attack: Attack,
         state: dict[str, Tensor],
         notes: dict[str, Any],
         x: Tensor,
         y: Tensor,
-        eps: float,
         generator: torch.Generator,
     ) -> None:
         left = state["distance"].isinf().nonzero().squeeze(1)
         if left.numel() == 0:
             return
         here = left.to(x.device)
-        attack = replace(self.attack.at(eps), proofs=self.settings["exact"] == "sample")
+        attack = replace(attack, proofs=self.settings["exact"] == "sample")
         found = attack(self.model, x[here], y[here], generator=generator)
         state["n_steps"][left] += found.n_steps.cpu()
         notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
         member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
-        radius = torch.full((len(left),), eps, dtype=torch.float64)
+        radius = torch.full((len(left),), float(attack.ball.eps), dtype=torch.float64)
         self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member, found.proof)
 
     def _search(

@@ -224,7 +224,7 @@ def _describe(attack: Attack) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": type(attack).__name__}
     for item in dataclasses.fields(attack):
         value = getattr(attack, item.name)
-        if item.name in ("ball", "progress", "check", "proofs"):
+        if item.name in ("ball", "progress", "check", "proofs", "view"):
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = {"name": type(value).__name__, **dataclasses.asdict(value)}
