@@ -81,6 +81,10 @@ class Duals:
     beta: Tensor
     psi: Tensor
 
+    def take(self, index: Tensor | slice) -> Duals:
+        """Those of a subset of the images."""
+        return Duals(self.beta[index], self.psi[index])
+
 
 @dataclass(frozen=True)
 class ProjectionResult:

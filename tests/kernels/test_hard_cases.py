@@ -17,11 +17,11 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.kernels import dispatch
-from wball.kernels.books import Best, Tolerance
+from wball.kernels.books import Best, Problem, Tolerance
+from wball.kernels.columns import Quadratic
 from wball.kernels.entropic_plan import EntropicPlan
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
 from wball.kernels.proximal_newton import proximal_newton
-from wball.kernels.proximal_newton.reference import lower_bound
 from wball.plan import Plan
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
@@ -346,9 +346,9 @@ def test_proximal_newton(kernel: str, name: str) -> None:
         torch.zeros_like(x), torch.zeros_like(budget),
     )  # fmt: skip
     tolerance = Tolerance(tol, 0.0, torch.zeros_like(budget), tol**2 * centre)
-    n_iter = proximal_newton(
-        x, moves, budget, w, case.box or (-math.inf, math.inf), w - x, 200, tolerance, best, kernel=kernel
-    )
+    lo, hi = case.box if case.box is not None else (0.0, math.inf)
+    problem = Problem(x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), tolerance)
+    n_iter = proximal_newton(problem, w - x, 200, best, kernel=kernel)
     assert int(n_iter) < 200
     gap = float(best.primal - best.dual)
     assert -1e-12 * float(centre) <= gap <= tol * float(best.primal) + tol**2 * float(centre), "solved"
@@ -357,9 +357,8 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     torch.testing.assert_close(plan.rows(), x, rtol=1e-14, atol=1e-15)
     assert float(plan.cost()) <= float(budget) * (1 + 1e-14), "budget"
     z = plan.columns()
-    lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert float(z.min()) >= lo - 1e-12 and float(z.max()) <= hi + 1e-12, "box"
     assert float(0.5 * (w - z).square().sum()) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
-    bound = lower_bound(moves, x, w, budget, case.box or (-math.inf, math.inf), best.u, best.psi)
+    bound, _ = problem.lower_bounds(best.u, best.psi)
     assert float(bound) == pytest.approx(float(best.dual), rel=1e-9, abs=1e-12), "proof"
     assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)

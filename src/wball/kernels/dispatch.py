@@ -16,6 +16,7 @@ import os
 import warnings
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from wball.moves import Moves
@@ -107,6 +108,18 @@ def choose(operation: str, x: Tensor, moves: Moves) -> str:
             slow = f"the {name} kernel cannot be loaded and a slower one serves instead: {_loaded[module]}"
             warnings.warn(slow, RuntimeWarning, stacklevel=2)
     return "torch"
+
+
+def home(name: str, x: Tensor) -> torch.device:
+    """Where this kernel works on these images: the compiled loops on the host, all others where the images are."""
+    return torch.device("cpu") if name == "cpu" else x.device
+
+
+def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
+    """Who goes on with images that a kernel did not solve; only those that cannot see how it goes give up early."""
+    if name not in NEVER_READS:
+        return None
+    return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"
 
 
 def has_kernel(operation: str, x: Tensor, moves: Moves) -> bool:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.kernels.books import Best, Tolerance
+from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled, split
 from wball.kernels.price import crossing
 from wball.moves import StencilMoves
@@ -44,7 +44,7 @@ class Goal(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A batch of problems; see :func:`wball.kernels.entropic_path.cpu.follow_path`."""
+    """The arrays of a :class:`wball.kernels.books.Problem` and where its images start."""
 
     x: Any
     budget: Any
@@ -71,27 +71,26 @@ class Known(NamedTuple):
 def improve(
     loop: Callable[..., None],
     settings: NamedTuple,
-    images: tuple[Tensor, ...],
-    moves: StencilMoves,
-    box: tuple[float, float],
+    problem: Problem,
+    start: Tensor,
+    tau_start: Tensor,
     max_iter: int,
-    tolerance: Tolerance,
     best: Best,
-    *,
-    linear: bool,
 ) -> Tensor:
     """Improve ``best`` by a compiled ``loop(images, moves, goal, settings, known)`` over parts of the batch.
 
-    ``images`` are ``(x, budget, target, start, tau_start, tau_end)``. Returns the steps used per image.
+    Returns the steps used per image.
     """
     from wball import plan
 
-    goal = Goal(float(box[0]), float(box[1]), linear, tolerance.tol, tolerance.parts, max_iter, plan.REPAIR_SWEEPS)
-    batch = images[0].shape[0]
-    given = [t.detach().to(torch.float64).contiguous().numpy() for t in (*images, tolerance.offset, tolerance.floor)]
+    columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
+    goal = Goal(columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
+    images = (problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset, limits.floor)
+    given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
     known = [t.numpy() for t in (best.flow, best.primal, best.dual, best.hard, best.u, best.psi)] + [n_iter]
-    arrays = window(moves)
+    assert isinstance(problem.moves, StencilMoves)
+    arrays = window(problem.moves)
 
     def work(first: int, last: int) -> None:
         part = slice(first, last)

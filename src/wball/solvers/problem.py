@@ -58,6 +58,11 @@ class TransportProblem:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
         return self.cost.arcs(int(grid.shape[-2]), int(grid.shape[-1]), grid)
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The box; without one, mass is what is not negative."""
+        return self.box if self.box is not None else (0.0, math.inf)
+
     def take(self, index: Tensor | slice) -> TransportProblem:
         """The problem of a subset of the images (``index``: positions, a mask or a slice)."""
         parts = {name: getattr(self, name)[index] for name in ("x", "budget", "unit", "mass")}

@@ -14,28 +14,27 @@ far from optimal it can be, because the dual value bounds the optimum from below
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
+from wball.batch import per_image
 from wball.kernels import dispatch
-from wball.kernels.books import Best, Tolerance
-from wball.kernels.entropic_path import reference as path
-from wball.kernels.entropic_path.reference import dot, per_image
+from wball.kernels.books import Problem, Tolerance
+from wball.kernels.columns import Quadratic
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
-from wball.kernels.proximal_newton import proximal_newton
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
 from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
-from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks, held_back
+from wball.solvers.minimum import Minimum
+from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
 from wball.solvers.sinkhorn import paper_projection
 
-_EVERYWHERE = (-math.inf, math.inf)
 PAPER_TOL = 0.01
 """Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap, and the path is fast."""
 
@@ -102,27 +101,69 @@ def _followed(
     """The projection by following the path, in chunks of images whose plans fit in memory."""
     x = problem.x
     moves = problem.moves(as_grid(x[:0]))
-    parts: list[_Solved] = []
-    plans, served = PackedPlans(moves), set[str]()
-    for part in chunks(x, moves):
-        here, grid = problem.take(part), as_grid(x[part])
-        kernel = dispatch.choose("proximal_newton" if math.isinf(reg) else "entropic_path", grid, moves)
-        warm = None if init is None else Duals(as_grid(init.beta[part]), init.psi[part].to(torch.float64))
-        run = _Projection(moves, grid, as_grid(w[part]), here.budget, problem.box, reg, tol, kernel, served)
-        solved = run.run(max_iter, warm, here.spendable())
-        parts.append(replace(solved, point=as_given(solved.point, here.x, problem.box)))
-        plans.add(run.flow)
-    joined = _join(parts)
+    plans = PackedPlans(moves)
+    parts = [
+        _solved(problem.take(part), w[part], moves, reg, tol, max_iter, init and init.take(part), plans)
+        for part in chunks(x, moves)
+    ]
+    duals = [part.duals for part in parts if part.duals is not None]
+    joined = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("point", "objective", "gap", "residual", "n_iter")
+    }
     return ProjectionResult(
-        point=joined.point,
-        objective=joined.objective,
-        gap=joined.gap,
-        residual=joined.residual,
-        status=joined.status,
-        n_iter=joined.n_iter,
-        duals=Duals(joined.beta.reshape(x.shape), joined.psi),
+        **joined,
+        status=tuple(status for part in parts for status in part.status),
+        duals=Duals(torch.cat([d.beta for d in duals]), torch.cat([d.psi for d in duals])),
         write=plans.written,
-        kernel=joined_kernels(served),
+        kernel=joined_kernels(part.kernel for part in parts),
+    )
+
+
+def _solved(
+    problem: TransportProblem,
+    w: Tensor,
+    moves: Moves,
+    reg: float,
+    tol: float,
+    max_iter: int,
+    init: Duals | None,
+    plans: PackedPlans,
+) -> ProjectionResult:
+    """The answer for a chunk of images, whose plans are added to ``plans``."""
+    x, target, lo_hi = as_grid(problem.x), as_grid(w), problem.limits
+    mass = x.flatten(1).sum(1)
+    tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
+    columns = Quadratic(target, *lo_hi)
+    rounding = 1e-18 * (1 + target.square().flatten(1).sum(1))
+    tolerance = Tolerance(tol, PARTS, torch.zeros_like(mass), tol**2 * columns.objective(x) + rounding)
+    goal = Problem(x, problem.budget, moves, columns, tau, tolerance)
+    # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
+    run = Minimum(goal, goal.lower_bounds(torch.zeros_like(x), torch.zeros_like(mass))[0])
+    alone = run.single & ~escapes(moves, x)
+    run.best.dual.copy_(torch.where(alone, run.best.primal, run.best.dual))
+    start = target - x
+    if init is not None:
+        start = as_grid(init.beta)
+        run.best.psi.copy_(init.psi)
+    if math.isinf(reg):
+        run.newton(start, max_iter, warm=init is not None)
+    else:
+        scale = (target - x).flatten(1).abs().amax(1).clamp(min=1e-12)
+        run.follow_path(start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter)
+    plan, best = run.hold_back(problem.spendable()), run.best
+    plans.add(plan.flow)
+    point = plan.columns()
+    residual = (point - (target - best.u).clamp(*lo_hi)).flatten(1).abs().amax(1)
+    return ProjectionResult(
+        point=as_given(point, problem.x, problem.box),
+        objective=best.primal + entropy_of(x, tau),
+        gap=(best.primal - best.dual).clamp(min=0),
+        residual=torch.where(run.single, torch.zeros_like(residual), residual),
+        status=statuses(goal.done(best), (run.n_iter < max_iter) & ~run.single),
+        n_iter=run.n_iter,
+        duals=Duals(best.u.reshape(problem.x.shape), best.psi),
+        kernel=joined_kernels(run.served),
     )
 
 
@@ -186,197 +227,3 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
     point = torch.where(still, grid, target - as_grid(found.duals.beta))
     residual = (as_grid(found.point) - point).flatten(1).abs().amax(1)
     return replace(found, point=as_given(point, x, problem.box), residual=residual, write=None)
-
-
-@dataclass
-class _Solved:
-    """The best found so far for a chunk, per image."""
-
-    point: Tensor
-    objective: Tensor
-    gap: Tensor
-    residual: Tensor
-    beta: Tensor
-    psi: Tensor
-    n_iter: Tensor
-    status: tuple[Status, ...]
-
-
-class _Projection:
-    """One chunk: keeps each image's best feasible plan and best dual bound while the path is followed."""
-
-    def __init__(
-        self,
-        moves: Moves,
-        x: Tensor,
-        w: Tensor,
-        budget: Tensor,
-        box: tuple[float, float] | None,
-        reg: float,
-        tol: float,
-        kernel: str,
-        served: set[str],
-    ) -> None:
-        self.moves, self.x, self.w, self.budget, self.box, self.tol = moves, x, w, budget, box, tol
-        self.kernel, self.served = kernel, served  # who follows the path; who did anything at all
-        mass = x.flatten(1).sum(1)
-        self.tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
-        lo, hi = box if box is not None else (-math.inf, math.inf)
-        # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
-        self.columns = path.Quadratic(w, lo if lo > 0 else -math.inf, hi)
-        still = Plan.identity(moves, x)
-        self.offset = entropy_of(x, self.tau)
-        self.flow = still.flow
-        self.at_centre = 0.5 * (w - x).square().flatten(1).sum(1)
-        self.primal = self.at_centre.clone()  # what stays has no entropy
-        self.dual = torch.full_like(mass, -math.inf)
-        self.beta, self.psi = torch.zeros_like(w), torch.zeros_like(mass)
-
-    def entropic(self, flow: Tensor, index: Tensor | None = None) -> Tensor:
-        """``tau sum P log(pi)`` of rows that sum to x, per image."""
-        x, tau = (self.x, self.tau) if index is None else (self.x[index], self.tau[index])
-        if not bool((tau > 0).any()):
-            return torch.zeros_like(tau)
-        share = flow / x.unsqueeze(2).clamp(min=1e-300)
-        return tau * (flow * torch.log(share.clamp(min=1e-300))).flatten(1).sum(1)
-
-    def run(self, max_iter: int, init: Duals | None, spend: Tensor) -> _Solved:
-        x, w = self.x, self.w
-        scale = (w - x).flatten(1).abs().amax(1).clamp(min=1e-12)
-        start = w - x if init is None else init.beta
-        if init is not None:
-            self.psi = init.psi.clone()
-        tau_start = torch.maximum((0.25 if init is None else 0.02) * scale, self.tau)
-        n_iter = torch.zeros_like(scale, dtype=torch.long)
-        # Without mass or budget the centre is the answer, and the only point unless there are free moves.
-        single = (self.budget <= 0) | (x.flatten(1).sum(1) <= 0)
-        # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-        alone = single & ~escapes(self.moves, x)
-        self.dual = torch.where(alone, self.primal, self._bound_without_prices())
-        todo = (~single).nonzero().squeeze(1)
-        if todo.numel():
-            self.served.add(self.kernel)
-        steps = torch.full_like(n_iter, max_iter)
-        if todo.numel() and (self.kernel == "cpu" or not bool(self.tau.any())):
-            steps[todo] = self._improve(todo, start[todo], tau_start[todo], max_iter, warm=init is not None)
-        elif todo.numel():
-            problem = path.Problem(x, self.budget, self.moves, self.columns).take(todo)
-
-            def accept(index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
-                return self.accept(todo[index], plan, duals)
-
-            steps[todo] = path.follow(problem, start[todo], tau_start[todo], self.tau[todo], max_iter, accept)
-        n_iter[todo] += steps[todo]
-        best, self.primal = held_back(Plan(self.moves, self.flow), self.budget, spend, self.primal, self._primal)
-        self.flow = best.flow
-        gap = (self.primal - self.dual).clamp(min=0)
-        point = best.columns()
-        lo, hi = self.box if self.box is not None else (0.0, math.inf)
-        residual = (point - (w - self.beta).clamp(lo, hi)).flatten(1).abs().amax(1)
-        residual = torch.where(single, torch.zeros_like(residual), residual)
-        status = statuses(gap <= self.allowed(self.primal, self.flow), steps < max_iter)
-        objective = self.primal + self.offset
-        return _Solved(point, objective, gap, residual, self.beta, self.psi, n_iter, status)
-
-    def _primal(self, plan: Plan, index: Tensor | None = None) -> Tensor:
-        """``1/2 |w - z|^2``, plus the plan's entropy at ``tau``."""
-        w = self.w if index is None else self.w[index]
-        return 0.5 * (w - plan.columns()).square().flatten(1).sum(1) + self.entropic(plan.flow, index)
-
-    def _bound_without_prices(self) -> Tensor:
-        """:meth:`lower_bound` at ``u = 0`` and ``psi = 0``, where every row is spread evenly."""
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
-        least = 0.5 * (self.w - self.w.clamp(lo, hi)).square().flatten(1).sum(1)
-        ways = self.moves.allowed.sum(-3).to(self.x.dtype)
-        return least - self.tau * (self.x * torch.log(ways)).flatten(1).sum(1)
-
-    def _improve(self, todo: Tensor, start: Tensor, tau_start: Tensor, max_iter: int, *, warm: bool) -> Tensor:
-        """A kernel that keeps the books that :meth:`accept` and :meth:`allowed` keep, where it works: on the host
-        if it is compiled for a CPU, wherever the images are."""
-        home = torch.device("cpu") if self.kernel == "cpu" else self.x.device
-        books = (self.flow, self.primal, self.dual, self.beta, self.psi)
-        flow, primal, dual, beta, psi = (book[todo].to(home).contiguous() for book in books)
-        best = Best(flow, primal, dual, dual.clone(), beta, psi)
-        given = (self.x, self.budget, self.w, self.tau, self._floor(slice(None)))
-        x, budget, w, tau, floor = (part[todo].to(home) for part in given)
-        tolerance = Tolerance(self.tol, PARTS, torch.zeros_like(tau), floor)
-        box, start = self.box or _EVERYWHERE, start.to(home)
-        if bool(tau.any()):
-            n_iter: Tensor = dispatch.load("entropic_path", self.kernel).follow_path(
-                x, self.moves, budget, w, box, start, tau_start.to(home), tau, max_iter, tolerance, best, linear=False
-            )
-        else:
-            n_iter = proximal_newton(
-                x, self.moves, budget, w, box, start, max_iter, tolerance, best, kernel=self.kernel, warm=warm
-            )
-            left = (best.primal - best.dual > self.tol * best.primal + floor).nonzero().squeeze(1)
-            if self.kernel == "triton" and left.numel():
-                n_iter[left] += self._finish(todo, left, best, tolerance, max_iter)
-        for book, better in zip(books, (best.flow, best.primal, best.dual, best.u, best.psi), strict=True):
-            book[todo] = better.to(book.device)
-        return n_iter.to(todo.device)
-
-    def _finish(self, todo: Tensor, left: Tensor, best: Best, tolerance: Tolerance, max_iter: int) -> Tensor:
-        """Images that one program a picture did not solve: on the host, or else by torch, from where it stopped."""
-        kernel = "cpu" if dispatch.why_not("proximal_newton", "cpu", self.x, self.moves) is None else "torch"
-        self.served.add(kernel)
-        home = torch.device("cpu") if kernel == "cpu" else self.x.device
-        books = [getattr(best, f.name) for f in fields(Best)]
-        part = Best(*(book[left].to(home).contiguous() for book in books))
-        x, budget, w = (given[todo][left].to(home) for given in (self.x, self.budget, self.w))
-        goal = replace(tolerance, offset=tolerance.offset[left].to(home), floor=tolerance.floor[left].to(home))
-        box, start = self.box or _EVERYWHERE, part.u.clone()
-        steps = proximal_newton(x, self.moves, budget, w, box, start, max_iter, goal, part, kernel=kernel, warm=True)
-        for book, f in zip(books, fields(Best), strict=True):
-            book[left] = getattr(part, f.name).to(book.device)
-        return steps.to(left.device)
-
-    def allowed(self, primal: Tensor, flow: Tensor, index: Tensor | None = None) -> Tensor:
-        """The gap at which an image counts as solved."""
-        entropy = self.entropic(flow, index)
-        size = torch.maximum(primal - entropy, PARTS * (primal - 2 * entropy))
-        return self.tol * size + self._floor(slice(None) if index is None else index)
-
-    def _floor(self, pick: Tensor | slice) -> Tensor:
-        rounding = 1e-18 * (1 + self.w[pick].square().flatten(1).sum(1))
-        return self.tol**2 * self.at_centre[pick] + rounding
-
-    def accept(self, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Keep the plan, repaired, and the duals where they are the best so far; who is within the tolerance?"""
-        # Opposite flows are waste, but the entropy asks for them.
-        plan = plan if bool(self.tau.any()) else plan.cancelled()
-        plan = plan.repair(self.budget[index], self.box)
-        primal = self._primal(plan, index)
-        better = primal < self.primal[index]
-        self.primal[index] = torch.where(better, primal, self.primal[index])
-        self.flow[index] = torch.where(per_image(better, plan.flow), plan.flow, self.flow[index])
-        for u, psi in duals:
-            bound = self.lower_bound(index, u, psi)
-            better = bound > self.dual[index]
-            self.dual[index] = torch.where(better, bound, self.dual[index])
-            self.beta[index] = torch.where(per_image(better, u), u, self.beta[index])
-            self.psi[index] = torch.where(better, psi, self.psi[index])
-        return self.primal[index] - self.dual[index] <= self.allowed(self.primal[index], self.flow[index], index)
-
-    def lower_bound(self, index: Tensor, u: Tensor, psi: Tensor) -> Tensor:
-        """The dual value at ``tau`` (a maximum over each row for ``tau = 0``): sound for any ``u`` and ``psi >= 0``."""
-        x, w, tau = self.x[index], self.w[index], self.tau[index]
-        score = self.moves.gather(u) - per_image(psi, self.flow) * self.moves.cost
-        score = torch.where(self.moves.allowed, score, -math.inf)
-        if bool((tau > 0).any()):
-            row = per_image(tau, u) * torch.logsumexp(score / per_image(tau, score), 2)
-        else:
-            row = score.amax(2)
-        lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
-        z = (w - u).clamp(lo, hi)
-        value = dot(0.5 * (w - z).square() + u * z, torch.ones_like(u)) - psi * self.budget[index] - dot(x, row)
-        return torch.where(torch.isfinite(value), value, -math.inf)
-
-
-def _join(parts: list[_Solved]) -> _Solved:
-    if len(parts) == 1:
-        return parts[0]
-    tensors = {
-        f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(_Solved) if f.name != "status"
-    }
-    return _Solved(**tensors, status=tuple(s for part in parts for s in part.status))

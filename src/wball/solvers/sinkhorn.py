@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_path.reference import dot, per_image
+from wball.batch import dot, per_image
 from wball.kernels.projected_sinkhorn.reference import wright_omega
 from wball.moves import Moves
 from wball.plan import Plan

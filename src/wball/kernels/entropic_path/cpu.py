@@ -1,8 +1,8 @@
 r"""The entropic path of :mod:`wball.kernels.entropic_path.reference` on a CPU: one image at a time, compiled by numba.
 
 The mathematics is that of the torch version: Newton's method on the dual with conjugate gradients, level after level,
-each entered along the tangent; plans are repaired and bounds kept as in :mod:`wball.solvers.projection` and
-:mod:`wball.solvers.support`, with the support function written as the minimum of ``-<g, z>``. What differs is the work:
+each entered along the tangent; plans are repaired and bounds kept as in :mod:`wball.kernels.books`. What
+differs is the work:
 
 * the support function without box is the kink of a convex function of the price alone and is found first;
 * an image stops when *it* is done, and takes as many steps as *it* needs;
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from wball.kernels.books import Best, Tolerance
+from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled, exp
 from wball.kernels.entropic_path import reference as path
 from wball.kernels.image_rows import (
@@ -38,10 +38,6 @@ from wball.moves import Moves, StencilMoves
 
 SPARSE = 32.0
 """Nats below the largest share of a row at which a share counts as 0: e^-32 is a hundredth of float64's rounding."""
-DAMPING = 1e-3
-"""As in the torch version, but less: much more makes steps crawl where points to project are far from the box."""
-LINGER = 60
-"""Newton steps after which a level is left in any case: rounding may keep its residual from falling."""
 
 
 class _Levels(NamedTuple):
@@ -65,41 +61,11 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"
 
 
-def follow_path(
-    x: Tensor,
-    moves: StencilMoves,
-    budget: Tensor,
-    target: Tensor,
-    box: tuple[float, float],
-    start: Tensor,
-    tau_start: Tensor,
-    tau_end: Tensor,
-    max_iter: int,
-    tolerance: Tolerance,
-    best: Best,
-    *,
-    linear: bool,
-) -> Tensor:
-    """Follow the path of every image and improve ``best``; returns the Newton steps used.
-
-    Args:
-        x: images with mass, ``(B, C, H, W)``.
-        moves: the moves of the ground cost.
-        budget: positive, per image.
-        target: ``w`` of the quadratic columns, ``g`` of the linear ones.
-        box: ``(lo, hi)``, possibly infinite.
-        start: column potentials to start from.
-        tau_start: temperature of the first level.
-        tau_end: temperature of the problem; 0 is the exact one (for all images or none), of linear columns alone:
-            quadratic ones are a matter of :mod:`wball.kernels.proximal_newton`.
-        max_iter: Newton steps.
-        tolerance: when an image is done.
-        best: what is known, improved in place.
-        linear: whether the columns are linear. With an infinite ``hi``, only the kink is then searched for.
-    """
-    levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, DAMPING, path.MAX_HALVINGS, LINGER)
-    images = (x, budget, target, start, tau_start, tau_end)
-    return improve(_follow_images, levels, images, moves, box, max_iter, tolerance, best, linear=linear)
+def entropic_path(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+    """See :func:`wball.kernels.entropic_path.entropic_path`."""
+    damping, halvings = problem.columns.damping, path.MAX_HALVINGS
+    levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, damping, halvings, path.LINGER)
+    return improve(_follow_images, levels, problem, start, tau_start, max_iter, best)
 
 
 class _Sparse(NamedTuple):

@@ -1,15 +1,7 @@
-r"""Following the entropic path: the engine behind exact projection and exact support function.
+r"""Following the entropic path: the engine behind the exact support function and entropic projections.
 
-Both problems minimise a separable convex function of the columns over the plans of a ball,
-
-.. math::
-    \min_{P \ge 0,\ P1 = x,\ lo \le z = P^T 1 \le hi,\ \langle P, C\rangle \le E}
-    \sum_j f_j(z_j) \;+\; \tau \sum_i x_i \sum_j \pi_{ij} \log \pi_{ij},
-    \qquad P_{ij} = x_i \pi_{ij},
-
-with ``f(z) = 1/2 (w - z)^2`` for the projection (:class:`Quadratic`) and ``f(z) = -g z`` for the support function
-(:class:`Linear`). With a potential ``u`` for the columns and a price ``psi >= 0`` for cost, rows and columns can be
-eliminated in closed form,
+The problem is that of :mod:`wball.kernels.books`. With a potential ``u`` for the columns and a price ``psi >= 0`` for
+cost, rows and columns can be eliminated in closed form,
 
 .. math::
     \pi_{ij} \propto e^{(u_j - \psi C_{ij}) / \tau}, \qquad
@@ -24,13 +16,14 @@ and the tangent carried on to ``tau = 0`` yields the exact duals long before ``t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from wball.batch import dot, per_image
+from wball.kernels.books import Best, Problem
+from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.moves import Moves
 from wball.plan import Plan
 
@@ -39,134 +32,14 @@ RATIO = 6.0
 LEVEL_TOL = 3e-3
 """Residual (pixels) at which a level is left, or ``tau`` if that is less: the tangent removes what is left of it."""
 CG_TOL, CG_MAX = 1e-3, 250
-DAMPING = 0.5
-"""Newton's matrix gets this times residual / range of u on its diagonal.
-
-Neighbours that exchange mass with nobody else leave a direction without curvature: there the damped step is as long as
-the range of u, where a Newton step would be longer by orders of magnitude than any line search cares to shorten.
-"""
+LINGER = 60
+"""Newton steps after which a level is left in any case: rounding may keep its residual from falling."""
 MAX_HALVINGS = 30
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Serves any images."""
     return None
-
-
-def per_image(values: Tensor, like: Tensor) -> Tensor:
-    """``(B,)`` reshaped to broadcast against a tensor with a leading batch dimension."""
-    return values.view(-1, *[1] * (like.ndim - 1))
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product per image."""
-    return (a * b).flatten(1).sum(1)
-
-
-class Columns(ABC):
-    """The separable term of the columns, seen from its dual variable ``u``."""
-
-    @abstractmethod
-    def value(self, u: Tensor) -> Tensor:
-        """``min f(z) + u z`` over the box, summed per image."""
-
-    @abstractmethod
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        """``z(u) - columns``; where ``z(u)`` is an interval, the part of it that points away from ``columns``."""
-
-    @abstractmethod
-    def curvature(self, u: Tensor) -> Tensor:
-        """``-z'(u)``."""
-
-    @abstractmethod
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        """The variables that sit at a kink and have no reason to leave it."""
-
-    @abstractmethod
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        """``new``, stopped where it would cross a kink."""
-
-    @abstractmethod
-    def take(self, index: Tensor) -> Columns:
-        """A subset of the images."""
-
-
-@dataclass(frozen=True)
-class Quadratic(Columns):
-    """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``, smooth enough for Newton's method as it is."""
-
-    w: Tensor
-    lo: float
-    hi: float
-
-    def value(self, u: Tensor) -> Tensor:
-        z = (self.w - u).clamp(self.lo, self.hi)
-        return (0.5 * (self.w - z).square() + u * z).flatten(1).sum(1)
-
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        return (self.w - u).clamp(self.lo, self.hi) - columns
-
-    def curvature(self, u: Tensor) -> Tensor:
-        free = self.w - u
-        return ((free > self.lo) & (free < self.hi)).to(u.dtype)
-
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        return torch.zeros_like(u, dtype=torch.bool)
-
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        return new
-
-    def take(self, index: Tensor) -> Quadratic:
-        return Quadratic(self.w[index], self.lo, self.hi)
-
-
-@dataclass(frozen=True)
-class Linear(Columns):
-    """``f(z) = -g z``: ``u = g``, but full columns (``z = hi``) have less and drained ones (``z = lo``) more."""
-
-    g: Tensor
-    lo: float
-    hi: float
-
-    def value(self, u: Tensor) -> Tensor:
-        return torch.where(u < self.g, self.hi * (u - self.g), self.lo * (u - self.g)).flatten(1).sum(1)
-
-    def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        side = self._side(u, columns)
-        ends = torch.where(side < 0, self.hi, self.lo).to(columns.dtype)
-        return torch.where(side == 0, torch.zeros_like(columns), ends - columns)
-
-    def curvature(self, u: Tensor) -> Tensor:
-        return torch.zeros_like(u)
-
-    def held(self, u: Tensor, columns: Tensor) -> Tensor:
-        return self._side(u, columns) == 0
-
-    def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
-        side = self._side(u, columns)
-        return torch.where(
-            side < 0, torch.minimum(new, self.g), torch.where(side > 0, torch.maximum(new, self.g), self.g)
-        )
-
-    def take(self, index: Tensor) -> Linear:
-        return Linear(self.g[index], self.lo, self.hi)
-
-    def _side(self, u: Tensor, columns: Tensor) -> Tensor:
-        at_kink = (columns < self.lo).to(u.dtype) - (columns > self.hi).to(u.dtype)
-        return torch.where(u == self.g, at_kink, torch.sign(u - self.g))
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A batch of problems that share the grid and the moves."""
-
-    x: Tensor
-    budget: Tensor
-    moves: Moves
-    columns: Columns
-
-    def take(self, index: Tensor) -> Problem:
-        return Problem(self.x[index], self.budget[index], self.moves, self.columns.take(index))
 
 
 @dataclass
@@ -216,7 +89,7 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
     # A pixel that nobody can reach or leave has no curvature at all: any positive number will do there.
     ridge = 1e-12 * diagonal.flatten(1).amax(1).clamp(min=1e-12)
     span = at.u.flatten(1).amax(1) - at.u.flatten(1).amin(1)
-    ridge = torch.maximum(ridge, DAMPING * at.residual / span.clamp(min=1e-300))
+    ridge = torch.maximum(ridge, problem.columns.damping * at.residual / span.clamp(min=1e-300))
     diagonal = diagonal + per_image(ridge, diagonal)
     mean_cost = (at.share * moves.cost).sum(2, keepdim=True)
     curvature = (weight * (moves.cost - mean_cost).square()).flatten(1).sum(1)
@@ -320,32 +193,71 @@ def price_root(problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_
     return hi
 
 
-Accept = Callable[[Tensor, Plan, list[tuple[Tensor, Tensor]]], Tensor]
-"""``(positions in the batch, plan, duals to try) -> done``: records what is offered, says who may stop."""
+def entropic_path(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+    """See :func:`wball.kernels.entropic_path.entropic_path`."""
+    if not (problem.columns.linear and problem.exact):
+        return _follow(problem, start, tau_start, max_iter, best)
+    n_iter = without_box(problem, max_iter, best)
+    left = (~problem.done(best)).nonzero().squeeze(1)
+    if problem.boxed and left.numel():
+        part = best.take(left, problem.x.device)
+        n_iter[left] += _follow(problem.take(left), start[left], tau_start[left], max_iter, part)
+        best.put(left, part)
+    return n_iter
 
 
-def follow(
-    problem: Problem, start: Tensor, tau_start: Tensor, tau_end: Tensor, max_iter: int, accept: Accept
-) -> Tensor:
-    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau_end``; returns the Newton steps used per image.
+def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
+    """See :func:`wball.kernels.entropic_path.without_box`. Without a box ``u = g`` is optimal, and ``psi`` is left."""
+    x, moves, g = problem.x, problem.moves, problem.columns.target
+    everyone = torch.arange(len(x), device=x.device)
+    if problem.exact:
+        plan, found = maximising_plan(g, x, problem.budget, moves, max_iter=max_iter)
+        bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
+        best.keep_duals(everyone, g, found.psi, (bound, bound))
+        n_iter = found.n_iter
+    else:
+        psi = price_root(problem, g, problem.tau, tol=0.1 * problem.tolerance.tol)
+        score = torch.where(moves.allowed, moves.gather(g) - per_image(psi, best.flow) * moves.cost, -torch.inf)
+        plan = Plan(moves, x.unsqueeze(2) * torch.softmax(score / per_image(problem.tau, score), 2))
+        best.keep_duals(everyone, g, psi, problem.lower_bounds(g, psi))
+        n_iter = torch.ones_like(everyone)
+    plan = problem.repaired(plan)
+    best.keep_plan(everyone, plan, problem.objective(plan))
+    return n_iter
 
-    With ``tau_end > 0`` (finite ``reg``), ``accept`` is offered the iterate at ``tau_end`` after every Newton step.
-    With ``tau_end = 0`` it is offered every level: its plan, which is off by little more than ``tau``, and the duals at
-    the end of the tangent, which are off by far less.
+
+def _offer(problem: Problem, best: Best, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Keep the plan, repaired, and the duals where they are the best so far; who is done?"""
+    part = problem.take(index)
+    plan = part.repaired(plan)
+    best.keep_plan(index, plan, part.objective(plan))
+    for u, psi in duals:
+        best.keep_duals(index, u, psi, part.lower_bounds(u, psi))
+    return part.done(best, index)
+
+
+def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+    """Follow the path from ``u = start`` at ``tau_start`` down to ``tau``; returns the Newton steps used per image.
+
+    With ``tau > 0`` (finite ``reg``), the iterate at ``tau`` is offered after every Newton step. With ``tau = 0`` every
+    level is: its plan, which is off by little more than the level's temperature, and the duals at the end of the
+    tangent, which are off by far less.
     """
+    tau_end, exact = problem.tau, problem.exact
     batch = problem.x.shape[0]
     device = problem.x.device
     n_iter = torch.zeros(batch, dtype=torch.long, device=device)
     active = torch.arange(batch, device=device)
-    exact = bool((tau_end == 0).all())
     at = evaluate(problem, start, price_root(problem, start, tau_start), tau_start)
-    stuck = torch.zeros(batch, dtype=torch.long, device=device)
+    stuck, lingered = torch.zeros((2, batch), dtype=torch.long, device=device)
     for _ in range(max_iter):
         if active.numel() == 0:
             break
         sub = problem.take(active)
         final = at.tau <= tau_end[active] * (1 + 1e-9)
-        settled = (at.residual <= at.tau.clamp(1e-9, LEVEL_TOL)) & ~final | (stuck[active] >= 3)
+        settled = ((at.residual <= at.tau.clamp(1e-9, LEVEL_TOL)) | (lingered[active] >= LINGER)) & ~final
+        settled = settled | (stuck[active] >= 3)
+        lingered[active] = torch.where(settled, 0, lingered[active] + 1)
         rhs_u, rhs_psi = at.gradient_u, at.gradient_psi
         if bool(settled.any()):
             drift_u, drift_psi = path_tangent(sub, at)
@@ -362,7 +274,7 @@ def follow(
             plan = Plan(problem.moves, part.x.unsqueeze(2) * point.share)
             ahead = _stepped(part, point, d[index], d_psi[index], torch.ones_like(point.psi))
             duals = [ahead, (point.u, point.psi)] if exact else [(point.u, point.psi)]
-            done[index] = accept(active[index], plan, duals)
+            done[index] = _offer(problem, best, active[index], plan, duals)
 
         # A settled image goes down one level along the tangent; the others take a Newton step where they are.
         lower = torch.maximum(at.tau / RATIO, tau_end[active]) if not exact else at.tau / RATIO

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from wball.batch import per_image
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
 from wball.moves import Moves
 
@@ -44,10 +45,6 @@ def entropic_plan(
     return _keep_box(PlanRows(x, b + q, psi, rings, moves), lo, hi, psi, q)
 
 
-def per_image(values: Tensor) -> Tensor:
-    return values.view(-1, 1, 1, 1)
-
-
 def image_sums(values: Tensor) -> Tensor:
     return values.sum((-3, -2, -1), dtype=torch.float64)
 
@@ -75,7 +72,7 @@ def _solve_psi(x: Tensor, rings: Tensor, ring_cost: Tensor, budget: Tensor, psi:
     done = torch.zeros_like(psi, dtype=torch.bool)
     target = budget * (1 - COST_TOL / 2)
     for _ in range(newton):
-        share = torch.softmax(rings - per_image(psi) * ring_cost, 0)
+        share = torch.softmax(rings - per_image(psi, x) * ring_cost, 0)
         mean = (share * ring_cost).sum(0)
         variance = (share * (ring_cost - mean).square()).sum(0)
         cost, slope = image_sums(x * mean), image_sums(x * variance)
@@ -98,7 +95,7 @@ class PlanRows:
     """The plan before the box is enforced: mass along one move at a time."""
 
     def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
-        self.x, self.moves, self._price = x, moves, per_image(psi)
+        self.x, self.moves, self._price = x, moves, per_image(psi, x)
         normaliser = torch.logsumexp(rings - self._price * moves.ring_cost, 0)
         self._start = torch.log(x) - normaliser  # -inf where the row is empty
         self._ends = moves.ends(s, -math.inf)
@@ -144,7 +141,7 @@ def _keep_box(plan: PlanRows, lo: float, hi: float, psi: Tensor, q: Tensor) -> E
         if not bool(broken.any()):
             break
         if counted == 0.0:  # every column of a broken image, because these moves push others over
-            over = per_image(broken).expand_as(x)
+            over = per_image(broken, x).expand_as(x)
             under = over if lo > 0 else under
         room = ((hi - x + counted * give * sent) / received.clamp(min=tiny)).clamp(min=0.0)
         spare = ((x - lo + counted * keep * received) / sent.clamp(min=tiny)).clamp(min=0.0)
@@ -155,7 +152,7 @@ def _keep_box(plan: PlanRows, lo: float, hi: float, psi: Tensor, q: Tensor) -> E
         if counted == 0.0 and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
             part = torch.where(excess > slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z))
-            way = per_image(part.flatten(1).amax(1))
+            way = per_image(part.flatten(1).amax(1), part)
             keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     cost, net_cost = _costs(plan, keep, give)

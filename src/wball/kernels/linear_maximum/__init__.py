@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from wball.kernels import dispatch
 from wball.moves import Moves
 
-FLAT = 1e-7
+FLAT = {torch.float32: 1e-7, torch.float64: 1e-15}
 """Tangents have met when the function is this close to them, relative to its size."""
 
 

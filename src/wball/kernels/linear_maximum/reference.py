@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan.reference import per_image
+from wball.batch import dot, per_image
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.moves import Moves
+from wball.plan import Plan
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -22,17 +24,22 @@ def linear_maximum(
     a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, point: bool = False, max_iter: int = 60
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
-    limit = budget.to(torch.float64).clamp(min=0.0)
-    search = _Search(a, x, limit, moves.like(a))
-    low, high, n_iter = search.run(max_iter)
-    best = low.where(low.value <= high.value, high)
-    z = None
-    if point:
-        spread = low.cost - high.cost
-        blend = torch.where(spread > 0, (limit - high.cost) / spread.clamp(min=1e-300), torch.zeros_like(spread))
-        blend = blend.clamp(0, 1)
-        z = search.columns(high.psi, 1 - blend) + search.columns(low.psi, blend)
-    return LinearMaximum(best.psi, best.value, best.cost, z, n_iter)
+    if not point:
+        return _Search(a, x, budget, moves).run(max_iter)[0]
+    plan, found = maximising_plan(a, x, budget, moves, max_iter=max_iter)
+    return replace(found, z=plan.columns())
+
+
+def maximising_plan(
+    a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, max_iter: int = 60
+) -> tuple[Plan, LinearMaximum]:
+    """The maximum and the plan that reaches it: it mixes the two that meet at the kink so that they cost the budget."""
+    search = _Search(a, x, budget, moves)
+    found, low, high = search.run(max_iter)
+    spread = low.cost - high.cost
+    blend = torch.where(spread > 0, (search.budget - high.cost) / spread.clamp(min=1e-300), torch.zeros_like(spread))
+    blend = blend.clamp(0, 1)
+    return Plan(search.moves, search.flow(high.psi, 1 - blend) + search.flow(low.psi, blend)), found
 
 
 @dataclass(frozen=True)
@@ -53,33 +60,27 @@ class _End:
 
 class _Search:
     def __init__(self, a: Tensor, x: Tensor, budget: Tensor, moves: Moves) -> None:
-        self.a, self.x, self.budget, self.moves = a, x, budget, moves
-        ends = moves.ends(a, -math.inf)
-        self.rings = []
-        for ring in moves.rings:
-            best = ends(ring[0])
-            for k in ring[1:]:
-                best = torch.maximum(best, ends(k))
-            self.rings.append(best)
-        self.prices = list(moves.ring_cost)  # a number each, or one per pixel
+        self.a, self.x, self.moves = a, x, moves.like(a)
+        self.budget = budget.to(torch.float64).clamp(min=0.0)
+        ends = self.moves.ends(a, -math.inf)
+        self.rings = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in self.moves.rings])
+        self.price = self.moves.ring_cost  # a number each, or one per pixel
 
     def at(self, psi: Tensor) -> _End:
-        best, toll = self.rings[0], torch.zeros_like(self.a)
-        for ring, price in zip(self.rings[1:], self.prices[1:], strict=True):
-            score = ring - per_image(psi) * price
-            toll = torch.where(score > best, price.expand_as(toll), toll)
-            best = torch.maximum(best, score)
-        value = (self.x.double() * best).sum((1, 2, 3)) + psi.double() * self.budget
-        return _End(psi, value, (self.x.double() * toll).sum((1, 2, 3)))
+        score = self.rings - per_image(psi, self.a) * self.price
+        best = score.amax(0)
+        # Among equal moves the cheapest: the side of a kink on which the plan costs less.
+        toll = torch.where(score >= best, self.price, math.inf).amin(0)
+        value = dot(self.x.double(), best.double()) + psi.double() * self.budget
+        return _End(psi, value, dot(self.x.double(), toll.double()))
 
-    def run(self, max_iter: int) -> tuple[_End, _End, Tensor]:
+    def run(self, max_iter: int) -> tuple[LinearMaximum, _End, _End]:
+        """The maximum, and the ends of the last bracket of its price."""
         low = self.at(torch.zeros_like(self.a[:, 0, 0, 0]))
         free = low.cost <= self.budget
         # Above the steepest gain per unit of cost nobody moves.
-        steepest = torch.zeros_like(low.psi)
-        for ring, price in zip(self.rings, self.prices, strict=True):
-            gain = torch.where((self.x > 0) & (price > 0), (ring - self.a) / price.clamp(min=1e-30), 0.0)
-            steepest = torch.maximum(steepest, gain.flatten(1).amax(1))
+        gain = torch.where((self.x > 0) & (self.price > 0), (self.rings - self.a) / self.price.clamp(min=1e-30), 0.0)
+        steepest = gain.amax(0).flatten(1).amax(1).clamp(min=0)
         high = low.where(free, self.at(steepest * (1 + 1e-6) + 1e-30))
         settled, n_iter = free, torch.full_like(low.psi, 2, dtype=torch.long)
         for step in range(max_iter - 2):
@@ -97,24 +98,20 @@ class _Search:
             tangent = torch.maximum(
                 low.value + left * (trial - low.psi).double(), high.value - right * (high.psi - trial).double()
             )
-            flat = (new.value - tangent <= FLAT * (new.value.abs() + low.value.abs())) & (step % 3 < 2)
+            flat = (new.value - tangent <= FLAT[trial.dtype] * (new.value.abs() + low.value.abs())) & (step % 3 < 2)
             goes_high = new.cost <= self.budget
             high = new.where(goes_high & ~settled, high)
             low = new.where(~goes_high & ~settled, low)
             n_iter += ~settled
             settled = settled | flat | (high.psi - low.psi <= 4 * torch.finfo(trial.dtype).eps * high.psi)
-        return low, high, n_iter
+        best = low.where(low.value <= high.value, high)
+        return LinearMaximum(best.psi, best.value, best.cost, None, n_iter), low, high
 
-    def columns(self, psi: Tensor, weight: Tensor) -> Tensor:
-        """Where the cheapest best moves at ``psi`` take the mass, times ``weight``."""
-        ends = self.moves.ends(self.a, -math.inf)
-        best, choice = self.a, torch.zeros_like(self.a, dtype=torch.long)
-        for k, cost in enumerate(self.moves.costs):
-            score = ends(k) - per_image(psi) * cost
-            choice = torch.where(score > best, torch.full_like(choice, k), choice)
-            best = torch.maximum(best, score)
-        total = self.moves.arrivals(self.a)
-        sending = self.x * per_image(weight.to(self.x.dtype))
-        for k in range(len(self.moves)):
-            total.add(k, torch.where(choice == k, sending, torch.zeros_like(sending)))
-        return total.total()
+    def flow(self, psi: Tensor, weight: Tensor) -> Tensor:
+        """The cheapest best moves at ``psi`` as an arc tensor, times ``weight``."""
+        cost = self.moves.cost
+        gained = torch.where(self.moves.allowed, self.moves.gather(self.a), -math.inf)
+        score = gained - per_image(psi, gained) * cost
+        choice = torch.where(score >= score.amax(2, keepdim=True), cost, math.inf).argmin(2, keepdim=True)
+        sending = self.x * per_image(weight.to(self.x.dtype), self.x)
+        return torch.zeros_like(gained).scatter_(2, choice, sending.unsqueeze(2))

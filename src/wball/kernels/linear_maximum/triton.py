@@ -30,7 +30,7 @@ from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
-_FLAT = tl.constexpr(FLAT)
+_FLAT = tl.constexpr(FLAT[torch.float32])
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan.reference import PlanRows, image_sums, per_image, ring_sums
+from wball.batch import per_image
+from wball.kernels.entropic_plan.reference import PlanRows, image_sums, ring_sums
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
 from wball.moves import Moves
 
@@ -81,7 +82,7 @@ class _Priced(PlanRows):
     def __init__(self, x: Tensor, beta: Tensor, price: Tensor, moves: Moves) -> None:
         rings = ring_sums(beta, moves)
         super().__init__(x, beta, price, rings, moves)
-        score = rings - per_image(price) * moves.ring_cost
+        score = rings - per_image(price, self.x) * moves.ring_cost
         self.log_sum = torch.logsumexp(score, 0)
         self.cost = image_sums(x * (torch.softmax(score, 0) * moves.ring_cost).sum(0))
 
@@ -105,7 +106,7 @@ class _Search:
         self.resolution = RESOLUTION * torch.finfo(x.dtype).eps
 
     def run(self, u: Tensor, psi: Tensor, max_iter: int) -> ProjectedSinkhorn:
-        x, scale = self.x, per_image(self.tau)
+        x, scale = self.x, per_image(self.tau, self.x)
         beta, price = u / scale, psi / self.tau
         last, streak = beta, torch.zeros_like(price)
         done = self.single.clone()
@@ -133,9 +134,12 @@ class _Search:
             turned = image_sums((new - beta) * (new - last)) < 0
             streak = torch.where(turned | (n_iter <= 1), torch.zeros_like(streak), streak + 1)
             weight = (streak / (streak + 3)).clamp(max=MOMENTUM)
-            keep = per_image(done)
-            beta, last = torch.where(keep, beta, new + per_image(weight) * (new - last)), torch.where(keep, last, new)
-        still = per_image(self.single)
+            keep = per_image(done, self.x)
+            beta, last = (
+                torch.where(keep, beta, new + per_image(weight, self.x) * (new - last)),
+                torch.where(keep, last, new),
+            )
+        still = per_image(self.single, self.x)
         assert answer.give is not None
         nothing = torch.zeros_like(answer.gap)
         at_centre = 0.5 * image_sums((self.w - x).square())
@@ -160,7 +164,7 @@ class _Search:
         for _ in range(newton):
             worth = (self.tau * price * self.budget).clamp(min=1e-300)
             tolerance = (PSI_TOL * offer / worth).clamp(self.resolution, PSI_TOL)
-            share = torch.softmax(rings - per_image(price) * cost_of, 0)
+            share = torch.softmax(rings - per_image(price, self.x) * cost_of, 0)
             mean = (share * cost_of).sum(0)
             cost, slope = image_sums(self.x * mean), image_sums(self.x * (share * (cost_of - mean).square()).sum(0))
             inside = cost <= self.budget
@@ -180,7 +184,7 @@ class _Search:
 
     def _columns(self, beta: Tensor, columns: Tensor) -> Tensor:
         """The columns' block."""
-        scale = per_image(self.tau)
+        scale = per_image(self.tau, self.x)
         log_s = torch.log(columns) - beta
         omega = wright_omega(self.w / scale + log_s - torch.log(scale))
         free = self.w / scale - omega
@@ -189,7 +193,7 @@ class _Search:
 
     def _misfit(self, beta: Tensor, z: Tensor) -> Tensor:
         """The first term of the gap, per pixel."""
-        v = self.w - per_image(self.tau) * beta
+        v = self.w - per_image(self.tau, self.x) * beta
         c = v.clamp(self.lo, self.hi)
         return 0.5 * (z - c).square() - (z - c) * (v - c)
 
@@ -215,7 +219,7 @@ class _Search:
         keep, give, sent, received = self._into_box(rows)
         cost = _moved_cost(rows, keep, give)
         share = (self.budget / cost.clamp(min=1e-300)).clamp(max=1.0)
-        sent, received = (per_image(share.to(x.dtype)) * part for part in (sent, received))
+        sent, received = (per_image(share.to(x.dtype), x) * part for part in (sent, received))
         z = x - sent + received
         if self.boxed:
             z = z.clamp(self.lo, self.hi)
@@ -229,7 +233,7 @@ class _Search:
         gap = image_sums(self._misfit(beta, z)) + psi * (self.budget - cost) + self.tau * divergence
         entropy = self.tau * (divergence + image_sums(beta * z) - price * cost - image_sums(x * rows.log_sum))
         distance = 0.5 * image_sums((w - z).square())
-        u = per_image(self.tau) * beta
+        u = per_image(self.tau, self.x) * beta
         return ProjectedSinkhorn(
             z=z,
             cost=cost,
@@ -241,7 +245,7 @@ class _Search:
             residual=(z - (w - u).clamp(self.lo, self.hi)).flatten(1).abs().amax(1),
             n_iter=torch.zeros_like(psi, dtype=torch.long),
             keep=keep,
-            give=give * per_image(share.to(x.dtype)),
+            give=give * per_image(share.to(x.dtype), x),
         )
 
     def _into_box(self, rows: _Priced) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -277,7 +281,7 @@ class _Search:
             mix = torch.where(over, excess / (excess + below).clamp(min=tiny), torch.zeros_like(x)).flatten(1).amax(1)
             # With a lower bound both factors may differ, and a mixture would not have this form.
             mix = torch.where(broken, mix if lo == 0.0 else torch.ones_like(mix), torch.zeros_like(mix))
-            mix = per_image(mix)
+            mix = per_image(mix, self.x)
             sent, received = (
                 (1 - mix) * a + mix * b for a, b in ((give * sent, given * out), (keep * received, kept * into))
             )
@@ -297,7 +301,7 @@ def _moved_cost(rows: _Priced, keep: Tensor, give: Tensor) -> Tensor:
 def _choose(mask: Tensor, yes: ProjectedSinkhorn, no: ProjectedSinkhorn) -> ProjectedSinkhorn:
     def pick(name: str) -> Tensor:
         a, b = getattr(yes, name), getattr(no, name)
-        return torch.where(per_image(mask) if a.ndim == 4 else mask, a, b)
+        return torch.where(per_image(mask, a) if a.ndim == 4 else mask, a, b)
 
     names = ("z", "cost", "u", "psi", "objective", "gap", "allowed", "residual", "n_iter", "keep", "give")
     chosen: dict[str, Any] = {name: pick(name) for name in names}

@@ -1,7 +1,7 @@
 r"""Exact plans: a proximal point method whose steps are solved by Newton's method.
 
 The projection minimises ``1/2 |w - z|^2`` over the plans ``P_ij = x_i pi_ij`` of a ball (see
-:mod:`wball.kernels.entropic_path.reference`). Instead of an entropy, a step from the shares ``pi^k`` adds
+:mod:`wball.kernels.books`). Instead of an entropy, a step from the shares ``pi^k`` adds
 
 .. math:: \frac{1}{2 \sigma} \sum_i x_i \sum_j (\pi_{ij} - \pi^k_{ij})^2.
 
@@ -25,39 +25,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from wball.kernels import dispatch
-from wball.kernels.books import Best, Tolerance
-from wball.moves import Moves
+from wball.kernels.books import Best, Problem
 
 
 def proximal_newton(
-    x: Tensor,
-    moves: Moves,
-    budget: Tensor,
-    target: Tensor,
-    box: tuple[float, float],
-    start: Tensor,
-    max_iter: int,
-    tolerance: Tolerance,
-    best: Best,
-    *,
-    kernel: str,
-    warm: bool = False,
+    problem: Problem, start: Tensor, max_iter: int, best: Best, *, kernel: str, warm: bool = False
 ) -> Tensor:
     """Improve ``best`` for every image; returns the Newton steps used.
 
     Args:
-        x: images with mass, ``(B, C, H, W)``, float64.
-        moves: the moves of the ground cost.
-        budget: positive, per image.
-        target: ``w``, like the images.
-        box: ``(lo, hi)``, possibly infinite.
+        problem: exact, with quadratic columns.
         start: column potentials to start from.
         max_iter: Newton steps.
-        tolerance: when an image is done.
         best: what is known, improved in place.
         kernel: who serves, as :func:`wball.kernels.dispatch.choose` says.
         warm: whether ``start`` and ``best.psi`` solve a similar problem.
     """
     solve = dispatch.load("proximal_newton", kernel).proximal_newton
-    steps: Tensor = solve(x, moves, budget, target, box, start, max_iter, tolerance, best, warm=warm)
+    steps: Tensor = solve(problem, start, max_iter, best, warm=warm)
     return steps

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from wball.kernels.books import Best, Tolerance
+from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled
 from wball.kernels.image_rows import (
     copy,
@@ -63,23 +63,10 @@ class _Step(NamedTuple):
     centre: Any  # (R, K)
 
 
-def proximal_newton(
-    x: Tensor,
-    moves: StencilMoves,
-    budget: Tensor,
-    target: Tensor,
-    box: tuple[float, float],
-    start: Tensor,
-    max_iter: int,
-    tolerance: Tolerance,
-    best: Best,
-    *,
-    warm: bool = False,
-) -> Tensor:
+def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
     method = _Settings(*settings.ALL, warm)._replace(first=settings.FIRST * (settings.WARM if warm else 1.0))
-    images = (x, budget, target, start, budget, budget)  # there are no temperatures
-    return improve(_solve_images, method, images, moves, box, max_iter, tolerance, best, linear=False)
+    return improve(_solve_images, method, problem, start, problem.tau, max_iter, best)  # there are no temperatures
 
 
 @compiled(inner=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from wball.kernels.books import Best, Tolerance
-from wball.kernels.entropic_path.reference import Quadratic, dot, per_image
+from wball.batch import dot, per_image
+from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
 from wball.moves import Moves
 from wball.plan import Plan
@@ -23,24 +23,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return None
 
 
-def proximal_newton(
-    x: Tensor,
-    moves: Moves,
-    budget: Tensor,
-    target: Tensor,
-    box: tuple[float, float],
-    start: Tensor,
-    max_iter: int,
-    tolerance: Tolerance,
-    best: Best,
-    *,
-    warm: bool = False,
-) -> Tensor:
+def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    lo, hi = box
-    # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
-    columns = Quadratic(target, lo if lo > 0 else -math.inf, hi)
-    problem = _Problem(x, budget, moves, columns)
+    x, moves = problem.x, problem.moves
     centre = torch.where(moves.stay(), 1.0, 0.0).to(x.dtype).expand(x.shape[0], x.shape[1], -1, -1, -1).clone()
     sigma = settings.FIRST * (settings.WARM if warm else 1.0) / _range(start)
     at = _Step(centre, sigma, start, best.psi.clone() if warm else _first_price(problem, centre, sigma, start))
@@ -51,7 +36,9 @@ def proximal_newton(
         here = problem.take(active)
         end, taken, solved = _solve_step(here, at, max_iter - n_iter[active])
         n_iter[active] += taken
-        rest = end.dual - end.pull - _bound(here, box, end, active, best)  # the gap of the plan as it is
+        bounds = here.lower_bounds(end.u, end.psi)
+        best.keep_duals(active, end.u, end.psi, bounds)
+        rest = end.dual - end.pull - bounds[0]  # the gap of the plan as it is
         idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
         narrow[active] = torch.minimum(rest, narrow[active])
         grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
@@ -61,26 +48,12 @@ def proximal_newton(
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
         done = (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
-        allowed = tolerance.tol * best.primal[active] + tolerance.floor[active]
-        shown = (done | (rest <= settings.PROMISING * allowed)).nonzero().squeeze(1)
-        _repair(here.take(shown), box, end.share[shown], active[shown], best)
-        gap = best.primal[active] - best.dual[active]
-        done |= gap <= tolerance.tol * best.primal[active] + tolerance.floor[active]
+        shown = (done | (rest <= settings.PROMISING * here.allowed(best, active))).nonzero().squeeze(1)
+        _repair(here.take(shown), end.share[shown], active[shown], best)
+        done |= here.done(best, active)
         if bool(done.any()):
             at, active = at.take(~done), active[~done]
-    best.hard.copy_(best.dual)
     return n_iter
-
-
-@dataclass(frozen=True)
-class _Problem:
-    x: Tensor
-    budget: Tensor
-    moves: Moves
-    columns: Quadratic
-
-    def take(self, index: Tensor) -> _Problem:
-        return _Problem(self.x[index], self.budget[index], self.moves, self.columns.take(index))
 
 
 @dataclass(frozen=True)
@@ -134,7 +107,7 @@ def _project_rows(score: Tensor) -> Tensor:
     return (score - level).clamp(min=0)
 
 
-def _evaluate(problem: _Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
+def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
     x, moves, sigma = problem.x, problem.moves, per_image(step.sigma, step.centre)
     gain = moves.gather(u) - per_image(psi, step.centre) * moves.cost
     share = _project_rows(torch.where(moves.allowed, step.centre + sigma * gain, -math.inf))
@@ -154,7 +127,7 @@ def _evaluate(problem: _Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
     )
 
 
-def _first_price(problem: _Problem, centre: Tensor, sigma: Tensor, u: Tensor) -> Tensor:
+def _first_price(problem: Problem, centre: Tensor, sigma: Tensor, u: Tensor) -> Tensor:
     """About the price at which the first step's plan costs the budget, from above."""
     step = _Step(centre, sigma, u, torch.zeros_like(sigma))
     low = torch.zeros_like(sigma)
@@ -173,7 +146,7 @@ def _first_price(problem: _Problem, centre: Tensor, sigma: Tensor, u: Tensor) ->
     return high
 
 
-def _solve_step(problem: _Problem, step: _Step, left: Tensor) -> tuple[_Point, Tensor, Tensor]:
+def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Tensor, Tensor]:
     """Newton's method for one proximal step, ``left`` iterations at most; where it ends, who took how many, solved."""
     at = _evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
@@ -189,7 +162,7 @@ def _solve_step(problem: _Problem, step: _Step, left: Tensor) -> tuple[_Point, T
         ascends |= ~going
 
 
-def _direction(problem: _Problem, step: _Step, at: _Point) -> tuple[Tensor, Tensor]:
+def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tensor]:
     """Newton's step by conjugate gradients with a diagonal preconditioner."""
     x, moves, cost = problem.x, problem.moves, problem.moves.cost
     used = (at.share > 0).to(x.dtype)
@@ -233,7 +206,7 @@ def _direction(problem: _Problem, step: _Step, at: _Point) -> tuple[Tensor, Tens
     return d, d_psi
 
 
-def _ascend(problem: _Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor) -> tuple[_Point, Tensor]:
+def _ascend(problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor) -> tuple[_Point, Tensor]:
     """A backtracking step; also returns which images moved at all."""
     # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
     stops = (d_psi < 0) & (at.psi > 0)
@@ -252,34 +225,10 @@ def _ascend(problem: _Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
     return new, ascends
 
 
-def _bound(problem: _Problem, box: tuple[float, float], end: _Point, index: Tensor, best: Best) -> Tensor:
-    """The bound of the duals, kept where it is better."""
-    bound = lower_bound(problem.moves, problem.x, problem.columns.w, problem.budget, box, end.u, end.psi)
-    better = bound > best.dual[index]
-    best.dual[index] = torch.where(better, bound, best.dual[index])
-    best.u[index[better]] = end.u[better]
-    best.psi[index] = torch.where(better, end.psi, best.psi[index])
-    return bound
-
-
-def _repair(problem: _Problem, box: tuple[float, float], share: Tensor, index: Tensor, best: Best) -> None:
+def _repair(problem: Problem, share: Tensor, index: Tensor, best: Best) -> None:
     """Repair plans and keep those that are better."""
     x, moves = problem.x, problem.moves
-    limits = None if box == (-math.inf, math.inf) else box
     total = share.sum(2, keepdim=True)
     share = torch.where((total > 0.5) & (total < 2), share / total, moves.stay().to(x.dtype))
-    plan = Plan(moves, x.unsqueeze(2) * share).cancelled().repair(problem.budget, limits)
-    primal = 0.5 * (problem.columns.w - plan.columns()).square().flatten(1).sum(1)
-    better = primal < best.primal[index]
-    best.flow[index[better]] = plan.flow[better]
-    best.primal[index] = torch.where(better, primal, best.primal[index])
-
-
-def lower_bound(
-    moves: Moves, x: Tensor, w: Tensor, budget: Tensor, box: tuple[float, float], u: Tensor, psi: Tensor
-) -> Tensor:
-    """The dual value without any proximal term, sound for any ``u`` and ``psi >= 0``; -inf where it is not finite."""
-    score = moves.gather(u) - per_image(psi, u.unsqueeze(2)) * moves.cost
-    rows = torch.where(moves.allowed, score, -math.inf).amax(2)
-    value = Quadratic(w, *box).value(u) - psi * budget - dot(x, rows)
-    return torch.where(value.isfinite(), value, -math.inf)
+    plan = problem.repaired(Plan(moves, x.unsqueeze(2) * share))
+    best.keep_plan(index, plan, problem.objective(plan))

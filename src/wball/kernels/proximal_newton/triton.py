@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.books import Best, Tolerance
+from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
 from wball.kernels.triton_stencil import INTERPRETED, is_halo, kernel, staged_position, stencil, too_large, warps
 from wball.kernels.triton_stencil import why_not as _why_not
@@ -55,20 +55,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return reason
 
 
-def proximal_newton(
-    x: Tensor,
-    moves: StencilMoves,
-    budget: Tensor,
-    target: Tensor,
-    box: tuple[float, float],
-    start: Tensor,
-    max_iter: int,
-    tolerance: Tolerance,
-    best: Best,
-    *,
-    warm: bool = False,
-) -> Tensor:
+def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
+    x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
     n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
     if batch == 0:
@@ -80,17 +69,17 @@ def proximal_newton(
     lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int32, device=device)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
-    lo, hi = (torch.full_like(budget, bound) for bound in box)
-    tol = torch.full_like(budget, tolerance.tol)
-    terms = torch.stack([budget, lo, hi, tol, tolerance.floor]).to(torch.float64)
+    lo, hi = (torch.full_like(budget, bound) for bound in (columns.lo, columns.hi))
+    tol = torch.full_like(budget, problem.tolerance.tol)
+    terms = torch.stack([budget, lo, hi, tol, problem.tolerance.floor]).to(torch.float64)
     channels, height, width = table.shape
     block = table.block
     _solve_kernel[(batch,)](
-        x.contiguous(), target.contiguous(), start.contiguous(), terms,
+        x.contiguous(), columns.target.contiguous(), start.contiguous(), terms,
         best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
         scratch, marks, lists, centre, flow, table.offset, *_tables(moves, device), 1, batch, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
-        LOWER=box[0] > 0, BLOCK=block,
+        LOWER=columns.lo > 0, BLOCK=block,
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)

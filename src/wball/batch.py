@@ -1,0 +1,15 @@
+"""Numbers per image beside batches of images."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def per_image(values: Tensor, like: Tensor) -> Tensor:
+    """``(B,)`` reshaped to broadcast against a tensor with a leading batch dimension."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product per image."""
+    return (a * b).flatten(1).sum(1)

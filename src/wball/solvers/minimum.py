@@ -1,0 +1,82 @@
+"""One solver for both problems: each image's best plan and best bound, and whether they are near enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wball.kernels import dispatch
+from wball.kernels.books import Best, Problem
+from wball.kernels.entropic_path import entropic_path, without_box
+from wball.kernels.proximal_newton import proximal_newton
+from wball.plan import Plan
+from wball.solvers.problem import held_back
+
+
+class Minimum:
+    """The minimum over a chunk of images, approached by kernels wherever they work.
+
+    Attributes:
+        problem: what is minimised.
+        best: what is known about each image; at first, its centre.
+        single: images without mass or budget: the centre is the answer, and the only point unless there are free moves.
+        n_iter: steps used, per image.
+        served: the kernels that did anything at all.
+    """
+
+    def __init__(self, problem: Problem, bound: Tensor) -> None:
+        """``bound``: a lower bound of each image's optimum, or ``-inf``."""
+        x = problem.x
+        self.problem = problem
+        self.single = (problem.budget <= 0) | (x.flatten(1).sum(1) <= 0)
+        still = Plan.identity(problem.moves, x).flow
+        primal, nothing = problem.columns.objective(x), torch.zeros_like(bound)  # what stays has no entropy
+        self.best = Best(still, primal, bound.clone(), bound.clone(), torch.zeros_like(x), nothing)
+        self.n_iter = torch.zeros_like(bound, dtype=torch.long)
+        self.served = set[str]()
+
+    @property
+    def todo(self) -> Tensor:
+        """Positions of the images that are not solved."""
+        return (~self.single & ~self.problem.done(self.best)).nonzero().squeeze(1)
+
+    def without_box(self, max_iter: int) -> None:
+        """Linear columns without their box, where the images are."""
+        self._improve("torch", without_box, (), max_iter)
+
+    def follow_path(self, start: Tensor, tau_start: Tensor, max_iter: int) -> None:
+        """The exact support function, and entropic problems."""
+        kernel = dispatch.choose("entropic_path", self.problem.x, self.problem.moves)
+        self._improve(kernel, partial(entropic_path, kernel=kernel), (start, tau_start), max_iter)
+
+    def newton(self, start: Tensor, max_iter: int, *, warm: bool) -> None:
+        """The exact projection. What a kernel leaves undone goes to the next one, from where it stopped."""
+        x, moves = self.problem.x, self.problem.moves
+        kernel = dispatch.choose("proximal_newton", x, moves)
+        self._improve(kernel, partial(proximal_newton, kernel=kernel, warm=warm), (start,), max_iter)
+        other = dispatch.successor("proximal_newton", kernel, x, moves)
+        if other is not None:
+            self._improve(other, partial(proximal_newton, kernel=other, warm=True), (self.best.u.clone(),), max_iter)
+
+    def _improve(self, kernel: str, solve: Callable[..., Tensor], start: tuple[Tensor, ...], max_iter: int) -> None:
+        """Improve what is not solved by ``solve(problem, *start, max_iter, best)``, where the kernel works."""
+        todo, home = self.todo, dispatch.home(kernel, self.problem.x)
+        if not todo.numel():
+            return
+        part = self.best.take(todo, home)
+        first = (values[todo].to(home) for values in start)
+        steps = solve(self.problem.take(todo).to(home), *first, max_iter, part)
+        self.n_iter[todo] += steps.to(self.n_iter.device)
+        self.best.put(todo, part)
+        self.served.add(kernel)
+
+    def hold_back(self, spend: Tensor) -> Plan:
+        """The best plans, shrunk to what may be spent on points that will be rounded."""
+        plan = Plan(self.problem.moves, self.best.flow)
+        plan, primal = held_back(plan, self.problem.budget, spend, self.best.primal, self.problem.objective)
+        self.best.flow.copy_(plan.flow)
+        self.best.primal.copy_(primal)
+        return plan
