@@ -2,10 +2,11 @@
 
 ``calls`` times the public calls, ``launches`` counts what they launch on a GPU. ``validity`` audits test sets,
 ``soundness`` attacks certificates, ``deciding`` runs complete verification, ``agreeing`` compares it with mixed-integer
-programs, ``masks`` asks whether models that hide their gradients fool the standard attack. ``proving`` and ``auditing``
-measure what proofs and checks cost, ``exact`` what compiled exact solvers are worth, ``separation`` how far apart
-digits are, ``strength`` what an adversary of a few steps misses, ``epochs`` how long training takes, ``streaming`` the
-peak memory of a large data set, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
+programs, ``masks`` asks whether models that hide their gradients fool the standard attack, ``public`` compares its
+versions on public networks. ``proving`` and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled
+exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what an adversary of a few steps misses,
+``epochs`` how long training takes, ``streaming`` the peak memory of a large data set, ``resnet50`` the share of the
+network at 224 x 224. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks import (
     oracle,
     projection,
     proving,
+    public,
     report,
     resnet50,
     separation,
@@ -57,6 +59,7 @@ OTHERS = {
     "launches": launches.main,
     "strength": strength.main,
     "masks": masks.main,
+    "public": public.main,
     "streaming": streaming.main,
     "resnet50": resnet50.main,
     "epochs": epochs.main,

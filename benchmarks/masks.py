@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import math
+import multiprocessing
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ import wball
 from benchmarks.origin import environment, keep
 from wball.model import Model
 
+NONE = "none"
 POINTS = 5.0
 """So many more images may survive behind a mask, in percent."""
 
@@ -45,7 +50,31 @@ class _Custom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (-gradient if ctx.kind == "reversed" else torch.randn_like(gradient)), None
+        wrong = {"reversed": torch.neg, "random": torch.randn_like, "zero": torch.zeros_like}
+        return wrong[ctx.kind](gradient), None
+
+
+class _Wrong(nn.Module):
+    """The same inside a network."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, z: Tensor) -> Tensor:
+        changed: Tensor = _Custom.apply(z, self.kind)
+        return changed
+
+
+class _Applied(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.function(z)
 
 
 def _cosines(like: Tensor) -> Tensor:
@@ -111,6 +140,74 @@ class _Scripted(nn.Module):
         return torch.round(z * 16) / 16
 
 
+def _median(z: Tensor) -> Tensor:
+    parts = F.pad(z, (1, 1, 1, 1), mode="reflect").unfold(2, 3, 1).unfold(3, 3, 1)
+    return parts.flatten(-2).median(-1).values
+
+
+def _dithered(z: Tensor) -> Tensor:
+    """Two bits a pixel, with the thresholds of an ordered dither."""
+    order = torch.tensor([[0.0, 8, 2, 10], [12, 4, 14, 6], [3, 11, 1, 9], [15, 7, 13, 5]], device=z.device) / 16
+    return torch.floor(z * 3 + order.repeat(7, 7).to(z) * 0.999) / 3
+
+
+def _tabled(z: Tensor) -> Tensor:
+    """32 levels, looked up in a table."""
+    return torch.linspace(0, 1, 32, device=z.device, dtype=z.dtype)[(z * 31).round().long()]
+
+
+def _in_buckets(z: Tensor) -> Tensor:
+    edges = torch.linspace(0, 1, 17, device=z.device, dtype=z.dtype)[1:-1]
+    return torch.bucketize(z.contiguous(), edges).to(z) / 15
+
+
+def _hooked(net: nn.Module) -> Model:
+    def model(z: Tensor) -> Tensor:
+        h = z * 1.0
+        if h.requires_grad:
+            h.register_hook(torch.neg)
+        return net(h)
+
+    return model
+
+
+def _resized(net: nn.Module) -> Model:
+    """Smaller by up to four pixels, at a random place."""
+
+    def model(z: Tensor) -> Tensor:
+        side = int(torch.randint(24, 29, ()))
+        left, top = (int(v) for v in torch.randint(0, 29 - side, (2,)))
+        small = F.interpolate(z, size=(side, side), mode="bilinear")
+        return net(F.pad(small, (left, 28 - side - left, top, 28 - side - top)))
+
+    return model
+
+
+def _noise_by_content(net: nn.Module) -> Model:
+    """Noise that an image's own pixels seed: the same question has the same answer."""
+
+    def model(z: Tensor) -> Tensor:
+        seed = (z.detach().double().flatten(1) * torch.arange(1, 785, device=z.device)).sum(1, keepdim=True)
+        noise = torch.sin(1e5 * seed + torch.arange(784, device=z.device).double() ** 2)
+        return net(z + 0.1 * noise.view_as(z).to(z))
+
+    return model
+
+
+def _of_three(net: nn.Module) -> Model:
+    """One of three networks at random."""
+    nets = [copy.deepcopy(net) for _ in range(3)]
+    for k, one in enumerate(nets):
+        for p in one.parameters():
+            p.data *= 1 + 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(p)
+    return lambda z: nets[int(torch.randint(0, 3, ()))](z)
+
+
+def _with_precision(net: nn.Module, dtype: torch.dtype) -> Model:
+    low = copy.deepcopy(net).to(dtype)
+    return lambda z: low(z.to(dtype)).to(z)
+
+
 def _shifted(net: nn.Module) -> Model:
     def model(z: Tensor) -> Tensor:
         across, down = (int(v) for v in torch.randint(-1, 2, (2,)))
@@ -170,7 +267,60 @@ MASKS: dict[str, Mask] = {
     "random switch of two nets": Mask(
         lambda net: lambda z: net(z if torch.rand(()) < 0.5 else F.avg_pool2d(z, 3, 1, 1) * 1.5)
     ),
+    "rounding up to 1/16": Mask(lambda net: lambda z: net((z * 16).ceil() / 16), opened=True),
+    "rounding of roots": Mask(lambda net: lambda z: net(((z + 1e-6).sqrt() * 5).round().div(5).square()), opened=True),
+    "rounding by a table": Mask(lambda net: lambda z: net(_tabled(z)), opened=True),
+    "rounding by buckets": Mask(lambda net: lambda z: net(_in_buckets(z)), opened=True),
+    "rounding by quantised tensors": Mask(
+        lambda net: lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize()), opened=True
+    ),
+    "thermometer code": Mask(
+        lambda net: lambda z: net((z[..., None] > (torch.arange(8, device=z.device) + 0.5) / 8).to(z).mean(-1)),
+        opened=True,
+    ),
+    "ordered dither": Mask(lambda net: lambda z: net(_dithered(z)), opened=True),
+    "random dither": Mask(lambda net: lambda z: net(torch.floor(z * 7 + torch.rand_like(z)) / 7)),
+    "median filter": Mask(lambda net: lambda z: net(_median(z))),
+    "rounded activations": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: (h * 4).round() / 4))),
+    "saturated tanh": Mask(lambda net: lambda z: torch.tanh(net(z)), opened=True),
+    "hard sigmoid": Mask(lambda net: lambda z: F.hardsigmoid(net(z) / 4), opened=True),
+    "logarithms of probabilities": Mask(lambda net: lambda z: (1000 * net(z)).log_softmax(1), opened=True),
+    "temperature 1000": Mask(lambda net: lambda z: (net(z) / 1000).softmax(1), opened=True),
+    "logits / 1e30": Mask(lambda net: lambda z: net(z) * 1e-30),
+    "logits * 1e30": Mask(lambda net: lambda z: net(z) * 1e30),
+    "logits + 1e5": Mask(lambda net: lambda z: net(z) + 1e5),
+    "rounded logits": Mask(lambda net: lambda z: net(z).round()),
+    "ranks of classes": Mask(lambda net: lambda z: net(z).argsort(1).argsort(1).to(z)),
+    "probabilities of 2 decimals": Mask(lambda net: lambda z: net(z).softmax(1).round(decimals=2)),
+    "float16": Mask(lambda net: _with_precision(net, torch.float16)),
+    "bfloat16": Mask(lambda net: _with_precision(net, torch.bfloat16)),
+    "detached": Mask(lambda net: lambda z: net(z.detach())),
+    "detached inside": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(torch.detach))),
+    "zero gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "zero"))),
+    "reversed gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("reversed"))),
+    "random gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("random"))),
+    "zero gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("zero"))),
+    "reversed by a hook": Mask(_hooked),
+    "random size and place": Mask(_resized),
+    "one of three nets": Mask(_of_three),
+    "noise by content": Mask(_noise_by_content),
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is attacked: a network, digits and a device."""
+
+    model: str
+    models: Path | None
+    data: Path | None
+    images: int
+    device: str
+
+    def load(self) -> tuple[nn.Module, Tensor, Tensor]:
+        net = wball.load_model(self.model, root=self.models).to(self.device).eval()
+        x, y = wball.load_dataset("mnist", self.data) if self.data else wball.load_sample("mnist")
+        return net, x[: self.images].to(self.device), y[: self.images].to(self.device)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -182,42 +332,55 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--eps", type=float, nargs="+", default=[0.1, 0.15, 0.3], help="mass fraction x px")
     parser.add_argument("--only", nargs="+", choices=MASKS, default=list(MASKS), metavar="MASK")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=1, help="masks at a time; they share the device")
     parser.add_argument("--out", type=Path, default=Path("results") / "masks.json")
     given = parser.parse_args(arguments)
-    net = wball.load_model(given.model, root=given.models).to(given.device).eval()
-    x, y = wball.load_dataset("mnist", given.data) if given.data else wball.load_sample("mnist")
-    x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
+    setting = Setting(given.model, given.models, given.data, given.images, given.device)
     rows: list[dict[str, Any]] = []
+    about = environment(given.device, given.data, given.out) | {"seed": 0}
+    if given.models is not None:
+        about["command"] = about["command"].replace(str(given.models), "MODELS")
     result = {
-        "environment": environment(given.device, given.data, given.out) | {"seed": 0},
+        "environment": about,
         "model": given.model,
-        "images": len(x),
+        "images": given.images,
         "unit": wball.WassersteinBall(1.0).unit,
+        "processes": given.processes,
         "rows": rows,
     }
-    if given.models is not None:
-        about = result["environment"]
-        about["command"] = about["command"].replace(str(given.models), "MODELS")
-    masks = {"none": Mask(lambda net: net, opened=True)} | {name: MASKS[name] for name in given.only}
-    for eps in given.eps:
-        plain = math.inf
-        for name, mask in masks.items():
-            row = _row(mask.wrap(net), x, y, eps)
-            plain = row["robust"] if name == "none" else plain
-            opened = row["robust"] <= plain + POINTS + 1e-9
-            row = {"mask": name, "eps": eps} | row | {"opened": opened, "must_open": mask.opened}
-            row["fooled"] = not opened and (mask.opened or row["reliable"])
-            rows.append(row)
-            keep(given.out, result)
-            print(
-                f"{eps:<5g} {name:36} clean {row['clean']:5.1f}  robust {row['robust']:5.1f}  {row['seconds']:6.1f} s  "
-                f"{'reliable' if row['reliable'] else '-':8} {'FOOLED' if row['fooled'] else ''} {row['findings']}",
-                flush=True,
-            )
+    tasks = [(name, eps) for eps in given.eps for name in (NONE, *given.only)]
+    plain = math.inf
+    for (name, eps), row in zip(tasks, _measured(setting, tasks, given.processes), strict=True):
+        must_open = name == NONE or MASKS[name].opened
+        plain = row["robust"] if name == NONE else plain
+        opened = row["robust"] <= plain + POINTS + 1e-9
+        row = {"mask": name, "eps": eps} | row | {"opened": opened, "must_open": must_open}
+        row["fooled"] = not opened and (must_open or row["reliable"])
+        rows.append(row)
+        keep(given.out, result)
+        print(
+            f"{eps:<5g} {name:36} clean {row['clean']:5.1f}  robust {row['robust']:5.1f}  {row['seconds']:6.1f} s  "
+            f"{'reliable' if row['reliable'] else '-':8} {'FOOLED' if row['fooled'] else ''} {row['findings']}",
+            flush=True,
+        )
     print(f"{sum(row['fooled'] for row in rows)} of {len(rows)} fooled")
 
 
-def _row(model: Model, x: Tensor, y: Tensor, eps: float) -> dict[str, Any]:
+def _measured(setting: Setting, tasks: list[tuple[str, float]], processes: int) -> Iterator[dict[str, Any]]:
+    """A row for each mask and radius, in their order."""
+    if processes == 1:
+        yield from (_row(setting, *task) for task in tasks)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_row, repeat(setting), *zip(*tasks, strict=True))
+
+
+_load = functools.cache(Setting.load)
+
+
+def _row(setting: Setting, name: str, eps: float) -> dict[str, Any]:
+    net, x, y = _load(setting)
+    model = net if name == NONE else MASKS[name].wrap(net)
     torch.manual_seed(0)
     with torch.no_grad():
         clean = float((model(x).argmax(1) == y).double().mean())

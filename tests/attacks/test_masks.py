@@ -12,10 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball import DecisionSearch, DualAveraging, ScoreSearch, StandardAttack, WassersteinBall, audit
+from wball import (
+    DecisionSearch,
+    DualAveraging,
+    ScoreSearch,
+    StandardAttack,
+    WassersteinBall,
+    audit,
+    evaluate,
+    minimal_radius,
+)
 from wball.attacks.detours import Smoothed, Tapped
 from wball.attacks.stand_ins import StandIns
-from wball.attacks.views import ANSWERS, best_view
+from wball.attacks.views import ANSWERS, Scaled, View, best_view
 
 Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 
@@ -62,8 +71,13 @@ MASKS: dict[str, Wrap] = {
     "labels from NumPy": lambda net: lambda z: torch.from_numpy(np.eye(5)[net(z).detach().numpy().argmax(1)]).float(),
     "NumPy": lambda net: lambda z: net(torch.from_numpy(np.round(z.detach().numpy() * 16) / 16)),
     "NumPy, image by image": _one_by_one,
+    "table": lambda net: lambda z: net(torch.linspace(0, 1, 32)[(z * 31).round().long()]),
+    "falling table": lambda net: lambda z: net(torch.linspace(1, 0, 32)[((1 - z) * 31).round().long()]),
+    "buckets": lambda net: lambda z: net(torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15),
+    "quantised tensors": lambda net: lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize()),
+    "ranks": lambda net: lambda z: net(z).argsort(1).argsort(1).float(),
 }
-OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy")
+OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy", "ranks")
 """Masks whose outputs are replaced by the scores behind them."""
 
 
@@ -118,6 +132,57 @@ def test_sigmoids_at_the_end_are_climbed_by_their_arguments(net: nn.Module, imag
     assert isinstance(view.model, StandIns) and view.is_useful
     with torch.no_grad():
         torch.testing.assert_close(view.model(images).float(), net(images))
+
+
+@pytest.mark.parametrize("bound", [torch.tanh, lambda s: F.hardsigmoid(s / 4), lambda s: (5 * s).clamp(-4, 4)])
+def test_other_bounded_outputs_are_climbed_by_what_is_behind_them(
+    bound: Callable[[Tensor], Tensor], net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    view = best_view(lambda z: bound(net(z)), images, labels, WassersteinBall(0.1))
+    assert isinstance(view.model, StandIns) and view.is_useful and view.clear
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e30])
+def test_logits_of_any_scale_are_climbed(factor: float, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """The cross-entropy of logits that hardly differ rounds to a constant."""
+    ball, model = WassersteinBall(0.3), lambda z: factor * net(z)
+    view = best_view(model, images, labels, ball)
+    assert isinstance(view.model, Scaled) and view.own and view.is_useful
+    found = StandardAttack(ball, version="fast", check=False)(model, images, labels)
+    plain = StandardAttack(ball, version="fast", check=False)(net, images, labels)
+    assert found.reliable and int(found.success.sum()) >= int(plain.success.sum()) - 1
+
+
+def test_no_view_asks_about_images_outside_of_the_box(images: Tensor, labels: Tensor) -> None:
+    """A table has no entry for them; on a GPU that ends the process."""
+    table, weight = torch.rand(256), torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+
+    def model(z: Tensor) -> Tensor:
+        assert bool(((z >= 0) & (z <= 1)).all())
+        return table[(z * 255).round().long()].flatten(1) @ weight
+
+    assert not best_view(model, images, labels, WassersteinBall(0.3)).clear
+
+
+def test_a_view_is_chosen_once_for_all_radii(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+
+    def counted(*args: Any) -> View:
+        chosen.append(args)
+        return best_view(*args)
+
+    monkeypatch.setattr("wball.attacks.standard.best_view", counted)
+    attack = StandardAttack(WassersteinBall(0.1), version="fast", check=False)
+    model = MASKS["8 bits"](net)
+    minimal_radius(model, images, labels, attack, hi=0.3, rounds=1)
+    assert len(chosen) == 1
+    evaluate(model, images, labels, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=6, progress=False)
+    assert len(chosen) == 1 + 2, "one for each of two batches"
+    prepared = attack.prepared(model, images, labels)
+    assert len(chosen) == 4 and prepared.prepared(model, images, labels) is prepared and prepared == attack
+    assert torch.equal(prepared(model, images, labels).images, attack(model, images, labels).images)
 
 
 def test_shattered_gradients_are_averaged(images: Tensor) -> None:

@@ -63,6 +63,31 @@ def test_a_recorded_attack_returns_what_the_attack_returns(
     assert replays == [made, used]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_failed_recording_gives_memory_and_randomness_back() -> None:
+    """The allocator took it for one under way, and kept what every later recording had used."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    draws = torch.Generator(device).manual_seed(0)
+
+    def reads() -> None:
+        torch.randn(4, 2**20, device=device).cpu()
+
+    def stays() -> None:
+        torch.randn(64, 2**20, device=device, generator=draws)
+
+    with pytest.raises(RuntimeError):
+        recording.cuda_graph(reads, device, draws)
+    torch.randn(3, device=device)
+    torch.randn(3, device=device, generator=draws)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    for _ in range(3):
+        recording.cuda_graph(stays, device, draws)()
+        torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(device) <= before + 2**25
+
+
 def test_images_that_are_done_leave_a_recorded_batch(
     net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from wball.attacks.base import into_box
 from wball.model import Model, ask
 
 TAPS = 4
@@ -75,10 +76,10 @@ class Tapped:
 
 
 class Smoothed:
-    """``model`` with gradients averaged over noise of the given size, in pixel values."""
+    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box."""
 
-    def __init__(self, model: Model, noise: float) -> None:
-        self.model, self.noise = model, noise
+    def __init__(self, model: Model, noise: float, box: tuple[float, float] | None = None) -> None:
+        self.model, self.noise, self.box = model, noise, box
         self._draws: torch.Generator | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class Smoothed:
         total = torch.zeros_like(values)
         for _ in range(DRAWS):
             noise = torch.randn(x.shape, generator=self._draws, device=x.device).to(x)
-            total = total + ask(self.model, x + self.noise * noise)
+            total = total + ask(self.model, into_box(x + self.noise * noise, self.box))
         return _Detour(values, total / DRAWS, x)
 
 

@@ -33,19 +33,40 @@ any order on a GPU, and a step along signs magnifies that)."""
 
 
 def cuda_graph(function: Callable[[], None], device: torch.device, generator: torch.Generator) -> Callable[[], None]:
-    """What ``function`` launches, as one launch. Calls made by other threads meanwhile are not recorded."""
+    """What ``function`` launches, as one launch. Calls made by other threads meanwhile are not recorded.
+
+    A recording's memory is its own and goes back with it.
+    """
     graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    pool = torch.cuda.graph_pool_handle()
     if generator.device.type == "cuda":
         graph.register_generator_state(generator)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             function()
         finally:
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                _end_without_graph(here.device, pool, generator)
+                raise
     here.wait_stream(aside)
     return graph.replay
+
+
+def _end_without_graph(device: torch.device, pool: Any, generator: torch.Generator) -> None:
+    """Undo what a recording begins, where the function has spoilt it and it cannot end by itself.
+
+    Otherwise the allocator believes that one is under way for ever, and never again gives memory back; and the random
+    generators refuse to be used outside of it.
+    """
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
+    for one in (torch.cuda.default_generators[device.index], generator):
+        if one.device.type == "cuda":
+            one.graphsafe_set_state(one.clone_state())
 
 
 RECORDERS: dict[str, Callable[[Callable[[], None], torch.device, torch.Generator], Callable[[], None]]] = {

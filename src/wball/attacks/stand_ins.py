@@ -10,7 +10,8 @@ BPDA; Athalye, Carlini, Wagner 2018). Rounding and ``detach`` stand for the iden
 sigmoid of ``a - b``, saturating functions for ones whose slope does not vanish. Results that cannot carry a gradient
 (booleans, integers) carry their stand-in along as a shadow, and whatever is computed from them has one, too, until it
 is a floating-point number again. Images that leave torch and come back changed (through NumPy or PIL) are treated as
-if they had not changed.
+if they had not changed, and so are results inside torch that rise with their argument and have lost its gradient (an
+entry of a table, the number of a bucket).
 
 Outputs that saturate (a softmax, a sigmoid), or that only name the class with the largest score, are replaced by what
 the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. The class stays
@@ -23,6 +24,7 @@ compiled modules, an ``autograd.Function`` of its own) stays as it is; :mod:`wba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ def _named(*names: str) -> frozenset[Function]:
 ROUNDINGS = ("round", "floor", "ceil", "trunc", "fix")
 SATURATIONS = ("sigmoid", "tanh", "clamp", "clip", "clamp_min", "clamp_max")
 SIGNS = ("sign", "sgn")
-IDENTITY = _named(*ROUNDINGS, "detach", "fake_quantize_per_tensor_affine") | {Tensor.data.__get__}  # type: ignore[attr-defined]
+QUANTISED = ("quantize_per_tensor", "dequantize", "fake_quantize_per_tensor_affine")
+IDENTITY = _named(*ROUNDINGS, *QUANTISED, "detach") | {Tensor.data.__get__}  # type: ignore[attr-defined]
 CASTS = _named("float", "double", "half", "bfloat16", "to", "type", "type_as", "int", "long", "short", "byte", "char")
 GREATER = _named("gt", "ge", "greater", "greater_equal", "__gt__", "__ge__")
 LESS = _named("lt", "le", "less", "less_equal", "__lt__", "__le__")
@@ -58,7 +61,10 @@ SATURATING = _named(*SATURATIONS, "hardtanh", "relu6", "hardsigmoid")
 HEAVISIDE = _named("heaviside")
 SIGN = _named(*SIGNS)
 FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
-CHOOSE_CLASS = _named("softmax", "log_softmax", "argmax", "exp", "sigmoid", "logsigmoid", "tanh", "clamp", "hardtanh")
+CHOOSE_CLASS = _named(
+    *("softmax", "log_softmax", "argmax", "argsort", "sort", "topk", "exp"),
+    *("sigmoid", "logsigmoid", "hardsigmoid", "tanh", "hardtanh", "clamp", "clip", "softsign", "erf", "atan", "round"),
+)
 WHERE = _named("where")
 NOT, AND, OR = (_named(*names) for names in (
     ("logical_not", "bitwise_not", "__invert__"),
@@ -67,7 +73,7 @@ NOT, AND, OR = (_named(*names) for names in (
 ))  # fmt: skip
 OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")  # nothing follows a gradient there
 ALIKE = 0.5
-"""Correlation with an image that left torch, above which a tensor of its shape is that image, come back."""
+"""Correlation with an image that has lost its gradient, above which a tensor of its shape is that image, changed."""
 IN_PLACE: dict[Function, Function] = {
     getattr(Tensor, name + "_"): getattr(Tensor, name)
     for name in (*ROUNDINGS, *SATURATIONS, *SIGNS, "floor_divide")
@@ -107,10 +113,12 @@ def _layouts(left: Tensor, value: Tensor) -> Iterator[Tensor]:
             yield layout.reshape(value.shape).to(value.device)
 
 
-def _correlation(a: Tensor, b: Tensor) -> float:
+def _correlation(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """Of two tensors, and the slope of the line that predicts the first from the second."""
     pair = torch.stack([part.detach().flatten().double() for part in (a, b)])
     pair = pair - pair.mean(1, keepdim=True)
-    return float((pair[0] * pair[1]).sum() / (pair[0].norm() * pair[1].norm()).clamp(min=1e-300))
+    product, one, two = (float((p * q).sum()) for p, q in ((pair[0], pair[1]), (pair[0], pair[0]), (pair[1], pair[1])))
+    return product / max((one * two) ** 0.5, 1e-300), product / max(two, 1e-300)
 
 
 class _Mode(TorchFunctionMode):
@@ -149,17 +157,27 @@ class _Mode(TorchFunctionMode):
         if type(value) is not Tensor or value.requires_grad or hasattr(value, SHADOW) or value.numel() < 2:
             return value
         same = (layout for left in self._left for layout in _layouts(left, value))
-        best = max(((_correlation(value, layout), k, layout) for k, layout in enumerate(same)), default=None)
+        best = max(((_correlation(value, layout)[0], k, layout) for k, layout in enumerate(same)), default=None)
         return _carry(value, best[2]) if best is not None and best[0] > ALIKE else value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = func(*args, **kwargs)
         if not isinstance(value, Tensor) or not args:
             return value
-        try:
-            return _stand_in(func, args, kwargs, value)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # where a shadow does not fit, there is none
-            return value
+        with suppress(RuntimeError, TypeError, ValueError, IndexError):  # where a shadow does not fit, there is none
+            value = _stand_in(func, args, kwargs, value)
+        return value if value.requires_grad or hasattr(value, SHADOW) else _alike(value, args)
+
+
+def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """A result that has lost its gradient, with that of the argument of its shape that it rises or falls with."""
+    for source in args if len(args) < 2 or not isinstance(args[1], tuple) else (args[0], *args[1]):
+        shadow = _shadow(source)
+        if isinstance(shadow, Tensor) and shadow.requires_grad and shadow.shape == value.shape and value.numel() > 1:
+            correlation, slope = _correlation(value, shadow)
+            if abs(correlation) > ALIKE:
+                return _carry(value, slope * shadow)
+    return value
 
 
 def _stand_in(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class StandardAttack(Attack):
             outputs = ask(model, x[:1])
         check_classes("y", y, outputs)
         view = self.view or self._view(model, x, y)
-        hidden, targeted = not view.own or not view.is_useful, target is not None
+        hidden, targeted = not (view.is_useful and (view.own or view.clear)), target is not None
         members = self.members(targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only)
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)

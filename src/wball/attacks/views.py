@@ -8,6 +8,7 @@ predicts most. Success is always judged on the model itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
 from wball.attacks.detours import Smoothed, Tapped, count_places
+from wball.attacks.dual_averaging import normalised
 from wball.attacks.oracle import oracle_of
 from wball.attacks.stand_ins import StandIns
 from wball.ball import Ball
@@ -35,6 +37,10 @@ which it must be. Gradients of no use pass the test on a third of the images."""
 CLEAR, CLEAR_IF_RANDOM, WORTH = 0.8, 0.5, 0.1
 """Mean cosine above which no other gradients are looked for (networks without a mask reach 0.85 to 0.99, unless their
 answers are random), and by how much others must be better."""
+CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+"""Not every model runs where everything has a gradient."""
+USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
+"""By how much an image's logits differ in networks that hide nothing. Others are multiplied by a power of two."""
 SMOOTHED = (0.02, 0.1)
 """Sizes of the noise, in pixel values, that shattered gradients are averaged over."""
 ASKED_AGAIN, FEW = 7, 4
@@ -54,6 +60,26 @@ class Logarithms:
     def __call__(self, x: Tensor) -> Tensor:
         p = ask(self.model, x)
         return p.clamp(min=torch.finfo(p.dtype).tiny).log()
+
+
+class Scaled:
+    """A model with its logits multiplied by a constant: the cross-entropy is flat where they hardly differ, and a
+    margin where they differ by thousands."""
+
+    def __init__(self, model: Model, factor: float) -> None:
+        self.model, self.factor = model, factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ask(self.model, x) * self.factor
+
+
+def _scaled(model: Model, outputs: Tensor) -> Model:
+    """The model with logits that differ as usual, from its ``outputs``; itself if they do."""
+    wide = outputs.amax(1) - outputs.amin(1)
+    middle = float(wide.double().median()) if len(wide) else math.nan
+    if not 0 < middle < math.inf or USUAL[0] <= middle <= USUAL[1]:
+        return model
+    return Scaled(model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle)))))
 
 
 class Averaged:
@@ -77,6 +103,7 @@ class View:
         random: whether answers differ from question to question.
         probabilities: whether the model's answers are probabilities.
         labels_only: whether they name a class and say nothing else.
+        clear: whether gradients predict what the model does as well as those of networks that hide nothing.
     """
 
     model: Model
@@ -85,6 +112,7 @@ class View:
     random: bool
     probabilities: bool
     labels_only: bool = False
+    clear: bool = True
 
     @property
     def is_useful(self) -> bool:
@@ -134,6 +162,7 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     def seen(view: Model) -> Model:
         with torch.no_grad():
             view = Logarithms(view) if are_probabilities(ask(view, first)) else view
+            view = _scaled(view, ask(view, first))
         return Averaged(view) if random else view
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
@@ -143,25 +172,26 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     best, cosine = own, shaken.foresight(own, model)
     clear = CLEAR_IF_RANDOM if random else CLEAR
     open_model = StandIns(model)
-    if x.shape[0] and not probabilities and bool(((outputs >= 0) & (outputs <= 1)).all()):
-        # A sigmoid of each class flattens what is far from its middle; the scores behind it, if there are any, do not.
-        view = seen(open_model)
-        other = shaken.foresight(view, open_model)
-        if float(other.mean()) > float(cosine.mean()) - WORTH:
-            best, cosine = view, other
-    for candidate, inner in _others(model, open_model, x[:1]) if x.shape[0] and float(cosine.mean()) < clear else ():
+    others = _others(model, open_model, x[:1], ball.box) if x.shape[0] else iter(())
+    for number, (candidate, inner) in enumerate(others):
+        worth = WORTH
         try:
             view = seen(candidate)
+            if number == 0 and open_model.replaces_scores and not (probabilities and bool((outputs > 0).all())):
+                # A sigmoid of each class flattens what is far from its middle, a softmax of large scores rounds to
+                # 0 and 1; the scores behind it do neither.
+                worth = -WORTH
+            elif float(cosine.mean()) >= clear:
+                break
             same = inner is open_model and not open_model.replaces_scores
             other = shaken.foresight(view, model if same else inner)
-        except RuntimeError:  # not every model runs where everything has a gradient
+        except CANNOT:
             continue
-        if float(other.mean()) > float(cosine.mean()) + WORTH:
+        if float(other.mean()) > float(cosine.mean()) + worth:
             best, cosine = view, other
-        if float(cosine.mean()) >= clear:
-            break
     useful = float((cosine > USEFUL).double().mean()) if x.shape[0] else 1.0
-    return View(best, useful, best is own, random, probabilities, useful < MOST and are_labels(outputs))
+    labels_only = useful < MOST and are_labels(outputs)
+    return View(best, useful, best is own, random, probabilities, labels_only, float(cosine.mean()) >= clear)
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
@@ -173,17 +203,19 @@ def _moved(ball: Ball, x: Tensor) -> Tensor:
     return points
 
 
-def _others(model: Model, open_model: StandIns, one: Tensor) -> Iterator[tuple[Model, Model]]:
+def _others(
+    model: Model, open_model: StandIns, one: Tensor, box: tuple[float, float] | None
+) -> Iterator[tuple[Model, Model]]:
     """Other sources of gradients, cheap ones first, and which model's values they have."""
     yield open_model, open_model
     for inner in (open_model, model):
         try:
             places = count_places(inner, one)
-        except RuntimeError:
+        except CANNOT:
             continue
         yield from ((Tapped(inner, number), inner) for number in range(places))
     for noise in SMOOTHED:
-        yield Smoothed(open_model, noise), open_model
+        yield Smoothed(open_model, noise, box), open_model
 
 
 class _Shaken:
@@ -208,15 +240,13 @@ class _Shaken:
                 (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
         if gradient is None:
             return best
-        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
         if id(values) not in self._measured:
             with torch.no_grad():
                 self._measured[id(values)] = values, [self._change(view, asked) for asked in self._changes()]
         for asked, measured in zip(self._changes(), self._measured[id(values)][1], strict=True):
             predicted = ((asked - x) * gradient).flatten(2).sum(2)
-            # What all changes have in common (noise on a black background) says nothing about directions.
-            cosine = F.cosine_similarity(predicted - predicted.mean(0), measured - measured.mean(0), dim=0)
-            best = torch.maximum(best, cosine.to(best))
+            best = torch.maximum(best, _cosine(predicted, measured).to(best))
         return best
 
     def _changes(self) -> Iterator[Tensor]:
@@ -229,3 +259,11 @@ class _Shaken:
         """By how much the objective changes, ``(DIRECTIONS, B)``."""
         values = torch.stack([objectives.cross_entropy(ask(view, one), self._y) for one in (self._x, *asked)])
         return (values[1:] - values[:1]).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Of each image's changes ``(DIRECTIONS, B)``, whatever their scale. What all of them have in common (noise on a
+    black background) says nothing about directions."""
+    centred = [change.double() - change.double().mean(0) for change in (a, b)]
+    scaled = [change / change.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny) for change in centred]
+    return F.cosine_similarity(scaled[0], scaled[1], dim=0)
