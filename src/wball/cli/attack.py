@@ -7,47 +7,33 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli import choices
-from wball.cli.app import OUTPUT, Command, app, open_console, print_json
-from wball.cli.models import Request, load_models
+from wball.cli import choices, options
+from wball.cli.app import command, open_console, print_json
+from wball.cli.models import load_models
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def attack(
-    model: shared.OneModel,
-    weights: shared.Weights = None,
-    architecture: shared.Architecture = None,
-    mean: shared.Mean = None,
-    std: shared.Std = None,
-    data: shared.Data = "sample",
-    data_dir: shared.DataDir = Path("data"),
-    split: shared.Split = "test",
-    limit: shared.Limit = None,
-    first: shared.First = None,
-    size: shared.Size = None,
-    resize: shared.Resize = None,
-    crop: shared.Crop = None,
-    grey: shared.Grey = False,
-    skip_bad: shared.SkipBad = False,
-    eps: shared.OneEps = 0.1,
+    *,
+    model: options.OneModel,
+    files: options.ModelFiles,
+    pictures: options.DataChoice,
+    eps: options.OneEps = 0.1,
     target: Annotated[
-        int | None, typer.Option(min=0, help="class that images should be predicted as", rich_help_panel=shared.ATTACK)
+        int | None, typer.Option(min=0, help="class that images should be predicted as", rich_help_panel=options.ATTACK)
     ] = None,
-    window: shared.Window = 5,
-    p: shared.Power = 1.0,
-    mass: shared.Mass = "relative",
-    attack: shared.AttackName = "dual-averaging",
-    steps: shared.Steps = None,
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
+    cost: options.GroundCost,
+    attack: options.AttackName = "dual-averaging",
+    steps: options.Steps = None,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="file for the images, .safetensors", rich_help_panel=OUTPUT),
+        typer.Option("--out", "-o", help="file for the images, .safetensors", rich_help_panel=options.OUTPUT),
     ] = None,
-    quiet: shared.Quiet = False,
-    as_json: shared.AsJson = False,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Attack a few images (default: 10) at one radius, with any attack, and audit the results.
 
@@ -68,14 +54,10 @@ def attack(
     if out is not None and out.suffix != ".safetensors":
         raise typer.BadParameter(f"--out {out}: the file must end in .safetensors")
     console = open_console(quiet, as_json)
-    threat, where = choices.ball(eps, window, p, mass), choices.device(device)
-    limit = 10 if limit is None and first is None else limit
+    threat, where = choices.ball(eps, cost), choices.device(device)
     with choices.prints_aside(as_json):
-        ((net, name),) = load_models(Request([model], weights or (), architecture, (), mean, std), where)
-        wanted_images = choices.DataRequest(
-            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
-        )
-        images = choices.load_images(wanted_images, where)
+        ((net, name),) = load_models([model], files, where)
+        images = choices.load_images(pictures.or_first(10), where, seed)
         x, y = images.x, images.y
         probe(net, x, y)
         goal = None if target is None else torch.full_like(y, target)

@@ -8,51 +8,35 @@ from typing import Annotated, Any
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli import choices
-from wball.cli.app import OUTPUT, Command, app, open_console, print_json
-from wball.cli.models import Request, load_models
+from wball.cli import choices, options
+from wball.cli.app import command, open_console, print_json
+from wball.cli.models import load_models
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def certify(
-    model: shared.OneModel,
-    weights: shared.Weights = None,
-    architecture: shared.Architecture = None,
-    mean: shared.Mean = None,
-    std: shared.Std = None,
-    data: shared.Data = "sample",
-    data_dir: shared.DataDir = Path("data"),
-    split: shared.Split = "test",
-    limit: shared.Limit = None,
-    first: shared.First = None,
-    size: shared.Size = None,
-    resize: shared.Resize = None,
-    crop: shared.Crop = None,
-    grey: shared.Grey = False,
-    skip_bad: shared.SkipBad = False,
+    *,
+    model: options.OneModel,
+    files: options.ModelFiles,
+    pictures: options.DataChoice,
     eps: Annotated[
         str,
-        typer.Option("--eps", "-e", metavar="X,...", help="radii, separated by commas", rich_help_panel=shared.THREAT),
+        typer.Option("--eps", "-e", metavar="X,...", help="radii, separated by commas", rich_help_panel=options.THREAT),
     ] = "0.005,0.01,0.02",
-    window: shared.Window = 5,
-    p: shared.Power = 1.0,
-    mass: shared.Mass = "relative",
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="interval, dual, crown, anchored, alpha-crown")
-    ] = "anchored",
+    cost: options.GroundCost,
+    method: options.Certificate = "anchored",
     plans: Annotated[
         str, typer.Option(metavar="NAME", help="full (any transport plan) or window (moves within the window only)")
     ] = "full",
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="file for certified accuracies and margins, .json", rich_help_panel=OUTPUT),
+        typer.Option("--out", "-o", help="file for accuracies and margins, .json", rich_help_panel=options.OUTPUT),
     ] = None,
-    quiet: shared.Quiet = False,
-    as_json: shared.AsJson = False,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Prove that no image in the ball changes the model's prediction.
 
@@ -71,14 +55,10 @@ def certify(
         raise typer.BadParameter(f"--out {out}: the file must end in .json")
     console = open_console(quiet, as_json)
     points, where = choices.radii(eps), choices.device(device)
-    threat = choices.ball(points[-1], window, p, mass)
-    limit = 10 if limit is None and first is None else limit
+    threat = choices.ball(points[-1], cost)
     with choices.prints_aside(as_json):
-        ((net, name),) = load_models(Request([model], weights or (), architecture, (), mean, std), where)
-        wanted_images = choices.DataRequest(
-            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
-        )
-        images = choices.load_images(wanted_images, where)
+        ((net, name),) = load_models([model], files, where)
+        images = choices.load_images(pictures.or_first(10), where, seed)
     heading = f"{method} on {name}, {len(images.x)} images of {images.name}, {plans} plans"
     table = Table(title=escape(heading), title_justify="left")
     table.add_column(f"eps ({threat.unit})", justify="right")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from wball.cli.models import called, find, said
+from wball.cli.options import ATTACKS, DataChoice, GroundCost
 from wball.storage.names import printable
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from wball.ball import WassersteinBall
     from wball.evaluation.stream import View
     from wball.model import Model
-
-ATTACKS = ("standard", "fast", "dual-averaging", "pgd", "frank-wolfe")
 
 ROUND = (1, 1.5, 2, 3, 5, 7)
 """Radii found by search are rounded to these numbers times a power of ten."""
@@ -64,30 +63,6 @@ def device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """How the images of a folder are read."""
-
-    size: int | None = None
-    resize: int | None = None
-    crop: int | None = None
-    grey: bool = False
-    skip_bad: bool = False
-
-
-@dataclass(frozen=True)
-class DataRequest:
-    """Images as a command line names them."""
-
-    spec: str
-    root: Path
-    split: str = "test"
-    limit: int | None = None
-    first: int | None = None
-    pictures: Pictures = Pictures()
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class Images:
     """Images with labels, a name for them, and the names of the classes if they have any.
 
@@ -100,7 +75,7 @@ class Images:
     classes: Sequence[str] | None
 
 
-def load_images(request: DataRequest, where: torch.device, *, streamed: bool = False) -> Images:
+def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, streamed: bool = False) -> Images:
     """The images, or the sample of them that was asked for; ``streamed``: not in memory, if they are many."""
     from wball.data import (
         ImageFolder,
@@ -114,7 +89,7 @@ def load_images(request: DataRequest, where: torch.device, *, streamed: bool = F
     )
     from wball.evaluation.stream import read_npz
 
-    spec, split = request.spec, _split(request.split)
+    spec, split = request.data, _split(request.split)
     if request.limit is not None and request.first is not None:
         raise typer.BadParameter("--limit and --first exclude each other")
     classes: Sequence[str] | None = None
@@ -126,10 +101,9 @@ def load_images(request: DataRequest, where: torch.device, *, streamed: bool = F
         data, name, classes = load_sample(info.name), f"the bundled {info.title} sample", info.classes
     elif spec.lower().replace("-", "").replace("_", "") in known:
         info = dataset_info(spec)
-        data, name, classes = load_dataset(info.name, request.root, split), f"{info.title} ({split})", info.classes
+        data, name, classes = load_dataset(info.name, request.data_dir, split), f"{info.title} ({split})", info.classes
     elif Path(spec).is_dir():
-        shown = request.pictures
-        data = ImageFolder(spec, size=shown.size, resize=shown.resize, crop=shown.crop, grey=shown.grey)
+        data = ImageFolder(spec, size=request.size, resize=request.resize, crop=request.crop, grey=request.grey)
         name, classes = Path(spec).name, data.classes
     elif spec.endswith(".npz"):
         data, name = to_tensors(read_npz(Path(spec))), Path(spec).stem
@@ -142,7 +116,7 @@ def load_images(request: DataRequest, where: torch.device, *, streamed: bool = F
             "a folder of images, an .npz file, or mine.py:function"
         )
     try:
-        if request.pictures.skip_bad and _is_map(data):
+        if request.skip_bad and _is_map(data):
             data = without_bad(data)
         many = _many(data, where) if streamed and _is_map(data) else None
         x, y = many or (read_items(data, range(len(data))) if _is_map(data) else to_tensors(data, limit=request.first))
@@ -155,8 +129,8 @@ def load_images(request: DataRequest, where: torch.device, *, streamed: bool = F
         x, y = _chosen(x, y, range(min(request.first, len(y))))
         name = f"{name}, the first {len(y)}"
     elif request.limit is not None and request.limit < len(y):
-        name = f"{name}, a stratified sample of {request.limit} of {len(y)} (seed {request.seed})"
-        x, y = _chosen(x, y, stratified_sample(y, request.limit, request.seed).tolist())
+        name = f"{name}, a stratified sample of {request.limit} of {len(y)} (seed {seed})"
+        x, y = _chosen(x, y, stratified_sample(y, request.limit, seed).tolist())
     return Images(x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes])
 
 
@@ -271,13 +245,13 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     return sorted({min(inside, key=lambda r: abs(math.log(r / w))) for w in wanted})
 
 
-def ball(eps: float, window: int, p: float, mass: str) -> WassersteinBall:
+def ball(eps: float, cost: GroundCost) -> WassersteinBall:
     from wball.ball import WassersteinBall
     from wball.cost import GridCost
 
-    if mass not in ("relative", "absolute"):
-        raise typer.BadParameter(f"--mass {mass}: expected relative (eps x the image's mass) or absolute")
-    return WassersteinBall(eps, GridCost(window, p), "absolute" if mass == "absolute" else "relative")
+    if cost.mass not in ("relative", "absolute"):
+        raise typer.BadParameter(f"--mass {cost.mass}: expected relative (eps x the image's mass) or absolute")
+    return WassersteinBall(eps, GridCost(cost.window, cost.p), "absolute" if cost.mass == "absolute" else "relative")
 
 
 def attack(name: str, threat: WassersteinBall, steps: int | None) -> Attack:

@@ -9,86 +9,65 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli import choices
-from wball.cli.app import OUTPUT, Command, app, open_console, print_json
-from wball.cli.models import Request, load_models
+from wball.cli import choices, options
+from wball.cli.app import command, open_console, print_json
+from wball.cli.models import load_models
 from wball.storage.names import file_name, printable
 
 if TYPE_CHECKING:
     from wball.evaluation import Evaluation, Requirement
 
 
-@app.command(cls=Command)
+@command
 def evaluate(
-    models: shared.Models,
-    weights: shared.Weights = None,
-    architecture: shared.Architecture = None,
-    name: shared.Names = None,
-    mean: shared.Mean = None,
-    std: shared.Std = None,
-    data: shared.Data = "sample",
-    data_dir: shared.DataDir = Path("data"),
-    split: shared.Split = "test",
-    limit: shared.Limit = None,
-    first: shared.First = None,
-    size: shared.Size = None,
-    resize: shared.Resize = None,
-    crop: shared.Crop = None,
-    grey: shared.Grey = False,
-    skip_bad: shared.SkipBad = False,
-    eps: shared.Eps = None,
+    *,
+    models: options.Models,
+    files: options.ModelFiles,
+    name: options.Names = None,
+    pictures: options.DataChoice,
+    eps: options.Eps = None,
     minimal: Annotated[
         bool,
         typer.Option(
-            "--minimal", help="find each image's minimal radius, up to the largest --eps", rich_help_panel=shared.THREAT
+            "--minimal",
+            help="find each image's minimal radius, up to the largest --eps",
+            rich_help_panel=options.THREAT,
         ),
     ] = False,
-    window: shared.Window = 5,
-    p: shared.Power = 1.0,
-    mass: shared.Mass = "relative",
-    attack: shared.AttackName = "standard",
-    steps: shared.Steps = None,
+    cost: options.GroundCost,
+    attack: options.AttackName = "standard",
+    steps: options.Steps = None,
     certify: Annotated[
         bool,
         typer.Option(
-            "--certify", help="also compute certified accuracy (slow on a CPU)", rich_help_panel=shared.ATTACK
+            "--certify", help="also compute certified accuracy (slow on a CPU)", rich_help_panel=options.ATTACK
         ),
     ] = False,
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="certificate: interval, dual, crown, anchored, alpha-crown",
-            rich_help_panel=shared.ATTACK,
-        ),
-    ] = "anchored",
+    method: options.Certificate = "anchored",
     require: Annotated[
         list[str] | None,
         typer.Option(
             "--require",
             metavar="EPS:ACCURACY",
             help="end with exit code 7 unless robust accuracy is this high: 0.1:0.8, or certified:0.05:0.6; repeatable",
-            rich_help_panel=OUTPUT,
+            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="verify every distance by exact transport, not only a sample of them"),
     ] = False,
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
-    batch_size: shared.Batch = None,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
+    batch_size: options.Batch = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="folder for results (default: out/MODEL)", rich_help_panel=OUTPUT),
+        typer.Option("--out", "-o", help="folder for results (default: out/MODEL)", rich_help_panel=options.OUTPUT),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="discard earlier results in the folder", rich_help_panel=OUTPUT)
-    ] = False,
-    report: Annotated[bool, typer.Option(help="write report.html", rich_help_panel=OUTPUT)] = True,
-    quiet: shared.Quiet = False,
-    as_json: shared.AsJson = False,
+    overwrite: options.Overwrite = False,
+    report: options.Report = True,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Measure how robust a model is: attack it, audit every example, write results and a report.
 
@@ -121,15 +100,11 @@ def evaluate(
     given = choices.radii(eps) if eps is not None else None
     wanted = [Requirement.parse(text) for text in require or ()]
     certify = certify or any(requirement.certified for requirement in wanted)
-    threat = choices.ball(given[-1] if given else 1.0, window, p, mass)
+    threat = choices.ball(given[-1] if given else 1.0, cost)
     where = choices.device(device)
     with choices.prints_aside(as_json):
-        request = Request(models, weights or (), architecture, name or (), mean, std)
-        made = load_models(request, where)
-        wanted_images = choices.DataRequest(
-            data, data_dir, split, limit, first, choices.Pictures(size, resize, crop, grey, skip_bad), seed
-        )
-        images = choices.load_images(wanted_images, where, streamed=True)
+        made = load_models(models, files, where, name or ())
+        images = choices.load_images(pictures, where, seed, streamed=True)
     base = out or (Path("out") / file_name(made[0][1]) if len(made) == 1 else Path("out"))
     folders = [base if len(made) == 1 else base / file_name(name) for _, name in made]
     searched = choices.attack(attack, threat, steps)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
+from wball.cli import options
 from wball.cli.app import Command, Group, app
 
 board = typer.Typer(
@@ -45,8 +45,8 @@ def add(
     models: Annotated[Path | None, typer.Option(envvar="WBALL_MODELS", help="folder of public weights")] = None,
     images: Annotated[int | None, typer.Option("--images", "--limit", "-n", min=1, help="number of images")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="20 images, fast attack; the numbers mean little")] = False,
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for unfinished parts")] = Path("out/leaderboard"),
     file: File = BOARD,
 ) -> int:

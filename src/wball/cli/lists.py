@@ -7,15 +7,17 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli.app import Command, app, complete_models, open_console, print_json
+from wball.cli import options
+from wball.cli.app import app, command, open_console, print_json
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def models(
-    name: Annotated[str | None, typer.Argument(help="show this model's card", autocompletion=complete_models)] = None,
-    as_json: shared.AsJson = False,
+    name: Annotated[
+        str | None, typer.Argument(help="show this model's card", autocompletion=options.complete_models)
+    ] = None,
+    as_json: options.AsJson = False,
 ) -> int:
     """List the bundled models, public models of others, and the architectures for --weights and --architecture."""
     from rich.table import Table
@@ -55,13 +57,13 @@ def models(
     return 0
 
 
-@app.command(cls=Command)
+@command
 def data(
     name: Annotated[
         str | None, typer.Argument(help="mnist, fashion-mnist or cifar10; without a name, list them")
     ] = None,
-    data_dir: shared.DataDir = Path("data"),
-    quiet: shared.Quiet = False,
+    data_dir: options.DataDir = Path("data"),
+    quiet: options.Quiet = False,
 ) -> int:
     """Download a data set into --data-dir, where the other commands look for it; verified and resumable."""
     from rich.table import Table
@@ -92,8 +94,8 @@ def data(
     return 0
 
 
-@app.command(cls=Command)
-def info(as_json: shared.AsJson = False) -> int:
+@command
+def info(as_json: options.AsJson = False) -> int:
     """Show versions, devices and kernels on this machine, for bug reports."""
     from wball.info import main as show
 

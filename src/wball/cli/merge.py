@@ -7,21 +7,19 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli.app import OUTPUT, Command, app, open_console, print_json
+from wball.cli import options
+from wball.cli.app import command, open_console, print_json
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def merge(
     parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="folders written by `wball evaluate`")],
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the joined results")] = Path("out/merged"),
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace results in the folder", rich_help_panel=OUTPUT)
-    ] = False,
-    report: Annotated[bool, typer.Option(help="write report.html", rich_help_panel=OUTPUT)] = True,
-    quiet: shared.Quiet = False,
-    as_json: shared.AsJson = False,
+    overwrite: options.Overwrite = False,
+    report: options.Report = True,
+    quiet: options.Quiet = False,
+    as_json: options.AsJson = False,
 ) -> int:
     """Join evaluations of parts of a data set, made apart with the same settings, into one.
 

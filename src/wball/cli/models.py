@@ -24,13 +24,13 @@ import importlib.util
 import sys
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from wball.cli.options import ModelFiles
 from wball.storage.names import printable
 
 if TYPE_CHECKING:
@@ -44,21 +44,11 @@ OBVIOUS = ("model", "net", "network", "classifier", "get_model", "load_model", "
 """Names that mark the model of a Python file which has several."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """Models as a command line names them."""
-
-    specs: Sequence[str]
-    weights: Sequence[Path] = ()
-    architecture: str | None = None
-    names: Sequence[str] = ()
-    mean: str | None = None
-    std: str | None = None
-
-
-def load_models(request: Request, where: torch.device) -> list[tuple[Model, str]]:
+def load_models(
+    given: Sequence[str], how: ModelFiles, where: torch.device, names: Sequence[str] = ()
+) -> list[tuple[Model, str]]:
     """The models on ``where``, in evaluation mode, each with a name; no two names are equal."""
-    specs, weights = list(request.specs), list(request.weights)
+    specs, weights = list(given), list(how.weights or ())
     if len(weights) > 1 and len(specs) == 1:
         specs = specs * len(weights)
     files: list[Path | None] = (
@@ -66,16 +56,16 @@ def load_models(request: Request, where: torch.device) -> list[tuple[Model, str]
     )
     if len(weights) > 1 and len(weights) != len(specs):
         raise typer.BadParameter(f"--weights is given {len(weights)} times for {len(specs)} models")
-    if request.names and len(request.names) != len(specs):
-        raise typer.BadParameter(f"--name is given {len(request.names)} times for {len(specs)} models")
+    if names and len(names) != len(specs):
+        raise typer.BadParameter(f"--name is given {len(names)} times for {len(specs)} models")
     made = []
     for k, (spec, file) in enumerate(zip(specs, files, strict=True)):
-        model, name = _load(spec, file, request.architecture)
-        model = _normalized(model, request.mean, request.std)
+        model, name = _load(spec, file, how.architecture)
+        model = _normalized(model, how.mean, how.std)
         if hasattr(model, "eval") and hasattr(model, "to"):
             model = model.to(where).eval()
-        made.append((model, printable(request.names[k] if request.names else name)))
-    return _distinct(made, specs, bool(request.names))
+        made.append((model, printable(names[k] if names else name)))
+    return _distinct(made, specs, bool(names))
 
 
 def _distinct(made: list[tuple[Model, str]], specs: list[str], chosen: bool) -> list[tuple[Model, str]]:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli import choices
-from wball.cli.app import Command, app
+from wball.cli import choices, options
+from wball.cli.app import command
 
 
 def _complete_recipes(incomplete: str) -> list[str]:
@@ -19,7 +18,7 @@ def _complete_recipes(incomplete: str) -> list[str]:
     return [name for name in (*RECIPES, "all", "list", "page", "leaderboard") if name.startswith(incomplete)]
 
 
-@app.command(cls=Command)
+@command
 def reproduce(
     names: Annotated[
         list[str] | None,
@@ -42,8 +41,8 @@ def reproduce(
     ] = None,
     training: Annotated[bool, typer.Option("--train/--no-train", help="train models that are missing")] = True,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="number of processes")] = 1,
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for results and figures")] = Path("out/reproduce"),
     figures: Annotated[bool, typer.Option(help="draw figures of the results")] = True,
     figures_only: Annotated[
@@ -70,16 +69,16 @@ def reproduce(
     return perform(names or ["list"], settings, figures, figures_only, page, jobs)
 
 
-@app.command(cls=Command)
+@command
 def bench(
-    device: shared.Device = "auto",
+    device: options.Device = "auto",
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="files to write, without suffix")] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="seconds per measurement")] = 2.0,
     quick: Annotated[bool, typer.Option("--quick", help="small batches only")] = False,
-    seed: shared.Seed = 0,
+    seed: options.Seed = 0,
 ) -> int:
     """Time projections and attack steps on this machine, and other packages if installed.
 

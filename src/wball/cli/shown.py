@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli.app import Command, app, open_console
+from wball.cli import options
+from wball.cli.app import command, open_console
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")],
     out: Annotated[Path, typer.Option("--out", "-o", help="the HTML file")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="heading of the report")] = None,
-    quiet: shared.Quiet = False,
+    quiet: options.Quiet = False,
 ) -> int:
     """Write one self-contained HTML file that shows and ranks evaluations."""
     from wball.evaluation import load_evaluation
@@ -28,12 +28,12 @@ def report(
     return 0
 
 
-@app.command(cls=Command)
+@command
 def figures(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")],
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for the figures")] = Path("figures"),
     kind: Annotated[str, typer.Option("--format", help="pdf, png or svg")] = "pdf",
-    quiet: shared.Quiet = False,
+    quiet: options.Quiet = False,
 ) -> int:
     """Draw figures for papers: accuracy against eps, examples with their perturbations, distances of examples."""
     from wball.evaluation import load_evaluation

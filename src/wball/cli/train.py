@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from wball.cli import app as shared
-from wball.cli import choices
-from wball.cli.app import Command, app
+from wball.cli import choices, options
+from wball.cli.app import command
 from wball.cli.models import own_network
 from wball.storage.names import printable
 
 
-@app.command(cls=Command)
+@command
 def train(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")],
     model: Annotated[
@@ -26,7 +25,7 @@ def train(
             "-m",
             metavar="MODEL",
             help="your own network, mine.py or mine.py:function, instead of the preset's",
-            rich_help_panel=shared.MODEL_AND_DATA,
+            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
     data: Annotated[
@@ -36,7 +35,7 @@ def train(
             "-d",
             help="your own training images instead of the preset's: a folder with one folder per class, an .npz file, "
             "or mine.py:function",
-            rich_help_panel=shared.MODEL_AND_DATA,
+            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
     test_data: Annotated[
@@ -44,23 +43,23 @@ def train(
         typer.Option(
             "--test-data",
             help="images to measure accuracy on, named as in --data (default: nothing is measured on your own data)",
-            rich_help_panel=shared.MODEL_AND_DATA,
+            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
-    size: shared.Size = None,
-    grey: shared.Grey = False,
-    data_dir: shared.DataDir = Path("data"),
+    size: options.Size = None,
+    grey: options.Grey = False,
+    data_dir: options.DataDir = Path("data"),
     out: Annotated[Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")] = Path(
         "out/train"
     ),
-    device: shared.Device = "auto",
-    seed: shared.Seed = 0,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="number of epochs, instead of the preset's")] = None,
     time_limit: Annotated[
         float | None, typer.Option(min=0.0, help="stop after this many seconds; schedules follow the clock")
     ] = None,
     name: Annotated[str | None, typer.Option(help="name of the model, instead of the preset's")] = None,
-    limit: shared.Limit = None,
+    limit: options.Limit = None,
     init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
     change: Annotated[
         list[str] | None,
@@ -68,7 +67,7 @@ def train(
             "--set", metavar="PATH=VALUE", help="change a setting, such as adversary.attack.steps=10; may be repeated"
         ),
     ] = None,
-    quiet: shared.Quiet = False,
+    quiet: options.Quiet = False,
 ) -> int:
     """Train a model: standard, adversarial in a Wasserstein ball, or certified.
 
@@ -105,7 +104,7 @@ def train(
             x, y = load_dataset(config.dataset, data_dir, "train", device=here)
             tests = load_dataset(config.dataset, data_dir, "test", device=here)
         else:
-            read = partial(choices.DataRequest, root=data_dir, pictures=choices.Pictures(size=size, grey=grey))
+            read = partial(options.DataChoice, data_dir=data_dir, size=size, grey=grey)
             images = choices.load_images(read(data, split="train"), here)
             x, y = images.x, images.y
             if test_data is not None:
