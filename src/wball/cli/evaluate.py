@@ -91,7 +91,7 @@ def evaluate(
     """
     from rich.markup import escape
 
-    from wball.evaluation import Requirement, exit_code
+    from wball.evaluation import Description, Requirement, Running, exit_code
     from wball.evaluation.run import evaluate as run
     from wball.evaluation.run import probe
     from wball.report import why_not, write_csv, write_report
@@ -140,12 +140,8 @@ def evaluate(
                 exact="all" if exact else "sample",
                 out=folder,
                 seed=seed,
-                batch_size=batch_size,
-                name=called,
-                data=images.name,
-                classes=images.classes,
-                overwrite=overwrite,
-                progress=not (quiet or as_json),
+                about=Description(called, images.name, images.classes),
+                run=Running(batch_size, overwrite=overwrite, progress=not (quiet or as_json)),
             )
         results.append(result)
         console.print(result.table())

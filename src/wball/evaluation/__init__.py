@@ -2,6 +2,7 @@
 
 from wball.evaluation.folder import OtherSettings
 from wball.evaluation.merge import merge_evaluations
+from wball.evaluation.options import Description, Running
 from wball.evaluation.result import CurvePoint, Evaluation, load_evaluation
 from wball.evaluation.run import evaluate
 from wball.evaluation.trust import Check, Decision, EvaluationWarning, Requirement, confidence_interval, exit_code
@@ -11,11 +12,13 @@ __all__ = [
     "Check",
     "CurvePoint",
     "Decision",
+    "Description",
     "Evaluation",
     "EvaluationWarning",
     "FolderInUse",
     "OtherSettings",
     "Requirement",
+    "Running",
     "confidence_interval",
     "evaluate",
     "exit_code",

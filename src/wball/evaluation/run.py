@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from wball.evaluation.batches import Batches, default_batch_size
 from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
+from wball.evaluation.options import Description, Named, Running, grouped
 from wball.evaluation.proofs import check_certificates
 from wball.evaluation.result import (
     RESULTS,
@@ -47,6 +48,9 @@ from wball.processes import rank_and_size
 from wball.storage.atomic import clear_parts, locked
 from wball.storage.files import Log, read_json
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def evaluate(
     model: Model,
@@ -60,16 +64,9 @@ def evaluate(
     exact: Literal["sample", "all"] = "sample",
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    batch_size: int | None = None,
-    name: str | None = None,
-    data: str = "data",
-    classes: Sequence[str] | None = None,
-    command: str | None = None,
-    overwrite: bool = False,
-    progress: bool = False,
-    keep: Literal["all", "sample", "none"] | None = None,
-    layout: Layout = "NCHW",
-    levels: int | None = None,
+    about: Description | None = None,
+    run: Running | None = None,
+    **named: Unpack[Named],
 ) -> Evaluation:
     """How robust is ``model`` on images ``x`` with labels ``y``?
 
@@ -93,18 +90,10 @@ def evaluate(
         out: a folder for results, examples and the report's images. An evaluation that was interrupted is
             resumed; a finished one is read back.
         seed: random seed.
-        batch_size: images per batch (default: chosen for the device).
-        name: name of the model.
-        data: name of the data.
-        classes: names of the classes, for the report.
-        command: command line to record (default: that of this process).
-        overwrite: discard earlier results in ``out``.
-        progress: show a bar with the time left.
-        keep: which examples to store: all, a sample, or none (default: all while they take less than a gigabyte, then
-            a sample, which is said).
-        layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
-        levels: examples have pixels that are multiples of ``1 / (levels - 1)``, with exactly the same mass (256: stored
-            as 8-bit images and read back, they are still in the ball and still adversarial). The images must have, too.
+        about: what results say about model and data: names, classes, command, the layout of arrays.
+        run: how it is computed: batch size, 8-bit examples, which examples to keep, overwriting, progress.
+        **named: fields of ``about`` (:class:`~wball.evaluation.Description`) and ``run``
+            (:class:`~wball.evaluation.Running`), given as keywords of their own: ``name="mine", progress=True``.
 
     Under ``torchrun``, or in a process group of your own, each process takes its share of the batches (``out`` is then
     a folder all of them see), and all return the whole result.
@@ -118,20 +107,17 @@ def evaluate(
     if ball is None:
         raise TypeError("ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)")
     inputs.check_ball(ball)
-    if keep not in (None, "all", "sample", "none"):
-        raise ValueError(f'keep must be "all", "sample" or "none", got {keep!r}')
-    x, y, digest, span = _data(model, x, y, ball, layout)
+    about, run = grouped(about, run, named)
+    x, y, digest, span = _data(model, x, y, ball, about.layout)
     first = x[:2]
     mode, points = _radii(radii, ball)
     chosen = _attack(attack, ball.at(points[-1]))
-    chosen = chosen if levels is None else replace(chosen, levels=levels)
+    chosen = chosen if run.levels is None else replace(chosen, levels=run.levels)
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
     inputs.check_seed(seed)
-    name, command = (None if text is None else str(text) for text in (name, command))
-    if batch_size is not None:
-        inputs.check_count("batch_size", batch_size)
+    name, command = (None if text is None else str(text) for text in (about.name, about.command))
     logits = probe(model, first, span)
     if method is not None:
         _check_provable(model, first, method)
@@ -139,11 +125,11 @@ def evaluate(
         "model": provenance.describe_model(model, name),
         "answers": _answers(model, first),
         "data": {
-            "name": str(data),
+            "name": str(about.data),
             "images": len(x),
             "shape": list(first.shape[1:]),
             "sha256": digest,
-            "classes": [str(c) for c in classes] if classes is not None else [str(k) for k in range(logits.shape[1])],
+            "classes": [str(c) for c in (range(logits.shape[1]) if about.classes is None else about.classes)],
         },
         "ball": ball.describe(),
         "mode": mode,
@@ -151,27 +137,27 @@ def evaluate(
         "attack": _describe(chosen),
         "certify": None if method is None else {"method": method, "plans": "full"},
         "exact": "all" if mode == "minimal" else exact,
-        "batch_size": batch_size or default_batch_size(first),
+        "batch_size": run.batch_size or default_batch_size(first),
         "seed": seed,
-        "keep": keep,
+        "keep": run.keep,
     }
     origin = provenance.collect(ball, first, command)
     with result_folder(out) as folder, team() as (rank, world, meet), locked(folder, rank):
         if rank == 0:
-            if overwrite:
+            if run.overwrite:
                 clear(folder)
             clear_parts(folder)
-            begin(folder, {"settings": said, "provenance": origin}, batch_size is None)
+            begin(folder, {"settings": said, "provenance": origin}, run.batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():
             begun = read_json(folder / BATCHES / "settings.json")  # checked by the first process
             log = Log(folder / "log.jsonl", rank)
             log("start", world=world, command=begun["provenance"]["command"])
             shard = Batches(model, x, y, ball, chosen, begun["settings"], folder / BATCHES, log)
-            shard.run(rank, world, progress)
+            shard.run(rank, world, run.progress)
             meet()
             if rank == 0:
-                result = shard.merged(begun["provenance"], progress)
+                result = shard.merged(begun["provenance"], run.progress)
                 result = replace(result, exhibit=make_exhibit(result, model, x, y, ball))
                 result = replace(result, verification=check_certificates(result, model, x, y, ball))
                 doubts = claim_warnings(
