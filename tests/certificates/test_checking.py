@@ -14,6 +14,7 @@ from certificates.exact import euclidean, exact_margin
 from certificates.test_certify import chain, dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
 from wball.certificates.checking.bounds import Checker
+from wball.certificates.checking.cases import Cases
 from wball.certificates.checking.lines import lines, values_between
 from wball.certificates.checking.network import Affine, read
 from wball.certificates.checking.plans import domain
@@ -69,15 +70,23 @@ def test_plans_of_the_window_alone_are_proved_as_such() -> None:
     assert bool(verify(certify(net, x, y, at, plans="window"), net, x, y, at).confirmed.all())
 
 
-def test_claims_that_are_wrong_are_not_confirmed() -> None:
-    net, x = dense_net(1, 4, (8, 6), 3, 0), images(1, 1, 4, 1)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_claims_are_confirmed_where_they_are_true(seed: int) -> None:
+    """Claims that ``certify`` does not make: the checker proves the true ones, and never a wrong one."""
+    net, x = dense_net(1, 3, (8, 6), 3, seed), images(1, 1, 3, seed)
     y, ball = net(x).argmax(1), wball.WassersteinBall(2.0)
-    proof = certify(net, x, y, ball)
+    proof = certify(net, x, y, ball, "interval")
     assert not bool(proof.certified.any())
     assert set(verify(proof, net, x, y, ball).status) == {VerificationStatus.NOTHING}
     forged = replace(proof, certified=torch.ones_like(proof.certified))
-    found = verify(forged, net, x, y, ball)
-    assert not bool(found.confirmed.any()) and found.disagreements == 1
+    found, exact = verify(forged, net, x, y, ball), _exact(net, x[0], int(y), ball)
+    assert bool(found.confirmed) == (exact > 0) and found.disagreements == int(exact <= 0)
+    assert float(found.margin) <= exact + 1e-7
+
+
+def _exact(net: nn.Sequential, x: Tensor, label: int, ball: wball.WassersteinBall) -> float:
+    side, budget = x.shape[-1], float(ball.budget(x[None])[0])
+    return exact_margin(chain(net), x.double().flatten(1).numpy(), label, euclidean(side, side), budget, ball.box)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -86,17 +95,11 @@ def test_the_checker_is_never_above_the_exact_minimum(seed: int) -> None:
     net, x = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed), images(2, channels, side, seed)
     y, ball = net(x).argmax(1), wball.WassersteinBall(torch.tensor([0.1, 0.5]))
     for k in range(2):
-        exact = exact_margin(
-            chain(net),
-            x[k].double().flatten(1).numpy(),
-            int(y[k]),
-            euclidean(side, side),
-            float(ball.budget(x)[k]),
-            ball.box,
-        )
-        around = domain(ball.take(torch.tensor([k])), x[k], "full")
-        for steps in (0, 5):
-            assert Checker(read(net, x[:1]), around, steps).margin(int(y[k])) <= exact + 1e-7
+        one, label = ball.take(torch.tensor([k])), int(y[k])
+        exact = _exact(net, x[k], label, one)
+        whole = Checker(read(net, x[:1]), domain(one, x[k], "full"))
+        assert float(whole.margins(label).amin()) <= exact + 1e-7
+        assert min(Cases(whole, label, other).margin(()) for other in range(3) if other != label) <= exact + 1e-7
 
 
 def test_a_black_image_has_one_point() -> None:

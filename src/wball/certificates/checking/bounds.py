@@ -7,8 +7,10 @@ tried: the chord, and for transport plans the pair of lines that meets at the im
 charged to the mass that moves. Curves have a line on either side (:mod:`.lines`). Coefficients are plain numbers; what
 they are off by is multiplied by the largest value of what they multiply and taken off the bound.
 
-A case in which the signs of some activations are known is bounded by the same code: there ``sigma v >= 0``, so
-``m >= m - beta sigma v`` for any ``beta >= 0``.
+A part of the ball in which some of these numbers have limits is bounded by the same code: where ``l <= v <= u`` holds,
+``m >= m - p (v - l)`` and ``m >= m - p (u - v)`` for any price ``p >= 0``. So is a proof by contradiction: only images
+with a margin ``m <= 0`` matter, and there ``v >= v + w m`` for any ``w >= 0``. Bounds of ``v`` that hold for them alone
+give a better bound of ``m``, and so on; once it is above 0, or bounds cross, there is no such image.
 """
 
 from __future__ import annotations
@@ -29,8 +31,16 @@ CHUNK = 2**24
 KEPT = 2**26
 """Numbers that the gains of one activation may hold; units beyond keep the chord."""
 
+WEIGHTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Of the margin in proofs by contradiction, relative to what a number can fall for what the margin can fall."""
+
 Parameters = dict[tuple[str, int], Tensor]
-"""What a bound may be optimised over, by kind and node: lower slopes, multipliers of known signs, prices of the box."""
+"""What a bound may be optimised over, by kind and node; any values are right: ``slope`` below an activation, ``share``
+of the anchored bound above it, ``pick`` of a window's numbers below its maximum, ``price`` of the limits of what a bend
+reads (positive: of the lower one), and for the image ``box`` prices and the price ``psi`` of the budget."""
+
+Limits = dict[int, tuple[Tensor, Tensor]]
+"""By bend, what the numbers that it reads are known to lie between in a part, flat."""
 
 
 @dataclass
@@ -56,28 +66,46 @@ class Rows:
     def take(self, keep: Tensor) -> Rows:
         return Rows(self.const[keep], self.at_image[keep], None if self.charges is None else self.charges[keep])
 
+    def where(self, mine: Tensor, other: Rows) -> Rows:
+        """These rows where ``mine``, and elsewhere the other ones."""
+        charges = None
+        if self.charges is not None or other.charges is not None:
+            ways = [torch.zeros((), dtype=torch.float64) if r.charges is None else r.charges for r in (self, other)]
+            charges = torch.where(mine[:, None], ways[0], ways[1])
+        at_image = torch.where(mine[:, None], self.at_image, other.at_image)
+        return Rows(torch.where(mine, self.const, other.const), at_image, charges)
+
+
+@dataclass
+class Margin:
+    """A lower bound of the margin to one class over a part, with the row and the box prices behind it."""
+
+    value: float
+    row: Rows
+    prices: Tensor | None
+
 
 @dataclass
 class Checker:
     """The bounds of one image, node after node.
 
     Args:
-        steps: gradient steps on the slopes of every row.
-        signs: by activation, 1 and -1 where the sign of what it reads is known in this case, flat.
-        known: bounds of a case that contains this one; rows are then carried back for the margin alone.
+        limits: what is known about the part of the ball.
+        known: bounds of a part that contains this one; rows are then carried back for the margin alone.
+        against: a bound of the margin over ``known``: bounds hold for images with a margin of at most 0.
     """
 
     network: Network
     domain: Cube | Transport
-    steps: int = 0
-    signs: dict[int, Tensor] = field(default_factory=dict)
+    limits: Limits = field(default_factory=dict)
     known: Checker | None = None
+    against: Margin | None = None
     low: list[Tensor] = field(default_factory=list)  # of every node, flat
     high: list[Tensor] = field(default_factory=list)
     anchors: dict[int, Anchor] = field(default_factory=dict)
     curves: dict[int, Lines] = field(default_factory=dict)
     reach: dict[int, Tensor] = field(default_factory=dict)
-    empty: bool = False  # no image has these signs
+    empty: bool = False  # no image is in this part
 
     def __post_init__(self) -> None:
         for index, node in enumerate(self.network.nodes):
@@ -87,13 +115,18 @@ class Checker:
                 low, high = self._intervals(node)
             else:
                 self._bound(index, node)
+                if self.empty:
+                    return
                 low, high = self._after(node)
             if self.known is not None:
                 low, high = torch.maximum(low, self.known.low[index]), torch.minimum(high, self.known.high[index])
             self.low.append(low)
             self.high.append(high)
-            if self.empty:
-                return
+
+    @property
+    def partial(self) -> bool:
+        """Whether the bounds hold for less than the whole ball."""
+        return bool(self.limits) or self.against is not None or (self.known is not None and self.known.partial)
 
     def most(self, node: int) -> Tensor:
         """The largest magnitude of every number of a node."""
@@ -104,18 +137,19 @@ class Checker:
     def _bound(self, index: int, bend: Bend) -> None:
         """Tighten what a bend reads, by rows where that may help."""
         low, high = self.low[bend.before], self.high[bend.before]
-        sign = self.signs.get(index)
-        if sign is not None:
-            low, high = torch.where(sign > 0, low.clamp(min=0), low), torch.where(sign < 0, high.clamp(max=0), high)
+        if index in self.limits:
+            floor, ceiling = self.limits[index]
+            low, high = torch.maximum(low, floor), torch.minimum(high, ceiling)
             self.low[bend.before], self.high[bend.before] = low, high
-        if self.known is None:
-            self._tighten(index, bend, low, high)
-        elif index in self.known.anchors:
+        if self.known is not None and index in self.known.anchors:
             self.anchors[index] = self.known.anchors[index]
+        if (self.known is None or self.against is not None) and not bool((low > high).any()):
+            self._tighten(index, bend, low, high)
         if bool((low > high).any()):
-            if not self.signs:
+            if not self.limits and self.against is None and (self.known is None or not self.known.partial):
                 raise ArithmeticError("bounds cross: the checker is wrong")
             self.empty = True
+            return
         if bend.curve:
             self.curves[index] = lines(bend.curve, bend.ends, low, high)
 
@@ -195,48 +229,67 @@ class Checker:
 
     # ---- rows
 
-    def _lowest(self, node: int, rows: Tensor, margin: bool = False) -> tuple[Tensor, Rows]:
-        """Lower bounds of rows over a node; and the rows behind the better of both kinds for gains.
-
-        The box has prices where that may help: in margins that are not above 0, and with ``steps`` in every row.
-        """
-        plain = self._back(node, rows)
-        best, kept = self._value(plain), plain
-        bent = any(k <= node for k in self.network.bends)
-        if self.steps and bent:
-            best = torch.maximum(best, self._value(self._back(node, rows, parallel=True)))
+    def _lowest(self, node: int, rows: Tensor) -> tuple[Tensor, Rows]:
+        """Lower bounds of rows over a node; and the rows behind the better of both kinds for gains."""
+        kept = better = self._back(node, rows)
+        best = self._value(kept)
+        ways = []
+        if self.against is not None and any(k <= node for k in self.network.bends):
+            ways.append(self._back(node, rows, parallel=True))
         if self.anchors:
             kept = self._back(node, rows, anchored=True)
-            best = torch.maximum(best, self._value(kept))
-        if self.steps and bent:
-            best = torch.maximum(best, self._climb(node, rows))
-        if (margin or self.steps) and isinstance(self.domain, Transport):
-            for way in (plain, kept) if kept is not plain else (plain,):
-                for k in ((best <= 0) if margin else torch.isfinite(best)).nonzero()[:, 0].tolist():
-                    charges = None if way.charges is None else way.charges[k : k + 1]
-                    found = self.domain.box_prices(-way.at_image[k], charges)
-                    if found is not None:
-                        top = self.domain.highest(-way.at_image[k : k + 1], charges, found[None])
-                        best[k] = torch.maximum(best[k], (way.const[k] - top[0]) - 4 * UNIT * way.const[k].abs())
-        return best, kept
+            ways.append(kept)
+        for way in ways:
+            value = self._value(way)
+            better, best = better.where(value <= best, way), torch.maximum(best, value)
+        return (best if self.against is None else self._contradicted(better, best)), kept
 
-    def _climb(self, node: int, rows: Tensor, given: Parameters | None = None) -> Tensor:
-        """The best bound that gradient steps find: any slopes in range and any multipliers are right."""
-        given = {} if given is None else given
-        best = torch.full((rows.shape[0],), -math.inf, dtype=torch.float64)
-        unit = torch.ones((rows.shape[0], 1), dtype=torch.float64)  # prices are in that of the rows
-        optimiser: torch.optim.Adam | None = None
-        for _ in range(self.steps):
+    def _contradicted(self, rows: Rows, best: Tensor) -> Tensor:
+        """Lower bounds of rows over images with a margin of at most 0, from those over all."""
+        assert self.against is not None
+        centre, margin = self.domain.centre, self.against.row
+        fall = (margin.const + margin.at_image @ centre - self.against.value).clamp(min=1e-30)
+        unit = (rows.const + rows.at_image @ centre - best).clamp(min=0) / fall
+        for times in WEIGHTS:
+            best = torch.maximum(best, self._with_margin(rows, times * unit))
+        return best
+
+    def _with_margin(self, rows: Rows, weight: Tensor) -> Tensor:
+        """Bounds of rows and the margin times a weight, which is at most 0."""
+        assert self.against is not None
+        margin, prices = self.against.row, self.against.prices
+        by = torch.where(torch.isfinite(weight), weight, 0.0)[:, None]
+        const = rows.const + by[:, 0] * margin.const
+        at_image = rows.at_image + by * margin.at_image
+        size = (rows.at_image.abs() + by * margin.at_image.abs()) @ self.most(0)
+        room = 4 * UNIT * (size + rows.const.abs() + by[:, 0] * margin.const.abs())
+        charges = rows.charges
+        if margin.charges is not None:
+            charges = by * margin.charges + (0.0 if charges is None else charges)
+            charges = charges * (1 + 8 * UNIT)
+        whole = Rows(const - room * (1 + 1e-9), at_image, charges)
+        return self._value(whole, None if prices is None else by * prices)
+
+    def climb(self, rows: Tensor, steps: int, given: Parameters) -> Margin:
+        """The best bound of the margin that gradient steps find, from a first guess of some parameters."""
+        node, optimiser = len(self.network.nodes) - 1, None
+        unit = torch.ones((1, 1), dtype=torch.float64)  # prices of the box are in that of the row
+        best: Margin | None = None
+        for _ in range(steps):
             self._clamp(given)
             with torch.enable_grad():
                 back = self._back(node, rows, anchored=bool(self.anchors), given=given)
-                prices = given.get(("box", 0))
-                bound = self._value(back, None if prices is None else prices * unit)
-            best = torch.maximum(best, bound.detach())
-            if not given or (self.known is not None and bool((best > 0).all())):
+                prices = given["box", 0] * unit if ("box", 0) in given else None
+                bound = self._value(back, prices)
+            value = float(bound.detach())
+            if best is None or value > best.value:
+                charges = None if back.charges is None else back.charges.detach()
+                row = Rows(back.const.detach(), back.at_image.detach(), charges)
+                best = Margin(value, row, None if prices is None else prices.detach())
+            if not given or best.value > 0:
                 break
             if optimiser is None:
-                if self.known is not None and isinstance(self.domain, Transport) and self.domain.box is not None:
+                if isinstance(self.domain, Transport) and self.domain.box is not None:
                     unit = back.at_image.detach().abs().amax(1, keepdim=True)
                     given["box", 0] = torch.zeros_like(back.at_image).requires_grad_(True)
                 groups = [{"params": [v], "lr": 0.05 if kind == "box" else 0.2} for (kind, _), v in given.items()]
@@ -247,7 +300,15 @@ class Checker:
             optimiser.step()
             for group in optimiser.param_groups:
                 group["lr"] *= 0.95
+        assert best is not None
         return best
+
+    def evaluated(self, rows: Tensor, given: Parameters) -> Margin:
+        """The bound of the margin that given parameters prove."""
+        back = self._back(len(self.network.nodes) - 1, rows, anchored=bool(self.anchors), given=given)
+        prices = given.get(("box", 0))
+        value = self._value(back, prices, given.get(("psi", 0)))
+        return Margin(float(value), back, prices)
 
     def _clamp(self, given: Parameters) -> None:
         for (kind, index), value in given.items():
@@ -255,10 +316,13 @@ class Checker:
             if kind == "slope" and isinstance(bend, Bend):
                 value.data.clamp_(bend.leak, 1.0)
             elif kind == "price":
-                value.data.clamp_(min=0.0)
+                floor, ceiling = self.limits[index]
+                value.data.clamp_(
+                    torch.where(ceiling < math.inf, -math.inf, 0.0), torch.where(floor > -math.inf, math.inf, 0.0)
+                )
 
-    def _value(self, rows: Rows, prices: Tensor | None = None) -> Tensor:
-        top = self.domain.highest(-rows.at_image, rows.charges, prices)
+    def _value(self, rows: Rows, prices: Tensor | None = None, psi: Tensor | None = None) -> Tensor:
+        top = self.domain.highest(-rows.at_image, rows.charges, prices, psi)
         return rows.const - top - 4 * UNIT * (rows.const.abs() + top.abs())
 
     def _gains(self, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -298,16 +362,17 @@ class Checker:
             if passed is not None:
                 passed[index] = row
             if at.windows is not None:
-                row, const = self._pool(at, row, const)
+                row, const = self._pool(index, at, row, const, given)
             elif at.curve:
                 row, const = self._curve(index, at, row, const)
             else:
                 anchor = self._anchor(index, at) if anchored else None
                 under = self._lower_slopes(index, at, row, anchor, parallel, given)
-                row, const, charge = self._activation(at, row, const, under, anchor)
+                share = None if given is None else given.get(("share", index))
+                row, const, charge = self._activation(index, at, row, const, under, anchored, share)
                 if charge is not None:
                     charges = charge if charges is None else (charges + charge) * (1 + 4 * UNIT)
-                row, const = self._priced(index, at, row, const, given)
+            row, const = self._priced(index, at, row, const, given)
             const = self._add(pending, at.before, row, const)
         image = pending.get(0)
         if image is None:
@@ -327,7 +392,7 @@ class Checker:
         error = gamma(rows.shape[1] + 4) * (size @ node.const.abs())
         const = const + rows @ node.const
         for part in node.maps:
-            error = error + gamma(node.terms) * (size @ self._reach(part))
+            error = error + gamma(node.terms + rows.shape[1]) * (size @ self._reach(part))
             const = self._add(pending, part.source, part.transposed(rows), const)
         return const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
 
@@ -361,61 +426,86 @@ class Checker:
         if parallel:
             return chord
         if given is not None and ("slope", index) in given:
-            return torch.where(crossing, given["slope", index], chord)
+            return torch.where(crossing, given["slope", index].clamp(bend.leak, 1.0), chord)
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         under = torch.where(crossing, torch.where(high > -low, torch.ones_like(chord), leak), chord)
         if anchor is not None:
             under[anchor.unit] = torch.where(anchor.centre > 0, torch.ones_like(anchor.centre), leak)
         if given is not None and bool(crossing.any()):
             given["slope", index] = under.expand(row.shape).clone().requires_grad_(True)
-            return torch.where(crossing, given["slope", index], chord)
+            return torch.where(crossing, given["slope", index].clamp(bend.leak, 1.0), chord)
         return under
 
-    def _activation(
-        self, bend: Bend, row: Tensor, const: Tensor, under: Tensor, anchor: Anchor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
+    def chord_above(self, bend: Bend) -> tuple[Tensor, Tensor]:
+        """The chord of every unit, and its shift; of units that do not bend their only slope."""
         crossing, chord = self._chord(bend)
-        bend_by = torch.zeros_like(chord)
-        centre = torch.zeros_like(chord)
-        if anchor is not None:
-            at = anchor.centre
-            value = torch.where(at > 0, at, leak * at)
-            left = (value - leak * low[anchor.unit]) / (at - low[anchor.unit])
-            right = (high[anchor.unit] - value) / (high[anchor.unit] - at)
-            chord[anchor.unit] = left.clamp(leak, 1.0)
-            bend_by[anchor.unit] = (right - left).clamp(min=0)
-            centre[anchor.unit] = at
+        return chord, torch.where(crossing, self._above(bend, chord), 0.0)
 
-        def above(v: Tensor) -> Tensor:
-            """How far the activation is above the lines without a shift."""
-            lines = chord * v + bend_by * (v - centre).clamp(min=0)
-            value = torch.where(v > 0, v, leak * v)
-            return value - lines + 8 * UNIT * (value.abs() + (chord * v).abs() + bend_by * (v.abs() + centre.abs()))
+    def anchored_above(self, index: int, bend: Bend) -> tuple[Anchor, Tensor, Tensor, Tensor] | None:
+        """Units with an anchor, the slope and the shift of the first line above them, and what the second adds."""
+        anchor = self._anchor(index, bend)
+        if anchor is None:
+            return None
+        at, leak = anchor.centre, bend.leak
+        low, high = self.low[bend.before][anchor.unit], self.high[bend.before][anchor.unit]
+        value = torch.where(at > 0, at, leak * at)
+        slope = ((value - leak * low) / (at - low)).clamp(leak, 1.0)
+        more = ((high - value) / (high - at) - slope).clamp(min=0)
+        return anchor, slope, self._above(bend, slope, anchor, more), more
 
-        shift = torch.where(crossing, torch.maximum(torch.maximum(above(low), above(high)), above(centre)), 0.0)
-        shift = torch.where(crossing & (bend_by == 0), torch.maximum(above(low), above(high)), shift)
+    def _activation(
+        self, index: int, bend: Bend, row: Tensor, const: Tensor, under: Tensor, anchored: bool, share: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``share`` of the anchored bound above, of units that have one, and the chord for the rest: 1 unless given."""
+        chord, shift = self.chord_above(bend)
+        pair = self.anchored_above(index, bend) if anchored else None
+        gain, weight = chord, chord
+        if pair is not None:
+            anchor, left, over, more = pair
+            unit, gain = anchor.unit, anchor.gain
+            part = torch.ones_like(left) if share is None else share[unit].clamp(0.0, 1.0)
+            chord = chord.index_copy(0, unit, (1 - part) * chord[unit] + part * left)
+            shift = shift.index_copy(0, unit, (1 - part) * shift[unit] + part * over)
+            weight = -row.clamp(max=0)[:, unit] * (part * more)
         positive, negative = row.clamp(min=0), row.clamp(max=0)
         out = positive * under + negative * chord
         const = const + negative @ shift
-        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 4 * UNIT * (out.abs() @ self.most(bend.before))
+        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 8 * UNIT * (out.abs() @ self.most(bend.before))
         const = const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
-        if anchor is None:
-            return out, const, None
-        weight = -negative[:, anchor.unit] * bend_by[anchor.unit]
-        return out, const, (weight @ anchor.gain) * (1 + gamma(anchor.unit.shape[0]))
+        return out, const, None if pair is None else (weight @ gain) * (1 + gamma(gain.shape[0]))
+
+    def _above(self, bend: Bend, slope: Tensor, anchor: Anchor | None = None, more: Tensor | None = None) -> Tensor:
+        """How far the activation is above the line without a shift, or the pair of lines that meets at an anchor."""
+        low, high = self.low[bend.before], self.high[bend.before]
+        ends = [low, high] if anchor is None else [low[anchor.unit], high[anchor.unit], anchor.centre]
+
+        def gap(v: Tensor) -> Tensor:
+            value = torch.where(v > 0, v, bend.leak * v)
+            line, size = slope * v, (slope * v).abs()
+            if anchor is not None and more is not None:
+                rest = (v - anchor.centre).clamp(min=0)
+                line, size = line + more * rest, size + more * (v.abs() + anchor.centre.abs())
+            return value - line + 8 * UNIT * (value.abs() + size)
+
+        return torch.stack([gap(v) for v in ends]).amax(0)
 
     def _priced(
         self, index: int, bend: Bend, row: Tensor, const: Tensor, given: Parameters | None
     ) -> tuple[Tensor, Tensor]:
-        """Multipliers of the signs that are known."""
-        sign = self.signs.get(index)
-        if sign is None or given is None:
+        """Prices of the limits of what a bend reads."""
+        if given is None:
             return row, const
         if ("price", index) not in given:
+            if index not in self.limits:
+                return row, const
             given["price", index] = torch.zeros_like(row).requires_grad_(True)
-        out = row - given["price", index] * sign
-        return out, const - 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before))
+        price, low, high = given["price", index], self.low[bend.before], self.high[bend.before]
+        limit = torch.where(price > 0, low, high)
+        if index in self.limits:  # the derivative at 0 is that of the limit which was set
+            limit = torch.where((price == 0) & torch.isfinite(self.limits[index][0]), low, limit)
+        out, paid = row - price, price * limit
+        room = 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before)) + gamma(row.shape[1]) * paid.abs().sum(1)
+        return out, const + paid.sum(1) - room - 4 * UNIT * const.abs()
 
     def _curve(self, index: int, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
         line, many = self.curves[index], row.shape[1]
@@ -426,7 +516,10 @@ class Checker:
         error = error + 4 * UNIT * (out.abs() @ self.most(bend.before))
         return out, const - error * (1 + 1e-9) - 8 * UNIT * const.abs()
 
-    def _pool(self, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
+    def _pool(
+        self, index: int, bend: Bend, row: Tensor, const: Tensor, given: Parameters | None
+    ) -> tuple[Tensor, Tensor]:
+        """The largest number of a window is at least any mean of them, and at most its ceiling."""
         assert bend.windows is not None
         low, high, place = self.low[bend.before], self.high[bend.before], bend.windows.clamp(min=0)
         inside = bend.windows >= 0
@@ -439,41 +532,50 @@ class Checker:
         others = most.scatter(1, pick[:, None], -math.inf).amax(1)
         sure = least.gather(1, pick[:, None])[:, 0] >= others
         kept = torch.where((row > 0) | sure, row, 0.0)
-        out = torch.zeros((row.shape[0], low.shape[0]), dtype=torch.float64).index_add(1, chosen, kept)
+        out = torch.zeros((row.shape[0], low.shape[0]), dtype=torch.float64)
+        if given is not None and ("pick", index) in given:
+            mean = torch.where(inside, given["pick", index].clamp(min=0), 0.0)  # (windows, numbers of a window)
+            total, alone = mean.sum(1, keepdim=True), torch.zeros_like(mean).scatter(1, pick[:, None], 1.0)
+            mean = torch.where(sure[:, None] | ~(total > 1e-30), alone, mean / total.clamp(min=1e-30))
+            for k in range(place.shape[1]):
+                out = out.index_add(1, place[:, k], kept * mean[:, k])
+        else:
+            out = out.index_add(1, chosen, kept)
         ceiling = most.amax(1)
         left = row - kept
         const = const + left @ ceiling
-        error = gamma(row.shape[1]) * (left.abs() @ ceiling.abs() + out.abs() @ self.most(bend.before))
+        error = gamma(row.shape[1] + place.shape[1]) * (
+            left.abs() @ ceiling.abs() + kept.abs() @ torch.maximum(ceiling.abs(), self._window_size(bend))
+        )
         return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
+
+    def _window_size(self, bend: Bend) -> Tensor:
+        assert bend.windows is not None
+        size = self.most(bend.before)[bend.windows.clamp(min=0)]
+        return torch.where(bend.windows >= 0, size, 0.0).amax(1)
 
     # ---- the answer
 
-    def margins(self, label: int, others: list[int] | None = None, given: Parameters | None = None) -> Tensor:
-        """Lower bounds of ``logit[label]`` less each other logit, or of some of them; ``given`` is a first guess."""
-        others = [k for k in range(self._classes()) if k != label] if others is None else others
-        if self.empty or not others:
-            return torch.full((len(others),), math.inf, dtype=torch.float64)
-        node, rows = len(self.network.nodes) - 1, self._differences(label, others)
-        if self.known is not None:
-            return self._climb(node, rows, given)
-        return torch.cat([self._lowest(node, part, margin=True)[0] for part in rows.split(self._chunk())])
+    def margins(self, label: int) -> Tensor:
+        """Lower bounds of ``logit[label]`` less each other logit."""
+        others = [k for k in range(self._classes()) if k != label]
+        if not others:
+            return torch.zeros(0, dtype=torch.float64)
+        node, rows = len(self.network.nodes) - 1, torch.cat([self.difference(label, k) for k in others])
+        return torch.cat([self._lowest(node, part)[0] for part in rows.split(self._chunk())])
 
-    def margin(self, label: int) -> float:
-        """A lower bound of ``logit[label] - best other logit``."""
-        return float(self.margins(label).amin())
-
-    def weights(self, label: int, other: int) -> dict[int, Tensor]:
-        """How much each number of each bend counts in the margin, by node."""
+    def weights(self, rows: Tensor) -> dict[int, Tensor]:
+        """How much each number of each bend counts in one row over the logits, by node."""
         passed: dict[int, Tensor] = {}
         with torch.no_grad():
-            self._back(len(self.network.nodes) - 1, self._differences(label, [other]), passed=passed)
+            self._back(len(self.network.nodes) - 1, rows, passed=passed)
         return {node: row[0].abs() for node, row in passed.items()}
+
+    def difference(self, label: int, other: int) -> Tensor:
+        """``logit[label] - logit[other]``, as a row over the logits."""
+        row = torch.zeros((1, self._classes()), dtype=torch.float64)
+        row[0, label], row[0, other] = 1.0, -1.0
+        return row
 
     def _classes(self) -> int:
         return math.prod(self.network.shape_of(len(self.network.nodes) - 1))
-
-    def _differences(self, label: int, others: list[int]) -> Tensor:
-        rows = torch.zeros((len(others), self._classes()), dtype=torch.float64)
-        rows[:, label] = 1.0
-        rows[torch.arange(len(others)), torch.tensor(others)] = -1.0
-        return rows

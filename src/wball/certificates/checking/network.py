@@ -25,6 +25,9 @@ UNIT = 2.0**-53
 LARGEST = 2**20
 """Numbers that a node may have: rows over them are held in memory."""
 
+MATRIX = 2**18
+"""Numbers of a map that is held as a matrix."""
+
 Shape = tuple[int, ...]
 Linear = Callable[[Tensor], Tensor]
 
@@ -47,9 +50,22 @@ class Map:
     run: Linear
     size: Linear
     _graph: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _matrix: Tensor | None = field(default=None, repr=False)
 
     def transposed(self, rows: Tensor) -> Tensor:
-        """Rows ``(R, *shape of the result)`` over the result as rows ``(R, numbers)`` over the source."""
+        """Rows ``(R, numbers of the result)`` over the result as rows ``(R, numbers)`` over the source."""
+        if rows.shape[1] * math.prod(self.shape) > MATRIX:
+            return self._differentiated(rows)
+        return rows @ self.matrix(rows.shape[1])
+
+    def matrix(self, numbers: int) -> Tensor:
+        """The map as a matrix ``(numbers of the result, numbers of the source)``."""
+        if self._matrix is None:
+            with torch.no_grad():
+                self._matrix = self._differentiated(torch.eye(numbers, dtype=torch.float64))
+        return self._matrix
+
+    def _differentiated(self, rows: Tensor) -> Tensor:
         if self._graph is None:
             with torch.enable_grad():
                 zero = torch.zeros(self.shape, dtype=torch.float64, requires_grad=True)

@@ -15,9 +15,12 @@ are worth the best target in a window that contains them all.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,11 +28,17 @@ from wball.ball import LinfBall, Plans, WassersteinBall
 from wball.certificates.checking.network import UNIT, Unfollowed, gamma
 from wball.cost import DenseCost, GridCost
 
+Array = NDArray[np.float64]
+Matrix = Any  # a sparse matrix of SciPy
+
 ALL = 128
 """Images of at most so many pixels have every move listed."""
 
-GROUPS, SEARCH = (3.0, 4.0, 6.0, 10.0, math.inf), 20
-"""Longer moves than those listed are grouped up to these lengths; steps of bisection."""
+GROUPS = (3.0, 4.0, 6.0, 10.0, math.inf)
+"""Longer moves than those listed are grouped up to these lengths."""
+
+SEARCH, CLOSE = 20, 1e-6
+"""Steps of a search for a price, and the relative gap at which it ends."""
 
 LARGEST = 4096
 """Pixels of an image whose costs are held as a matrix."""
@@ -41,10 +50,26 @@ class Cube:
     def __init__(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = low, high
 
+    @property
+    def centre(self) -> Tensor:
+        """An image of the set, flat."""
+        return (self.low + self.high) / 2
+
     def ranges(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
-    def highest(self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None) -> Tensor:
+    def constraints(self) -> Constraints:
+        """The set as constraints on the pixels themselves."""
+        from scipy import sparse  # slow to import, and rarely needed
+
+        pixels, none = self.low.shape[0], np.zeros(0)
+        nothing = sparse.csr_array((0, pixels))
+        ends = np.stack([self.low.numpy(), self.high.numpy()], 1)
+        return Constraints(sparse.eye_array(pixels).tocsr(), ends, nothing, none, nothing, none)
+
+    def highest(
+        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None, psi: Tensor | None = None
+    ) -> Tensor:
         """Upper bounds of ``<rows, z>``, (R,)."""
         assert charges is None and prices is None
         terms = torch.where(rows > 0, rows * self.high, rows * self.low)
@@ -90,6 +115,11 @@ class Transport:
         self.price = torch.cat(prices, 1)  # (sources, options)
 
     @property
+    def centre(self) -> Tensor:
+        """The image itself, flat."""
+        return self.x.flatten()
+
+    @property
     def options(self) -> int:
         return self.price.shape[0] * self.price.shape[1]
 
@@ -121,8 +151,10 @@ class Transport:
         gain = torch.where(torch.isfinite(moved), gain + 8 * UNIT * size, 0.0)
         return gain.clamp(min=0).flatten(1)
 
-    def highest(self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None) -> Tensor:
-        """Upper bounds of ``<rows, z>`` plus charges, (R,)."""
+    def highest(
+        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None, psi: Tensor | None = None
+    ) -> Tensor:
+        """Upper bounds of ``<rows, z>`` plus charges, (R,); any prices of the box and of the budget are right."""
         if self.mass.numel() == 0:
             return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
         at = rows if prices is None else rows - prices
@@ -132,7 +164,10 @@ class Transport:
             moved = moved + charges.view(moved.shape)
             size = size + charges.abs().amax(1)
         price = torch.where(torch.isfinite(self.price), self.price, 0.0)
-        psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(torch.float64)
+        if psi is not None:
+            psi = psi.clamp(min=0)
+        else:
+            psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(torch.float64)
         value = self._dual(stay, moved, price, psi)[0]
         mass, top = self.mass.sum(), float(price.max())
         if prices is not None and self.box is not None:
@@ -143,19 +178,32 @@ class Transport:
         return value + gamma(stay.shape[1] + 8) * (size + psi * (top + 1)) * (mass + self.budget + 1)
 
     def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
-        """The price of the least value of the dual function that bisection finds."""
+        """The price of the least value of the dual function that is found.
+
+        It is convex: next to be tried is the price at which the tangents on both sides meet, where it is least if there
+        is no kink in between, and now and then the middle.
+        """
         steep = torch.where(
             torch.isfinite(self.price) & (price > 0), (moved - stay[..., None]) / price.clamp(min=1e-300), 0.0
         )
         low = torch.zeros_like(stay[:, 0])
         high = steep.flatten(1).amax(1).clamp(min=0) * (1 + 1e-6)
-        best, at = self._dual(stay, moved, price, low)[0], low
-        for trial in [high, *[None] * SEARCH]:
-            psi = 0.5 * (low + high) if trial is None else trial
+        left, right = self._dual(stay, moved, price, low), self._dual(stay, moved, price, high)
+        best, at = torch.minimum(left[0], right[0]), torch.where(right[0] < left[0], high, low)
+        for step in range(SEARCH):
+            slopes = self.budget - left[1], self.budget - right[1]
+            meet = (left[0] - slopes[0] * low - right[0] + slopes[1] * high) / (slopes[1] - slopes[0])
+            least = left[0] + slopes[0] * (meet - low)
+            inside = (meet > low) & (meet < high)
+            if not bool((inside & (best - least > CLOSE * best.abs())).any()):
+                break
+            psi = torch.where(inside, meet, 0.5 * (low + high)) if step % 4 < 3 else 0.5 * (low + high)
             value, paid = self._dual(stay, moved, price, psi)
             best, at = torch.where(value < best, value, best), torch.where(value < best, psi, at)
             over = paid > self.budget
             low, high = torch.where(over, psi, low), torch.where(over, high, psi)
+            left = torch.where(over, value, left[0]), torch.where(over, paid, left[1])
+            right = torch.where(over, right[0], value), torch.where(over, right[1], paid)
         return at
 
     def _dual(self, stay: Tensor, moved: Tensor, price: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,44 +213,51 @@ class Transport:
         paid = (torch.where(goes, spent, 0.0) * mass).sum(1)
         return psi * self.budget + (torch.where(goes, top, stay) * mass).sum(1), paid
 
-    def box_prices(self, row: Tensor, charges: Tensor | None) -> Tensor | None:
-        """Prices of the box for one row, from a linear program; ``None`` where it is too large or there is no box."""
-        count, options = self.price.shape
-        if self.box is None or self.windows or count * (options + 1) > 20000 or count == 0:
-            return None
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_array, vstack
+    def constraints(self) -> Constraints | None:
+        """The ball as constraints on its plans; ``None`` where moves are grouped, or nothing moves.
 
-        stay, moved = self.worth(row[None])
-        if charges is not None:
-            moved = moved + charges.view(moved.shape)
-        finite = torch.isfinite(self.price)
-        origin, option = finite.nonzero(as_tuple=True)
-        worth = torch.cat([stay[0], moved[0][origin, option]]).numpy()
+        Variables are what stays, source by source, and what moves, in the order of ``moves``.
+        """
+        count = self.price.shape[0]
+        if self.windows or count == 0:
+            return None
+        from scipy import sparse  # slow to import, and rarely needed
+
+        origin, option = self.moves
         source = torch.cat([torch.arange(count), origin]).numpy()
         into = torch.cat([self.pixel, self.target[origin, option]]).numpy()
         into = into + self.channel.numpy()[source] * self.pixels
-        paid = torch.cat([torch.zeros(count, dtype=torch.float64), self.price[origin, option]]).numpy()
-        many, every = worth.shape[0], np.arange(worth.shape[0])
-        cells = self.channels * self.pixels
-        reach = coo_array((np.ones(many), (into, every)), shape=(cells, many)).tocsr()
-        budget = coo_array((paid, (np.zeros(many, dtype=int), every)), shape=(1, many))
-        upper = [budget, reach, -reach]
-        limits = np.concatenate([[self.budget], np.full(cells, self.box[1]), np.full(cells, -self.box[0])])
-        rows = coo_array((np.ones(many), (source, every)), shape=(count, many)).tocsr()
-        found = linprog(
-            -worth,
-            A_ub=vstack(upper).tocsr(),
-            b_ub=limits,
-            A_eq=rows,
-            b_eq=self.mass.numpy(),
-            bounds=(0, None),
-            method="highs",
-        )
-        if found.status != 0:
-            return None
-        dual = -found.ineqlin.marginals
-        return torch.from_numpy(dual[1 : 1 + cells] - dual[1 + cells :]).to(torch.float64)
+        paid = np.concatenate([np.zeros(count), self.price[origin, option].numpy()])
+        many, cells = source.shape[0], self.channels * self.pixels
+        every, one = np.arange(many), np.ones(many)
+        image = sparse.coo_array((one, (into, every)), shape=(cells, many)).tocsr()
+        budget = sparse.coo_array((paid, (np.zeros(many, dtype=int), every)), shape=(1, many))
+        mass = sparse.coo_array((one, (source, every)), shape=(count, many)).tocsr()
+        under, limits = [budget], [np.array([self.budget])]
+        if self.box is not None:
+            under += [image, -image]
+            limits += [np.full(cells, self.box[1]), np.full(cells, -self.box[0])]
+        ends = np.stack([np.zeros(many), np.full(many, np.inf)], 1)
+        rows = sparse.vstack(under).tocsr()
+        return Constraints(image, ends, rows, np.concatenate(limits), mass, self.mass.numpy())
+
+    @property
+    def moves(self) -> tuple[Tensor, Tensor]:
+        """Source and option of every move."""
+        origin, option = torch.isfinite(self.price).nonzero(as_tuple=True)
+        return origin, option
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """A set of images as a linear program: ``image @ t`` for variables with ``under t <= limits``, ``equal t = to``."""
+
+    image: Matrix
+    ends: Array
+    under: Matrix
+    limits: Array
+    equal: Matrix
+    to: Array
 
 
 def _largest_around(image: Tensor, reach: int, dim: int) -> Tensor:
