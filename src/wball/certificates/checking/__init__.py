@@ -153,7 +153,8 @@ def _by_cases(whole: Checker, label: int, best: Tensor, leaves: tuple[Leaf, ...]
     others = [k for k in range(len(best) + 1) if k != label]
     best = best.clone()
     for place in (best <= 0).nonzero()[:, 0].tolist():
-        best[place] = max(float(best[place]), Cases(whole, label, others[place]).margin(leaves))
-        if not best[place] > 0:
+        found = Cases(whole, label, others[place]).margin(leaves)
+        if not found > 0:  # the bound of one part: that of the ball stays
             break
+        best[place] = found
     return best
