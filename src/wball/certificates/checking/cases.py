@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from wball.certificates.checking.bounds import Checker, Limits, Margin, Parameters
-from wball.certificates.checking.lines import values_between
 from wball.certificates.checking.network import Bend
 from wball.certificates.checking.program import Program, Solution
 from wball.certificates.complete import Leaf
@@ -64,7 +62,7 @@ class Cases:
         if cut is None or not part:
             start = next((leaf for held, leaf in leaves if held.keys() <= part.keys()), None)
             known, found, worst = self._bounded(part, known, start)
-            if found > 0:
+            if found > 0 or self._refuted(worst):
                 return found
             cut = cut or self._widest(known, part, worst)
             if cut is None or self.left <= 0:
@@ -108,6 +106,10 @@ class Cases:
             return case.climb(self.row, STEPS, self._start(case, start)), None
         with torch.no_grad():
             return case.evaluated(self.row, found.given), found
+
+    def _refuted(self, worst: Solution | None) -> bool:
+        """Whether the worst image for the relaxation gets another label: then the certificate is wrong."""
+        return worst is not None and float(self.row[0] @ self.whole.network.logits(worst.image)) <= 0
 
     def _limits(self, part: Part) -> Limits:
         limits: Limits = {}
@@ -157,7 +159,7 @@ class Cases:
                 off = off * (1 - bend.leak)
             else:
                 read, out = worst.at[node]
-                off = (out - _value(bend, read)).abs()
+                off = (out - bend.value(read)).abs()
             score, unit = (off * weight).max(0)
             if float(score) > best:
                 number, where = self._place(bend, int(unit), low, high)
@@ -174,16 +176,6 @@ class Cases:
             taps = taps[taps >= 0]
             unit = int(taps[(high[taps] - low[taps]).argmax()])
         return unit, 0.0 if bend.straight else float(low[unit] + high[unit]) / 2
-
-
-def _value(bend: Bend, read: Tensor) -> Tensor:
-    """What a bend puts out."""
-    if bend.windows is not None:
-        inside = bend.windows >= 0
-        return torch.where(inside, read[bend.windows.clamp(min=0)], -math.inf).amax(1)
-    if bend.curve:
-        return values_between(bend.curve, bend.ends, read, read)[0]
-    return F.leaky_relu(read, bend.leak)
 
 
 def _common(part: Part, leaves: list[tuple[Signs, Leaf]]) -> tuple[Cut, float] | None:

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from wball.certificates.checking.lines import values_between
+
 UNIT = 2.0**-53
 LARGEST = 2**20
 """Numbers that a node may have: rows over them are held in memory."""
@@ -112,6 +114,14 @@ class Bend:
         """Whether it is ``max(v, leak v)``."""
         return self.windows is None and not self.curve
 
+    def value(self, read: Tensor) -> Tensor:
+        """What it puts out, flat, up to rounding."""
+        if self.windows is not None:
+            return torch.where(self.windows >= 0, read[self.windows.clamp(min=0)], -math.inf).amax(1)
+        if self.curve:
+            return values_between(self.curve, self.ends, read, read)[0]
+        return F.leaky_relu(read, self.leak)
+
 
 @dataclass
 class Network:
@@ -127,6 +137,19 @@ class Network:
     @property
     def bends(self) -> list[int]:
         return [k for k, node in enumerate(self.nodes) if isinstance(node, Bend)]
+
+    def logits(self, image: Tensor) -> Tensor:
+        """What the network answers for one image, flat, in float64."""
+        values: list[Tensor] = []
+        for node in self.nodes:
+            if node is None:
+                values.append(image)
+            elif isinstance(node, Bend):
+                values.append(node.value(values[node.before]))
+            else:
+                parts = [part.run(values[part.source].reshape(part.shape)).flatten() for part in node.maps]
+                values.append(torch.stack([node.const, *parts]).sum(0))
+        return values[-1]
 
     def add(self, node: Affine | Bend) -> Held:
         if math.prod(node.shape) > LARGEST:

@@ -26,9 +26,10 @@ VARIABLES, NUMBERS = 20_000, 2**22
 
 @dataclass(frozen=True)
 class Solution:
-    """Parameters of the bound, and for every bend what its relaxation reads and puts out at the worst point."""
+    """Parameters of the bound, the worst image, and for every bend what its relaxation reads and puts out there."""
 
     given: Parameters
+    image: Tensor
     at: dict[int, tuple[Tensor, Tensor]]
 
 
@@ -220,7 +221,8 @@ class Program:
             reads = self.over[self._at(index).before]
             values = [torch.from_numpy(part[0] @ found.x + part[1]) for part in (reads, self.over[index])]
             at[index] = values[0], values[1]
-        return Solution(self._parameters(first, rest), at)
+        image = torch.from_numpy(self.over[0][0] @ found.x)
+        return Solution(self._parameters(first, rest), image, at)
 
     def _parameters(self, first: Tensor, rest: list[Tensor]) -> Parameters:
         given: Parameters = {}
