@@ -15,8 +15,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import wball
 from wball.certificates import UnsupportedModule, certified_radius, certify
+from wball.certificates.functions import supported_table
 from wball.certificates.graph import Diagonal
-from wball.certificates.tracing import supported_table, trace
+from wball.certificates.tracing import trace
 
 BALL = wball.LinfBall(0.3, box=(0.0, 2.0))
 

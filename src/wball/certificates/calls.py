@@ -1,0 +1,353 @@
+"""One call of a PyTorch function as an operation of the graph: what it is, and whether its arguments are understood."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from wball.certificates import functions
+from wball.certificates.graph import (
+    Activation,
+    Conv2d,
+    Curved,
+    Diagonal,
+    Generic,
+    Linear,
+    MaxPool,
+    Op,
+    Reshape,
+    Shape,
+    Sum,
+)
+from wball.certificates.trust import UnsupportedModule
+
+_INDEXED = functions.known("__getitem__")
+
+
+class Recording(Protocol):
+    """What a call must know about the run it is part of.
+
+    Attributes:
+        batch: images of the run.
+        device: where they are.
+        place: which operation a tensor that depends on the image is the value of, by its identity.
+    """
+
+    batch: int
+    device: torch.device
+    place: dict[int, int]
+
+    def constant(self, tensor: Tensor) -> None:
+        """Remember a tensor that does not depend on the image: it must keep its values."""
+
+    def module(self) -> tuple[str, str]:
+        """Name and type of the innermost module of the model that is running."""
+
+    def title(self, func: Any) -> str:
+        """The call, as an error names it."""
+
+
+class Call:
+    """One call of a function on tensors that depend on the image, and the operation it is."""
+
+    def __init__(
+        self,
+        recorder: Recording,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: list[Tensor],
+        before: list[Shape],
+        shape: Shape,
+    ) -> None:
+        self.recorder, self.func, self.sources, self.before, self.shape = recorder, func, sources, tuple(before), shape
+        self.title, self.name = recorder.title(func), recorder.module()[0]
+        self.inputs = tuple(recorder.place[id(t)] for t in sources)
+        self.args, self.kwargs = tree_map(self._constant, (args, kwargs))
+        self.reads = sum(1 for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and self._tracked(t))
+
+    def _tracked(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and any(value is t for t in self.sources)
+
+    def _constant(self, value: Any) -> Any:
+        """Constants as they are now, without a batch dimension that only repeats them."""
+        if not isinstance(value, Tensor) or self._tracked(value):
+            return value
+        batch = self.recorder.batch
+        per_image = value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
+        self.recorder.constant(value)
+        return value[:1] if per_image and bool((value == value[:1]).all()) else value
+
+    def refuse(self, why: str = "") -> UnsupportedModule:
+        return UnsupportedModule(
+            f"no bound is known for {self.title}{why and ': ' + why}. Supported: Linear, Conv2d, ReLU, LeakyReLU, "
+            "Sigmoid, Tanh, GELU, SiLU, clamp, average and max pooling, BatchNorm (evaluation mode), Flatten, sums, "
+            "arithmetic with constants, Dropout, "
+            "Identity"
+        )
+
+    def bound(self, *names: str, **defaults: Any) -> dict[str, Any]:
+        """The arguments by name; an unknown one is refused."""
+        every = [*names, *defaults]
+        if len(self.args) > len(every) or any(name not in every for name in self.kwargs):
+            raise self.refuse(f"unexpected arguments {sorted(self.kwargs)}")
+        return {**defaults, **dict(zip(every, self.args, strict=False)), **self.kwargs}
+
+    def op(self) -> Op | int:
+        """The operation, or the position of the one whose value is passed on."""
+        func, single = self.func, len(self.sources) == 1 and self.reads == 1
+        first = self.args[0] if self.args else self.kwargs.get("input")
+        if self.kwargs.get("out") is not None:
+            raise self.refuse("out=")
+        if single and self._tracked(first):
+            if func in functions.IDENTITIES or functions.attribute(func) == "data":
+                return self.inputs[0]
+            if func in functions.DROPOUTS:
+                return self._dropout()
+            if func in functions.RESHAPES:
+                same = self.shape == self.before[0]
+                return self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
+            if func in functions.RELUS:
+                return Activation(self.name, self.inputs, self.shape, 0.0)
+            if func in functions.LEAKY_RELUS:
+                return self._leaky_relu()
+            if func in functions.CURVES:
+                return self._curve(functions.CURVES[func])
+            if func in functions.CLAMPS:
+                return self._clamp(functions.CLAMPS[func])
+            if func in functions.MAX_POOLS:
+                return self._max_pool()
+            if func in functions.POOLS:
+                return self._average_pool()
+            if func in functions.LINEARS:
+                return self._linear()
+            if func in functions.CONVOLUTIONS:
+                return self._convolution()
+            if func in functions.NORMS:
+                return self._batch_norm()
+        if any(
+            func in table
+            for table in (functions.PLUS, functions.MINUS, functions.FROM, functions.TIMES, functions.OVER)
+        ):
+            return self._arithmetic()
+        if func in functions.JOINS or (single and (func in functions.LINEAR_FUNCTIONS or func in functions.SIGNED)):
+            return self._generic(signed=func in functions.SIGNED)
+        raise self.refuse()
+
+    # ---- single kinds
+
+    def _dropout(self) -> int:
+        settings = self.bound("input", p=0.5, training=True, inplace=False)
+        if settings["training"]:
+            raise self.refuse("random")
+        return self.inputs[0]
+
+    def _leaky_relu(self) -> Op:
+        slope = float(self.bound("input", negative_slope=0.01, inplace=False)["negative_slope"])
+        if not 0 <= slope <= 1:
+            raise self.refuse(f"the negative slope must be in [0, 1], got {slope}")
+        return Activation(self.name, self.inputs, self.shape, slope)
+
+    def _curve(self, kind: str) -> Op:
+        settings = self.bound("input", inplace=False, approximate="none")
+        if settings["approximate"] != "none":
+            raise self.refuse("an approximation has other bounds")
+        return Curved(self.name, self.inputs, self.shape, kind)
+
+    def _clamp(self, kind: str) -> Op:
+        if kind == "relu6":
+            self.bound("input", inplace=False)
+            ends: tuple[Any, Any] = (0.0, 6.0)
+        elif kind == "hardtanh":
+            settings = self.bound("input", min_val=-1.0, max_val=1.0, inplace=False)
+            ends = settings["min_val"], settings["max_val"]
+        else:
+            settings = self.bound("input", min=None, max=None)
+            ends = settings["min"], settings["max"]
+        if any(isinstance(end, Tensor) for end in ends):
+            raise self.refuse("the ends must be numbers")
+        low, high = -math.inf if ends[0] is None else float(ends[0]), math.inf if ends[1] is None else float(ends[1])
+        if not low <= high:
+            raise self.refuse(f"the ends must be in order, got {low} and {high}")
+        return Curved(self.name, self.inputs, self.shape, "clamp", (low, high))
+
+    def _max_pool(self) -> Op:
+        settings = self.bound(
+            "input", "kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+        )
+        if settings["return_indices"] or len(self.shape) != 3:
+            raise self.refuse("only the maxima of images (B, C, H, W)")
+        kernel = _pair(settings["kernel_size"])
+        stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
+        padding, dilation = _pair(settings["padding"]), _pair(settings["dilation"])
+        ceil_mode = bool(settings["ceil_mode"])
+        return MaxPool(self.name, self.inputs, self.shape, self.before[0], kernel, stride, padding, dilation, ceil_mode)
+
+    def _average_pool(self) -> Op:
+        settings = self.bound(
+            *("input", "kernel_size"),
+            stride=None,
+            padding=0,
+            ceil_mode=False,
+            count_include_pad=True,
+            divisor_override=None,
+        )
+        divisor = settings["divisor_override"]
+        if divisor is not None and not divisor > 0:
+            raise UnsupportedModule(f"{self.title}: divisor_override must be above 0, got {divisor}")
+        kernel, padding = _pair(settings["kernel_size"]), _pair(settings["padding"])
+        stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
+        counted = settings["count_include_pad"] or padding == (0, 0)
+        if settings["ceil_mode"] or not counted or len(self.shape) != 3:
+            return self._generic()
+        channels, share = self.shape[0], 1.0 / (divisor or kernel[0] * kernel[1])
+        mean = torch.full((channels, 1, *kernel), share, dtype=torch.float64, device=self.recorder.device)
+        return Conv2d(self.name, self.inputs, self.shape, self.before[0], mean, None, stride, padding, (1, 1), channels)
+
+    def _linear(self) -> Op:
+        settings = self.bound("input", "weight", bias=None)
+        weight, bias = settings["weight"], settings["bias"]
+        if weight.ndim != 2 or (bias is not None and bias.ndim != 1):
+            return self._generic()
+        return Linear(self.name, self.inputs, self.shape, weight, bias)
+
+    def _convolution(self) -> Op:
+        settings = self.bound("input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1)
+        if len(self.shape) != 3 or isinstance(settings["padding"], str):
+            return self._generic()
+        stride, padding, dilation = (_pair(settings[name]) for name in ("stride", "padding", "dilation"))
+        weight, bias, groups = settings["weight"], settings["bias"], int(settings["groups"])
+        return Conv2d(
+            self.name, self.inputs, self.shape, self.before[0], weight, bias, stride, padding, dilation, groups
+        )
+
+    def _batch_norm(self) -> Op:
+        settings = self.bound(
+            *("input", "running_mean", "running_var"),
+            weight=None,
+            bias=None,
+            training=False,
+            momentum=0.1,
+            eps=1e-5,
+        )
+        mean, variance = settings["running_mean"], settings["running_var"]
+        if settings["training"] or mean is None or variance is None:
+            raise UnsupportedModule(f"{self.title} has no running statistics: its output depends on the batch")
+        wide = torch.float64
+        scale = 1.0 / torch.sqrt(variance.to(wide) + settings["eps"])
+        if settings["weight"] is not None:
+            scale = settings["weight"].to(wide) * scale
+        summed = mean.to(wide) * scale
+        shift = -summed if settings["bias"] is None else settings["bias"].to(wide) - summed
+        view = (1, -1, *[1] * (len(self.shape) - 1))
+        maps = (part.detach().view(view) for part in (scale, shift, summed.abs()))
+        return Diagonal(self.name, self.inputs, self.shape, *maps)
+
+    # ---- whole families
+
+    def _arithmetic(self) -> Op:
+        func, single = self.func, len(self.sources) == 1 and self.reads == 1
+        if self.kwargs.get("rounding_mode") is not None:
+            raise self.refuse("rounding")
+        if func in functions.OVER and not (single and self._tracked(self.args[0])):
+            raise self.refuse("only division by a constant")
+        if func in functions.TIMES and not single:
+            raise self.refuse("only products with a constant")
+        if single and self.shape == self.before[0]:
+            return self._diagonal()
+        plain = self.kwargs.get("alpha", 1) == 1 and len(self.args) == 2 and self.reads == 2
+        if plain and len(self.sources) == 2 and self.before[0] == self.before[1] == self.shape:
+            inputs = self.inputs[::-1] if func in functions.FROM else self.inputs
+            return Sum(self.name, inputs, self.shape, 1.0 if func in functions.PLUS else -1.0)
+        return self._generic(signed=True)
+
+    def _diagonal(self) -> Op:
+        zero = torch.zeros((1, *self.shape), dtype=torch.float64, device=self.recorder.device)
+        with torch.enable_grad():  # differences would lose the digits of 1 beside a large shift
+            shift = self.function()(zero.requires_grad_())
+            (scale,) = torch.autograd.grad(shift, zero, torch.ones_like(shift))
+        maps = [scale, shift.detach()]
+        if len(self.shape) == 3 and all(bool((m == m[..., :1, :1]).all()) for m in maps):
+            maps = [m[..., :1, :1] for m in maps]
+        return Diagonal(self.name, self.inputs, self.shape, maps[0], maps[1])
+
+    def _generic(self, signed: bool = False) -> Op:
+        if self.func in _INDEXED and not all(_basic(i) for i in _listed(self.args[1])):
+            raise self.refuse("only numbers and slices as an index")
+        function = self.function()
+        self._check_affine(function)
+        magnitude = None if signed else self.function(absolute=True)
+        leaves, shape = tree_flatten((self.args, self.kwargs))
+        constants = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and not self._tracked(leaf))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        call = f"{getattr(self.func, '__name__', '')} {shape} {plain}"
+        return Generic(self.name, self.inputs, self.shape, self.before, function, magnitude, call, constants)
+
+    def function(self, absolute: bool = False) -> Callable[..., Tensor]:
+        """The call as a function of its sources, in their precision, or that with its constants' absolute values."""
+        func, args, kwargs = self.func, self.args, self.kwargs
+        keys = [id(t) for t in self.sources]
+        kept = tree_map(lambda v: _Slot(keys.index(id(v))) if self._tracked(v) else v, (args, kwargs))
+
+        def function(*values: Tensor) -> Tensor:
+            def fill(value: Any) -> Any:
+                if isinstance(value, _Slot):
+                    return values[value.index].clone()  # the function may work in place
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                return value.to(values[0].dtype).abs() if absolute else value.to(values[0].dtype)
+
+            filled, named = tree_map(fill, kept, is_leaf=lambda v: isinstance(v, _Slot))
+            result: Tensor = func(*filled, **named)
+            return result
+
+        return function
+
+    @torch.no_grad()
+    def _check_affine(self, function: Callable[..., Tensor]) -> None:
+        """Refuse a function that mixes images or is not affine, as random inputs show."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(part: Shape) -> Tensor:
+            return torch.randn((2, *part), dtype=torch.float64, generator=generator, device="cpu").to(
+                self.recorder.device
+            )
+
+        first, second = ([draw(part) for part in self.before] for _ in (0, 1))
+        try:
+            at, there = function(*first), function(*second)
+            alone = torch.cat([function(*(h[k : k + 1] for h in first)) for k in (0, 1)])
+            middle = function(*((a + b) / 2 for a, b in zip(first, second, strict=True)))
+        except (RuntimeError, ValueError, IndexError):
+            raise UnsupportedModule(f"{self.title} mixes images of a batch") from None
+        size = 1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() and there.numel() else 0.0
+        if at.shape != alone.shape or at.shape[0] != 2 or not bool(((at - alone).abs() <= size).all()):
+            raise UnsupportedModule(f"{self.title} mixes images of a batch")
+        if not bool((((at + there) / 2 - middle).abs() <= size).all()):
+            raise UnsupportedModule(f"{self.title} is not affine in what it reads")
+
+
+class _Slot:
+    """Where a source enters a call."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _listed(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _basic(index: Any) -> bool:
+    return index is None or index is Ellipsis or (isinstance(index, (int, slice)) and not isinstance(index, bool))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, (tuple, list)):
+        return int(value[0]), int(value[-1])
+    return int(value), int(value)
