@@ -16,12 +16,16 @@ from torch import Tensor
 
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
+from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem, Tolerance
-from wball.kernels.columns import Quadratic
+from wball.kernels.columns import Linear, Quadratic
+from wball.kernels.entropic_path import entropic_path
 from wball.kernels.entropic_plan import EntropicPlan
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
 from wball.kernels.proximal_newton import proximal_newton
+from wball.kernels.pull_back import PulledBack
+from wball.kernels.row_maximum import row_maximum
 from wball.plan import Plan
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
@@ -34,6 +38,10 @@ FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))  # one s
 
 def test_every_operation_has_a_reference() -> None:
     assert all("torch" in kernels and set(kernels) <= set(dispatch.KERNELS) for kernels in dispatch.OPERATIONS.values())
+
+
+def test_every_operation_has_hard_cases() -> None:
+    assert all(f"test_{operation}" in globals() for operation in dispatch.OPERATIONS)
 
 
 @pytest.fixture
@@ -153,6 +161,30 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     assert bool(((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()), "factors"
     assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool((plan.net_cost >= 0).all()), "costs"
     assert case.also(case, plan), "what this case is about"
+
+
+# Pulling back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["pull_back"]), indirect=True)
+@pytest.mark.parametrize("name", PLANS)
+def test_pull_back(kernel: str, name: str) -> None:
+    """Whatever the plan is like, its point is in the ball."""
+    case = PLANS[name]
+    x, b = case.x.to(DEVICE), case.b.to(DEVICE)
+    mass = x.double().sum((2, 3))
+    budget, one = case.eps * mass.sum(1), torch.ones(len(x), dtype=torch.float64, device=DEVICE)
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    plan: EntropicPlan = dispatch.load("entropic_plan", "torch").entropic_plan(
+        x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
+        sweeps=case.sweeps, newton=case.newton,
+    )  # fmt: skip
+    point: PulledBack = dispatch.load("pull_back", kernel).pull_back(x, b, plan, budget, one, moves, case.box)
+    assert all(bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.share, point.kappa))
+    assert bool(((point.z.double().sum((2, 3)) - mass).abs() <= 2e-6 * mass).all()), "mass"
+    assert bool((point.cost <= budget).all()) and bool(((point.share >= 0) & (point.share <= 1)).all()), "budget"
+    ball = WassersteinBall(case.eps, case.cost, box=case.box)
+    assert bool(ball.contains(x.double().cpu(), point.z.double().cpu()).all()), "inside"
 
 
 # Projected Sinkhorn ----------------------------------------------------------------------------------------------
@@ -284,6 +316,20 @@ def test_linear_maximum(kernel: str, name: str) -> None:
         assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
 
 
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]), indirect=True)
+@pytest.mark.parametrize("name", MAXIMA)
+def test_row_maximum(kernel: str, name: str) -> None:
+    case = MAXIMA[name]
+    a, x = case.a.double().to(DEVICE), case.x.double().to(DEVICE)
+    ball = WassersteinBall(case.eps, case.cost, box=None)
+    rows = Rows(a, torch.zeros(1, dtype=torch.long, device=DEVICE))
+    found, psi = row_maximum(ball.input_set(x, plans="window")._problem(rows, None, None), 40, kernel)
+    size = 1e-5 * float((a.abs() * x).sum() + a.abs().max())
+    exact = ball.support(x, a, tol=1e-9)
+    assert float(exact.value) - size <= float(found) <= float(exact.upper) + size and float(psi) >= 0
+    assert case.best is None or float(found) == pytest.approx(case.best, abs=1e-5)
+
+
 # Exact plans -----------------------------------------------------------------------------------------------------
 
 
@@ -340,25 +386,65 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     x, w = case.x.double().to(DEVICE), case.w.double().to(DEVICE)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget, centre = case.eps * x.sum((1, 2, 3)), 0.5 * (w - x).square().sum((1, 2, 3))
-    unknown = torch.full_like(budget, -math.inf)
-    best = Best(
-        Plan.identity(moves, x).flow.contiguous(), centre.clone(), unknown.clone(), unknown.clone(),
-        torch.zeros_like(x), torch.zeros_like(budget),
-    )  # fmt: skip
     tolerance = Tolerance(tol, 0.0, torch.zeros_like(budget), tol**2 * centre)
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     problem = Problem(x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), tolerance)
+    best = nothing_known(problem)
     n_iter = proximal_newton(problem, w - x, 200, best, kernel=kernel)
     assert int(n_iter) < 200
-    gap = float(best.primal - best.dual)
-    assert -1e-12 * float(centre) <= gap <= tol * float(best.primal) + tol**2 * float(centre), "solved"
-    plan = Plan(moves, best.flow)
+    check_books(problem, best)
+    assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)
+
+
+def nothing_known(problem: Problem) -> Best:
+    unknown = torch.full_like(problem.budget, -math.inf)
+    still = Plan.identity(problem.moves, problem.x).flow.contiguous()
+    centre, nowhere = problem.columns.objective(problem.x), torch.zeros_like(problem.x)
+    return Best(still, centre, unknown.clone(), unknown.clone(), nowhere, torch.zeros_like(problem.budget))
+
+
+def check_books(problem: Problem, best: Best) -> None:
+    """The plan is one of the ball, the bound is what its duals prove, and they meet."""
+    x, columns, plan = problem.x, problem.columns, Plan(problem.moves, best.flow)
+    size = float(columns.objective(x).abs() + best.primal.abs() + 1e-12)
+    assert float(best.primal - best.dual) >= -1e-12 * size and bool(problem.done(best)), "solved"
     assert float(best.flow.min()) >= 0, "masses"
     torch.testing.assert_close(plan.rows(), x, rtol=1e-14, atol=1e-15)
-    assert float(plan.cost()) <= float(budget) * (1 + 1e-14), "budget"
+    assert float(plan.cost()) <= float(problem.budget) * (1 + 1e-14), "budget"
     z = plan.columns()
-    assert float(z.min()) >= lo - 1e-12 and float(z.max()) <= hi + 1e-12, "box"
-    assert float(0.5 * (w - z).square().sum()) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
-    bound, _ = problem.lower_bounds(best.u, best.psi)
-    assert float(bound) == pytest.approx(float(best.dual), rel=1e-9, abs=1e-12), "proof"
-    assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)
+    assert float(z.min()) >= columns.lo - 1e-12 and float(z.max()) <= columns.hi + 1e-12, "box"
+    assert float(problem.objective(plan)) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
+    bound, hard = problem.lower_bounds(best.u, best.psi)
+    assert float(bound) == pytest.approx(float(best.dual), rel=1e-9, abs=1e-12 * size), "proof"
+    assert float(best.hard) >= float(hard) - 1e-12 * size, "proof without entropy"
+
+
+# The entropic path -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_path"]), indirect=True)
+@pytest.mark.parametrize("form", ["support", "entropic support", "entropic projection"])
+@pytest.mark.parametrize("name", EXACT)
+def test_entropic_path(kernel: str, form: str, name: str) -> None:
+    interpreted = kernel == "triton" and DEVICE == "cpu"
+    if interpreted and name not in INTERPRETED:
+        pytest.skip("takes the interpreter too long")
+    case, tol, linear = EXACT[name], 3e-2 if interpreted else 1e-4, form != "entropic projection"
+    x, w = case.x.double().to(DEVICE), case.w.double().to(DEVICE)
+    lo, hi = case.box if case.box is not None else (0.0, math.inf)
+    if form == "entropic support" and hi == math.inf:
+        pytest.skip("one scalar equation, which is not followed")
+    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    mass = x.sum((1, 2, 3))
+    tau = {"support": 0 * mass, "entropic support": 0 * mass + 1e-3, "entropic projection": mass / 1e3}[form]
+    columns = Linear(w, lo, hi) if linear else Quadratic(w, lo, hi)
+    centre = columns.objective(x)
+    offset = -centre if linear else 0 * mass
+    floor = 1e-2 * tol * (w.abs() * x).sum((1, 2, 3)) if linear else tol**2 * centre
+    problem = Problem(x, case.eps * mass, moves, columns, tau, Tolerance(tol, 0.0 if linear else 0.03, offset, floor))
+    best = nothing_known(problem)
+    start = w if linear else w - x
+    spread = 0.25 * (start.amax((1, 2, 3)) - start.amin((1, 2, 3)))
+    n_iter = entropic_path(problem, start, torch.maximum(spread, tau), 300, best, kernel=kernel)
+    assert int(n_iter) < 300
+    check_books(problem, best)

@@ -311,7 +311,7 @@ def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
-    """The support function without box: the kink of ``h``, a plan there in ``share``, and a sound upper bound.
+    """The support function without box: a plan at the kink of ``h`` in ``share``; a sound upper bound and its price.
 
     Two lines bracket the kink; they are intersected until they meet. See :mod:`wball.solvers.support`.
     """
@@ -327,7 +327,8 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
     cost_low, h_low = best_moves(p, low, at_low)
     cost_high, h_high = best_moves(p, high, at_high)
-    upper, blend, steps = min(h_low, h_high), 0.0, 1
+    upper, price = (h_low, low) if h_low <= h_high else (h_high, high)
+    blend, steps = 0.0, 1
     if cost_low <= p.budget:
         copy(at_low, at_high)
     else:
@@ -339,7 +340,8 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
             cost, h = best_moves(p, psi, trial)
             line = max(h_low + (p.budget - cost_low) * (psi - low), h_high - (p.budget - cost_high) * (high - psi))
             flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
-            upper = min(upper, h)
+            if h < upper:
+                upper, price = h, psi
             steps += 1
             if cost <= p.budget:
                 high, cost_high, h_high = psi, cost, h
@@ -355,7 +357,7 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     for a in range(n_rows):
         share[a, at_high[a]] += 1 - blend
         share[a, at_low[a]] += blend
-    return upper + 1e-14 * (abs(upper) + size), steps
+    return upper + 1e-14 * (abs(upper) + size), price, steps
 
 
 @compiled(inner=True)

@@ -419,13 +419,13 @@ def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyp
         if p.linear and images.tau_end[m] == 0.0:
             # Without box u = g is optimal; with it, that pair is tried first.
             share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)
-            upper, steps = kink(p, goal.max_iter, share)
+            upper, price, steps = kink(p, goal.max_iter, share)
             value, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
             if value < found[0]:
                 found[0] = value
                 copy(flow, best_flow)
             if -upper > found[1]:
-                found[1] = -upper
+                found[1], found[3] = -upper, price
                 copy(start, best_u)
             found[2] = max(found[2], -upper)
             done = found[0] - found[1] <= goal.tol * abs(found[0] + images.offset[m]) + images.floor[m]
