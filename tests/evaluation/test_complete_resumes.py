@@ -1,4 +1,4 @@
-"""Evaluations with complete certificates: what was decided before an interruption is kept, and the end is the same."""
+"""Evaluations with complete certificates: counterexamples count, and an interruption changes nothing."""
 
 from __future__ import annotations
 
@@ -54,3 +54,20 @@ def test_an_interrupted_evaluation_with_complete_certificates_resumes(
     assert resumed.images["certified"].tolist() == whole.images["certified"].tolist()
     assert (tmp_path / "a" / "results.json").read_bytes() == (tmp_path / "b" / "results.json").read_bytes()
     assert float(whole.images["certified"].max()) == 0.1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_counterexamples_count_as_broken() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    x = torch.rand(6, 1, 3, 3)
+    y, ball = model(x).argmax(1), wball.WassersteinBall(1.0)
+    timid = wball.DualAveraging(ball, steps=1, step_size=1e-12)  # breaks nothing
+    result = wball.evaluate(model, x, y, ball, [1.0], timid, certify="complete")
+    broken = result.images["read_as"] >= 0
+    assert broken.any()
+    assert (broken | (result.images["certified"] == 1.0)).all()  # every image is decided
+    assert (result.images["member"][broken] == -1).all()
+    assert not result.rejected
+    assert wball.audit(ball, result.examples["original"], result.examples["adversarial"]).valid.all()
+    assert (model(result.examples["adversarial"]).argmax(1) != y[broken]).all()

@@ -23,7 +23,7 @@ from wball.attacks import Attack, minimal_radius
 from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.findings import Finding, merged
 from wball.ball import Ball
-from wball.certificates import certified_radius, certify
+from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluation.doubts import as_warnings
 from wball.evaluation.result import (
@@ -107,7 +107,7 @@ class Batches:
                 else:
                     attack = attack or self._prepared(batch, x, y)
                     self._attack(attack.at(float(self.settings["radii"][stage])), state, notes, x, y, generator)
-                self._prove(state, x, y, stage)
+                self._prove(state, notes, x, y, stage)
             notes["done"] = stage + 1
             write_tensors(self.path(batch), {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
             self.log("batch", batch=batch, stage=stage, seconds=round(time.perf_counter() - begun, 3))
@@ -248,9 +248,9 @@ class Batches:
         state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
 
-    def _prove(self, state: dict[str, Tensor], x: Tensor, y: Tensor, stage: int) -> None:
+    def _prove(self, state: dict[str, Tensor], notes: dict[str, Any], x: Tensor, y: Tensor, stage: int) -> None:
         """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
-        example check each other."""
+        example check each other. Counterexamples that complete verification finds count as the attack's do."""
         if self.settings["certify"] is None:
             return
         assert isinstance(self.model, nn.Module)
@@ -269,6 +269,11 @@ class Batches:
         here = index.to(x.device)
         proof = certify(self.model, x[here], y[here], self.ball.at(eps), method)
         state["certified"][index[proof.certified.cpu()]] = eps
+        if proof.counterexample is not None:
+            falsified = torch.tensor([status is CertificateStatus.FALSIFIED for status in proof.status])
+            new = falsified & state["distance"][index].isinf()
+            radius, nobody = torch.full((len(index),), eps, dtype=torch.float64), torch.full_like(index, -1)
+            self._accept(state, notes, index, x, y, new, proof.counterexample, radius, nobody)
 
     def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
         """The whole result, once every batch is done."""
