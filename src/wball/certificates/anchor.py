@@ -35,7 +35,8 @@ from torch.nn import functional as F
 
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
 from wball.input_sets.charges import Anchor, Charges
-from wball.input_sets.rows import Rows, folded, transposed
+from wball.input_sets.rows import Rows
+from wball.kernels.transposed_convolution import transposed_convolution
 
 Moves = list[tuple[int, int, float]]
 
@@ -76,7 +77,8 @@ class ConvAnchor(Anchor):
         kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
         if rows.corner is not None:
-            raw = transposed(weights.coeff, kernel, self.stride, (1, 1), 1)
+            sides = [(weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k] for k in (0, 1)]
+            raw = transposed_convolution(weights.coeff, kernel, self.stride, (0, 0, sides[0], sides[1]))
         else:
             raw = self._over_the_image(weights.coeff, kernel)
         raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
@@ -89,26 +91,17 @@ class ConvAnchor(Anchor):
 
     def _over_the_image(self, weights: Tensor, kernel: Tensor) -> Tensor:
         """The transposed convolution of dense weights, cut to the image."""
+        height, width = self.shape[1:]
+        window = (self.padding[0] + self.radius, self.padding[1] + self.radius, height, width)
         cells = math.prod(self.layer)
         if cells * kernel.shape[1] * math.prod(self.shape[1:]) <= 2**22:
             # Small images whose moves are all listed: most of the widened kernel falls outside.
             if weights.dtype not in self._matrices:
                 every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(cells, *self.layer)
-                self._matrices[weights.dtype] = self._transposed(every, kernel).flatten(1)
+                self._matrices[weights.dtype] = transposed_convolution(every, kernel, self.stride, window).flatten(1)
             raw = weights.flatten(1) @ self._matrices[weights.dtype]
             return raw.reshape(weights.shape[0], -1, *self.shape[1:])
-        return self._transposed(weights, kernel)
-
-    def _transposed(self, weights: Tensor, kernel: Tensor) -> Tensor:
-        raw = (
-            folded(weights, kernel, self.stride)
-            if weights.is_cuda
-            else F.conv_transpose2d(weights, kernel, stride=self.stride)
-        )
-        top, left = (self.padding[k] + self.radius for k in (0, 1))
-        bottom = self.shape[1] + top - raw.shape[2]
-        right = self.shape[2] + left - raw.shape[3]
-        return F.pad(raw, (-left, right, -top, bottom))
+        return transposed_convolution(weights, kernel, self.stride, window)
 
 
 class UnitAnchor(Anchor):

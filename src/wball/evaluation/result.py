@@ -95,9 +95,10 @@ class Evaluation(Summarised):
             are NaN); ``radius``, the smallest evaluated radius with a valid example (0: the clean image is already
             wrong, inf: none found); ``distance`` of the example; ``read_as``, its class (-1: none); ``found_at``, the
             radius it was searched in; ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble
-            that found it (-1: none, or ``certify``'s search for a counterexample); ``n_steps``, gradient steps; ``certified``, the largest evaluated radius with a
-            proof (0: none); ``proof`` of the distance: 1 if the attack's plan proves that it is at most that, 2 if it
-            is exact, 3 if it is exact and was compared with what the plan proves, 0 without example (in files: words).
+            that found it (-1: none, or ``certify``'s search for a counterexample); ``n_steps``, gradient steps;
+            ``certified``, the largest evaluated radius with a proof (0: none); ``proof`` of the distance: 1 if the
+            attack's plan proves that it is at most that, 2 if it is exact, 3 if it is exact and was compared with what
+            the plan proves, 0 without example (in files: words).
         rejected: claimed examples that failed the audit, with the reason. They are not counted.
         warnings: reasons not to believe the numbers, each with a stable code, what was seen and the remedy
             (:mod:`wball.evaluation.trust`, :mod:`wball.attacks.checks`). None of them: :attr:`reliable`.

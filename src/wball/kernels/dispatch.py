@@ -58,6 +58,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "cpu": "wball.kernels.row_maximum.cpu",
         "torch": "wball.kernels.row_maximum.reference",
     },
+    "transposed_convolution": {
+        "cpu": "wball.kernels.transposed_convolution.cpu",
+        "torch": "wball.kernels.transposed_convolution.reference",
+    },
 }
 """Operation -> name of a kernel -> its module."""
 

@@ -1,0 +1,54 @@
+"""Transposed convolutions: every way of writing them is the same sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from wball.kernels import dispatch
+from wball.kernels.transposed_convolution import reference, transposed_convolution
+
+STRIDES = [(1, 1), (2, 2), (2, 1), (4, 5)]
+
+
+def _maps(share: float, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    a = torch.randn((5, 3, 4, 6), dtype=dtype, generator=draw)
+    a *= torch.rand(a.shape, generator=draw) < share
+    return a, torch.randn((3, 7, 4, 3), dtype=dtype, generator=draw)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_folding_is_a_transposed_convolution(stride: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, weight = _maps(1.0)
+    expected = F.conv_transpose2d(a, weight, stride=stride)
+    assert torch.allclose(reference.folded(a, weight, stride), expected, atol=1e-12)
+    monkeypatch.setattr(reference, "FOLDED", 7 * 4 * 3 * 4 * 6 * 2)  # two at a time
+    assert torch.allclose(reference.folded(a, weight, stride), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", dispatch.OPERATIONS["transposed_convolution"])
+@pytest.mark.parametrize("window", [(0, 0, 9, 8), (2, 1, 4, 3), (-3, -2, 20, 25), (5, 2, 9, 9)])
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_every_kernel_cuts_the_whole_result_to_the_window(
+    kernel: str, window: tuple[int, int, int, int], stride: tuple[int, int], share: float
+) -> None:
+    a, weight = _maps(share)
+    whole = F.conv_transpose2d(a, weight, stride=stride)
+    around = F.pad(whole, (40, 40, 40, 40))
+    top, left, height, width = window
+    expected = around[..., 40 + top :, 40 + left :][..., :height, :width]
+    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(a, weight, stride, window)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(transposed_convolution(a[:0], weight, stride, window), expected[:0])
+
+
+def test_gradients_pass_whatever_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, weight = _maps(0.5)
+    for name in ("auto", "cpu", "torch"):
+        monkeypatch.setenv("WBALL_KERNEL", name)
+        out = transposed_convolution(a.requires_grad_(), weight, (2, 2), (0, 0, 10, 13))
+        assert torch.autograd.grad(out.sum(), a)[0].shape == a.shape
+    assert transposed_convolution(a.detach().float(), weight.float(), (2, 2), (0, 0, 10, 13)).dtype == torch.float32
