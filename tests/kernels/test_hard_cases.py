@@ -180,9 +180,9 @@ def test_pull_back(kernel: str, name: str) -> None:
         sweeps=case.sweeps, newton=case.newton,
     )  # fmt: skip
     point: PulledBack = dispatch.load("pull_back", kernel).pull_back(x, b, plan, budget, one, moves, case.box)
-    assert all(bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.share, point.kappa))
+    assert all(bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.scale, point.kappa))
     assert bool(((point.z.double().sum((2, 3)) - mass).abs() <= 2e-6 * mass).all()), "mass"
-    assert bool((point.cost <= budget).all()) and bool(((point.share >= 0) & (point.share <= 1)).all()), "budget"
+    assert bool((point.cost <= budget).all()) and bool(((point.scale >= 0) & (point.scale <= 1)).all()), "budget"
     ball = WassersteinBall(case.eps, case.cost, box=case.box)
     assert bool(ball.contains(x.double().cpu(), point.z.double().cpu()).all()), "inside"
 

@@ -4,9 +4,10 @@
 images' device that says it can serve them. The environment variable ``WBALL_KERNEL`` asks for one kernel instead of
 ``auto``, and a call that this kernel cannot serve raises and says why.
 
-A kernel is a module with a function named like its operation, and with ``why_not(x, moves) -> str | None``: the reason
-it must refuse such images, or ``None``. A new kernel touches its own module and one line of the table. Modules are
-imported when they are first asked for: neither numba nor triton slows ``import wball``.
+A kernel is a module with a function named like its operation. Unless it serves any images, it also has
+``why_not(x, moves) -> str | None``: the reason it must refuse such images, or ``None``. A new kernel touches its own
+module and one line of the table. Modules are imported when they are first asked for: neither numba nor triton slows
+``import wball``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -139,8 +141,8 @@ def why_not(operation: str, name: str, x: Tensor | None = None, moves: Moves | N
         return str(error)
     if x is None:
         return None
-    reason: str | None = module.why_not(x, moves)
-    return reason
+    refuses: Callable[[Tensor, Moves | None], str | None] | None = getattr(module, "why_not", None)
+    return None if refuses is None else refuses(x, moves)
 
 
 _loaded: dict[str, ModuleType | str] = {}

@@ -167,13 +167,13 @@ def cancel(p, flow):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def shrink(p, flow, share):  # type: ignore[no-untyped-def]
+def shrink(p, flow, scale):  # type: ignore[no-untyped-def]
     """Scale all that moves."""
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             if k != p.stay:
-                flow[a, p.stay] += (1 - share) * flow[a, k]
-                flow[a, k] *= share
+                flow[a, p.stay] += (1 - scale) * flow[a, k]
+                flow[a, k] *= scale
 
 
 @compiled(inner=True)
@@ -405,6 +405,15 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
     return ImageProblem(
         mass, home, row, end, price, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond
     )
+
+
+@compiled(inner=True)
+def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
+    """Image ``m``: its problem and first potentials, room for a better plan and potentials, and what is known of it."""
+    p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
+    u, found = recall(images.start[m], cell, p.target.size), np.empty(4)
+    found[0], found[1], found[2], found[3] = known.primal[m], known.dual[m], known.hard[m], known.psi[m]
+    return p, u, np.zeros(p.end.shape), np.empty(u.size), found
 
 
 @compiled(inner=True)

@@ -141,17 +141,17 @@ class EntropicProjection:
         self._u, self._psi = answer.u, answer.psi.double()
         if self.mode == "paper":
             single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
-            z, share = torch.where(single, self._grid, target - answer.u), torch.ones_like(self.budget)
+            z, scale = torch.where(single, self._grid, target - answer.u), torch.ones_like(self.budget)
             cost = torch.full_like(self.budget, math.nan)
         else:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)
             size = (answer.u.flatten(1).abs().amax(1) + self._psi * self._moves.dearest) / tau
-            share = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
-            z = self._grid + share.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z)
-            cost = share * answer.cost
+            scale = 1 - (6 * torch.finfo(torch.float32).eps * size).clamp(max=0.5)
+            z = self._grid + scale.float().view(-1, 1, 1, 1) * balanced(self._grid, answer.z)
+            cost = scale * answer.cost
         if self.problem.box is not None:
             z = z.clamp(*self.problem.box)
-        return OraclePoint(z.view(self.x.shape), cost, share, answer.kernel)
+        return OraclePoint(z.view(self.x.shape), cost, scale, answer.kernel)
 
     def take(self, index: Tensor) -> EntropicProjection:
         """The projection of a subset of the images."""

@@ -40,14 +40,14 @@ class OraclePoint:
     Attributes:
         z: images like ``x``.
         cost: what the proving plan of ``z`` costs, per image in mass x pixels, float64: an upper bound of the distance.
-        share: ``t`` above; below 1, the plan had to be scaled down to fit.
+        scale: ``t`` above; below 1, the plan had to be scaled down to fit.
         kernel: which implementation computed it.
         proof: that plan, for whoever wants to check; ``None`` where it is not known.
     """
 
     z: Tensor
     cost: Tensor
-    share: Tensor
+    scale: Tensor
     kernel: str = "torch"
     proof: FactoredPlan | None = None
 
@@ -82,8 +82,8 @@ class TransportOracle:
         self._psi, self._q = plan.psi, plan.q
         point = pull_back(self._grid, potentials, plan, self.budget, self._kappa, self._moves, box)
         self._kappa = point.kappa
-        proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.share)
-        return OraclePoint(point.z.view(self.x.shape), point.cost, point.share, plan.kernel, proof)
+        proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale)
+        return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

@@ -57,7 +57,7 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def share(self, value: Any) -> Any:
+    def agreed(self, value: Any) -> Any:
         """The main process's value, on all."""
         if self.size == 1:
             return value
@@ -119,9 +119,9 @@ def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
         assert module.running_mean is not None and module.running_var is not None
         assert module.num_batches_tracked is not None
         module.num_batches_tracked.add_(1)
-        share = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
-        module.running_mean.lerp_(mean.detach(), share)
-        module.running_var.lerp_(variance.detach() * (count / max(1, count - 1)), share)
+        weight = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
+        module.running_mean.lerp_(mean.detach(), weight)
+        module.running_var.lerp_(variance.detach() * (count / max(1, count - 1)), weight)
     out = centred * (variance + module.eps).rsqrt().view(shape)
     if module.affine:
         out = out * module.weight.view(shape) + module.bias.view(shape)

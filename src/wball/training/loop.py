@@ -151,9 +151,9 @@ def train(
             order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
             model.train()
             for batch in range(first, per_epoch):
-                share = run.progress()
+                elapsed = run.progress()
                 for group in optimizer.param_groups:
-                    group["lr"] = options.lr_at(share, config.epochs)
+                    group["lr"] = options.lr_at(elapsed, config.epochs)
 
                 _seed(generator(config.seed, f"network-{world.rank}", run.step).initial_seed(), device)
                 index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
@@ -166,12 +166,12 @@ def train(
                 if config.noise > 0:
                     noisy = flow_noise(images, config.noise, generator(config.seed, "noise", run.step, device))
                     trained = world.shard(noisy)
-                eps = 0.0 if radii is None else radii.batch(index, run.step, share, world)
+                eps = 0.0 if radii is None else radii.batch(index, run.step, elapsed, world)
                 broken = None
                 if opponent is not None:
                     trained, broken = opponent(clean, labels, eps, run.step, world)
 
-                loss, right, survived = objective(clean, trained, labels, share, eps)
+                loss, right, survived = objective(clean, trained, labels, elapsed, eps)
                 if radii is not None:
                     radii.follow(index, ~survived if broken is None else broken, world)
                 optimizer.zero_grad(set_to_none=True)
@@ -179,7 +179,7 @@ def train(
                 if options.perturbation > 0:
                     with perturbed(model, options.perturbation):
                         optimizer.zero_grad(set_to_none=True)
-                        objective(clean, trained, labels, share, eps)[0].backward()
+                        objective(clean, trained, labels, elapsed, eps)[0].backward()
                 if options.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
                 optimizer.step()
@@ -234,22 +234,22 @@ class _Run:
         self.origin: str | None = None
         self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
         self.log: MetricsLog | None = None
-        self._share, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
+        self._progress, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
         self._first = True
 
     @property
     def finished(self) -> bool:
-        return self.step >= self.total or self._share >= 1.0
+        return self.step >= self.total or self._progress >= 1.0
 
     def progress(self) -> float:
         """The share of the run that is over, by steps or by the clock, whichever is ahead."""
         now = time.perf_counter()
         self.seconds, self._tick = self.seconds + now - self._tick, now
-        share = self.step / self.total
+        progress = self.step / self.total
         if self.time_limit is not None:
-            share = self.world.share(max(share, min(1.0, self.seconds / self.time_limit)))
-        self._share = share
-        return share
+            progress = self.world.agreed(max(progress, min(1.0, self.seconds / self.time_limit)))
+        self._progress = progress
+        return progress
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
         """Account for a step of all processes, so that any number of them can go on from the checkpoint.
@@ -347,7 +347,7 @@ class _Run:
         self.origin = init
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
         found = load_state(path) if path is not None and self.world.main and path.is_file() else None
-        found = self.world.share(found)
+        found = self.world.agreed(found)
         if found is not None:
             tensors, header = found
             check_header(str(path), header)

@@ -72,12 +72,12 @@ class Objective(nn.Module):
         settings = self.config.provable
         assert settings is not None and self._bounds is not None
         logits = self._logits(x)
-        clean, share = self._cross_entropy(logits, y), settings.ramped(progress)
-        if share == 0:
+        clean, ramp = self._cross_entropy(logits, y), settings.ramped(progress)
+        if ramp == 0:
             return clean, logits.argmax(1) == y
-        crown = settings.crown + share * (settings.crown_end - settings.crown)
-        margins = self._bounds.margins(x, y, share * settings.eps, crown)
-        kappa = 1 + share * (settings.kappa - 1)
+        crown = settings.crown + ramp * (settings.crown_end - settings.crown)
+        margins = self._bounds.margins(x, y, ramp * settings.eps, crown)
+        kappa = 1 + ramp * (settings.kappa - 1)
         others = margins.scatter(1, y[:, None], torch.inf)
         return kappa * clean + (1 - kappa) * F.cross_entropy(-margins, y), others.amin(1) > 0
 

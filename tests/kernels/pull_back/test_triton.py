@@ -14,7 +14,7 @@ from wball.kernels.entropic_plan import EntropicPlan
 from wball.kernels.pull_back import PulledBack, reference
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
-FIELDS = ("z", "cost", "share", "kappa", "chosen")
+FIELDS = ("z", "cost", "scale", "kappa", "chosen")
 
 
 def proposal(seed: int, shape: tuple[int, int, int, int] = (3, 2, 4, 5)) -> tuple[Tensor, Tensor, EntropicPlan]:
@@ -44,7 +44,7 @@ def test_kernel_equals_reference(seed: int) -> None:
     for name in FIELDS:
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-6, rtol=1e-6)
     assert float((ours.z.double() - x.double()).sum((2, 3)).abs().max()) <= 1e-6, "no channel gains or loses mass"
-    assert bool((ours.cost <= 1).all()) and ours.share[0] < 1 and ours.share[2] == 1
+    assert bool((ours.cost <= 1).all()) and ours.scale[0] < 1 and ours.scale[2] == 1
     assert ours.kappa[0] < 1 < ours.kappa[2]
 
 
@@ -55,7 +55,7 @@ def test_an_image_on_which_a_kernel_failed_stays_where_it_is(name: str, broken: 
     x, b, plan = proposal(4)
     getattr(plan, broken)[1].view(-1)[0] = value
     point = pulled(name, x, b, plan)
-    assert all(bool(torch.isfinite(getattr(point, n)).all()) for n in ("z", "cost", "share", "kappa"))
+    assert all(bool(torch.isfinite(getattr(point, n)).all()) for n in ("z", "cost", "scale", "kappa"))
     assert float((point.z.double() - x.double()).sum((2, 3)).abs().max()) <= 1e-6
     assert float(point.z.min()) >= 0 and float(point.z.max()) <= 1
     if broken == "net_cost":

@@ -27,9 +27,8 @@ from wball.kernels.image_rows import (
     fill,
     improve,
     kink,
-    lay_out,
     lower_bounds,
-    recall,
+    opened,
     repaired,
     store,
 )
@@ -409,13 +408,9 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
 @compiled()
 def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyped-def]
     cell = np.empty(images.x[0].size, dtype=np.int64)
-    found = np.empty(4)
     for m in range(images.x.shape[0]):
-        p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
-        start = recall(images.start[m], cell, p.target.size)
-        best_u, best_flow, steps = np.empty(start.size), np.zeros(p.end.shape), 0
-        found[0], found[1], found[2], found[3] = known.primal[m], known.dual[m], known.hard[m], known.psi[m]
-        done = False
+        p, start, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
+        steps, done = 0, False
         if p.linear and images.tau_end[m] == 0.0:
             # Without box u = g is optimal; with it, that pair is tried first.
             share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)

@@ -24,7 +24,6 @@ from torch import Tensor
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
 from wball.kernels.linear_maximum.reference import maximising_plan
-from wball.moves import Moves
 from wball.plan import Plan
 
 RATIO = 6.0
@@ -35,11 +34,6 @@ CG_TOL, CG_MAX = 1e-3, 250
 LINGER = 60
 """Newton steps after which a level is left in any case: rounding may keep its residual from falling."""
 MAX_HALVINGS = 30
-
-
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images."""
-    return None
 
 
 @dataclass

@@ -13,11 +13,6 @@ from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
 from wball.moves import Moves
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images."""
-    return None
-
-
 def entropic_plan(
     x: Tensor,
     b: Tensor,

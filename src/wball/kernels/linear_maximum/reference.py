@@ -15,11 +15,6 @@ from wball.moves import Moves
 from wball.plan import Plan
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images and stencil costs."""
-    return None
-
-
 def linear_maximum(
     a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, point: bool = False, max_iter: int = 60
 ) -> LinearMaximum:

@@ -197,26 +197,26 @@ def _spent(work, pad, n, shift, weight, price, first):  # type: ignore[no-untype
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _divergence(work, pad, n, share):  # type: ignore[no-untyped-def]
-    """``KL(Q | P)`` of the repaired plan ``Q``, its moves scaled by ``share``."""
+def _divergence(work, pad, n, scale):  # type: ignore[no-untyped-def]
+    """``KL(Q | P)`` of the repaired plan ``Q``, its moves scaled by ``scale``."""
     x, a, e = work[sweeps.X, pad : pad + n], work[sweeps.A, pad : pad + n], work[sweeps.E, pad : pad + n]
     keep, give = work[sweeps.KEEP, pad : pad + n], work[sweeps.GIVE, pad : pad + n]
     sent, received = work[sweeps.SENT, pad : pad + n], work[sweeps.RECEIVED, pad : pad + n]
-    total, scaled = 0.0, math.log(share)
+    total, scaled = 0.0, math.log(scale)
     for i in range(n):
-        out, stay = share * sent[i], max(x[i] - share * sent[i], 0.0)
-        total += out * (scaled + log(max(give[i], TINY))) + share * received[i] * log(max(keep[i], TINY))
+        out, stay = scale * sent[i], max(x[i] - scale * sent[i], 0.0)
+        total += out * (scaled + log(max(give[i], TINY))) + scale * received[i] * log(max(keep[i], TINY))
         total += stay * log(max(stay, TINY) / max(a[i] * e[i], TINY))
     return total
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _arrive(work, pad, n, share, lo, hi):  # type: ignore[no-untyped-def]
+def _arrive(work, pad, n, scale, lo, hi):  # type: ignore[no-untyped-def]
     """The point, in ``TMP``."""
     x, z = work[sweeps.X, pad : pad + n], work[sweeps.TMP, pad : pad + n]
     sent, received = work[sweeps.SENT, pad : pad + n], work[sweeps.RECEIVED, pad : pad + n]
     for i in range(n):
-        z[i] = min(max(x[i] + share * (received[i] - sent[i]), lo), hi)
+        z[i] = min(max(x[i] + scale * (received[i] - sent[i]), lo), hi)
 
 
 # From images to flat images, and back.
@@ -305,8 +305,8 @@ def _write(work, tau, lo, hi, spots, point, potential):  # type: ignore[no-untyp
 
 
 @compiled(inner=True)
-def _write_factors(factors, work, reached, spots, lit, pad, width, box, share, x):  # type: ignore[no-untyped-def]
-    """Column and row factors of the repaired plan into images that are 1 elsewhere; moves are scaled by ``share``."""
+def _write_factors(factors, work, reached, spots, lit, pad, width, box, scale, x):  # type: ignore[no-untyped-def]
+    """Column and row factors of the repaired plan into images that are 1 elsewhere; moves are scaled by ``scale``."""
     _, height, columns = x.shape
     top, _, left, _ = box
     rr, rc = pad // width, pad % width
@@ -317,7 +317,7 @@ def _write_factors(factors, work, reached, spots, lit, pad, width, box, share, x
     for i in range(lit.size):
         line = (lit[i] - pad) // width
         c, r, j = line // stacked, line % stacked + top - rr, (lit[i] - pad) % width + left - rc
-        factors[1, c, r, j] = share * work[sweeps.GIVE, lit[i]]
+        factors[1, c, r, j] = scale * work[sweeps.GIVE, lit[i]]
 
 
 @compiled()
@@ -353,7 +353,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         flat = Flat(pad, n, shift, -shift, price, ring[1])
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         toll, middle = psi[m] / heat, sweeps.extent(work, count)[0]
-        target, offers, size, share = settings.first * tol, 0, at_centre, 1.0
+        target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
         steps, streak, log_sums, held, misled, lowest = 0, 0.0, 0.0, 0, False, math.inf
         gram[:] = 0.0
         while True:
@@ -389,10 +389,10 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             if about <= target * size or steps >= max_iter:
                 _repair(work, f, flat, weight, settings)
                 spent = _spent(work, pad, n, shift, weight, price, ring[1])
-                share = min(budget[m] / max(spent, TINY), 1.0)
-                spent *= share
-                divergence = _divergence(work, pad, n, share)
-                _arrive(work, pad, n, share, lo, hi)
+                scale = min(budget[m] / max(spent, TINY), 1.0)
+                spent *= scale
+                divergence = _divergence(work, pad, n, scale)
+                _arrive(work, pad, n, scale, lo, hi)
                 sweeps.gather(work[sweeps.Z], work[sweeps.TMP], reached)
                 misfit, distance, inner = sweeps.judge(work, count, heat, lo, hi)
                 distance += beyond
@@ -420,4 +420,4 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         n_iter[m], numbers[m, _PSI] = steps, heat * toll
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
         if factors.size > 0 and not wide[m]:
-            _write_factors(factors[m], work, reached, spots, lit, pad, width, box, share, x[m])
+            _write_factors(factors[m], work, reached, spots, lit, pad, width, box, scale, x[m])

@@ -50,11 +50,6 @@ def wright_omega(y: Tensor) -> Tensor:
     return torch.exp(v)
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images."""
-    return None
-
-
 def projected_sinkhorn(
     x: Tensor,
     w: Tensor,
@@ -218,14 +213,14 @@ class _Search:
         x, w, psi = self.x, self.w, (self.tau * price).to(torch.float64)
         keep, give, sent, received = self._into_box(rows)
         cost = _moved_cost(rows, keep, give)
-        share = (self.budget / cost.clamp(min=1e-300)).clamp(max=1.0)
-        sent, received = (per_image(share.to(x.dtype), x) * part for part in (sent, received))
+        scale = (self.budget / cost.clamp(min=1e-300)).clamp(max=1.0)
+        sent, received = (per_image(scale.to(x.dtype), x) * part for part in (sent, received))
         z = x - sent + received
         if self.boxed:
             z = z.clamp(self.lo, self.hi)
-        cost = share * cost
+        cost = scale * cost
         stay, stayed = (x - sent).clamp(min=0.0), rows.flow(0)
-        divergence = torch.log(share) * image_sums(sent)
+        divergence = torch.log(scale) * image_sums(sent)
         divergence = divergence + image_sums(torch.special.xlogy(received, keep))
         divergence = divergence + image_sums(torch.special.xlogy(sent, give))
         tiny = torch.finfo(x.dtype).tiny
@@ -245,7 +240,7 @@ class _Search:
             residual=(z - (w - u).clamp(self.lo, self.hi)).flatten(1).abs().amax(1),
             n_iter=torch.zeros_like(psi, dtype=torch.long),
             keep=keep,
-            give=give * per_image(share.to(x.dtype), x),
+            give=give * per_image(scale.to(x.dtype), x),
         )
 
     def _into_box(self, rows: _Priced) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -257,10 +252,10 @@ class _Search:
         slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
         tiny = torch.finfo(x.dtype).tiny
 
-        def tightened(share: float, more: float = 0.0) -> tuple[Tensor, Tensor]:
+        def tightened(part: float, more: float = 0.0) -> tuple[Tensor, Tensor]:
             above, below = (more * (end - bound).clamp(min=0.0) for end, bound in ((z, hi), (-z, -lo)))
-            room = ((hi - x + share * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
-            spare = ((x - lo + share * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
+            room = ((hi - x + part * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
+            spare = ((x - lo + part * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
             return torch.minimum(keep, room), torch.minimum(give, spare)
 
         for sweep in range(REPAIR_SWEEPS + 1):

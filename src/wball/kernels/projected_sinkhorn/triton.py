@@ -341,10 +341,10 @@ def _projection_kernel(
                 offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR, True,
             )  # fmt: skip
             spent = _total(give * paid, real)
-            share = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
-            spent *= share
-            sent *= share.to(REAL)
-            arrived *= share.to(REAL)
+            shrink = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)
+            spent *= shrink
+            sent *= shrink.to(REAL)
+            arrived *= shrink.to(REAL)
             z = _clip(x - sent + arrived, lo, hi)
             # The gap of this plan.
             stay = tl.maximum(x - sent, 0.0)
@@ -352,7 +352,7 @@ def _projection_kernel(
                 _x_log_y(arrived, keep)
                 + _x_log_y(sent, give)
                 + _x_log_y(stay, stay / tl.maximum(stayed, 1.2e-38))
-                + sent * tl.log(share.to(REAL)),
+                + sent * tl.log(shrink.to(REAL)),
                 real,
             )
             heat = tau.to(tl.float64)
@@ -369,8 +369,8 @@ def _projection_kernel(
             tl.store(psi_out + image, tau * price)
             tl.store(keep_out + index, keep, mask=real)
             if GIVES:
-                tl.store(give_out + index, share.to(REAL) * give, mask=real)
-            _note(numbers_out + image, batch, distance_exact + entropy_exact, gap, allowed, spent, residual, share)
+                tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
+            _note(numbers_out + image, batch, distance_exact + entropy_exact, gap, allowed, spent, residual, shrink)
             offers += 1
             done = (gap <= allowed) | (offers == _ROUNDS)
             target = tl.maximum(0.5 * target, tol * _LEAST)

@@ -18,9 +18,8 @@ from wball.kernels.image_rows import (
     copy,
     fill,
     improve,
-    lay_out,
     lower_bounds,
-    recall,
+    opened,
     repaired,
     store,
 )
@@ -355,12 +354,8 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
 @compiled()
 def _solve_images(images, moves, goal, settings, known):  # type: ignore[no-untyped-def]
     cell = np.empty(images.x[0].size, dtype=np.int64)
-    found = np.empty(4)
     for m in range(images.x.shape[0]):
-        p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
-        u = recall(images.start[m], cell, p.target.size)
-        best_u, best_flow = np.empty(u.size), np.zeros(p.end.shape)
-        found[0], found[1], found[2], found[3] = known.primal[m], known.dual[m], known.hard[m], known.psi[m]
+        p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
         psi = found[3] if settings.warm else -1.0
         known.n_iter[m] = _solve(p, goal, settings, u, psi, images.floor[m], best_flow, best_u, found)
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

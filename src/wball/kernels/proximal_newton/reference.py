@@ -14,13 +14,7 @@ from torch import Tensor
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
-from wball.moves import Moves
 from wball.plan import Plan
-
-
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images."""
-    return None
 
 
 def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:

@@ -39,14 +39,14 @@ class PulledBack:
     Attributes:
         z: the point, like ``x``.
         cost: what the plan that proves it costs, per image, float64.
-        share: ``t``, per image, float64.
+        scale: ``t``, per image, float64.
         kappa: for the next plan, per image, float64.
         chosen: the potentials of the plan, ``b + q``, like ``x``.
     """
 
     z: Tensor
     cost: Tensor
-    share: Tensor
+    scale: Tensor
     kappa: Tensor
     chosen: Tensor
 

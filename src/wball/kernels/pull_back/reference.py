@@ -10,11 +10,6 @@ from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
 from wball.moves import Moves
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images."""
-    return None
-
-
 def pull_back(
     x: Tensor,
     b: Tensor,
@@ -30,12 +25,12 @@ def pull_back(
     doubt = (DOUBT * torch.finfo(b.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
     slack = (budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
     kappa = (kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
-    share = slack.clamp(max=1.0)
+    scale = slack.clamp(max=1.0)
     change = plan.z - x if plan.balanced else balanced(x, plan.z)
-    z = x + share.to(x.dtype).view(-1, 1, 1, 1) * change.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    z = x + scale.to(x.dtype).view(-1, 1, 1, 1) * change.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if box is not None:
         z = z.clamp(*box)  # rounding only
-    return PulledBack(z, (share * plan.net_cost).nan_to_num(nan=0.0), share, kappa, chosen)
+    return PulledBack(z, (scale * plan.net_cost).nan_to_num(nan=0.0), scale, kappa, chosen)
 
 
 def balanced(x: Tensor, z: Tensor) -> Tensor:

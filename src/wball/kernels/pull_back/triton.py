@@ -39,16 +39,16 @@ def pull_back(
     """See :func:`wball.kernels.pull_back.pull_back`."""
     batch, channels, height, width = x.shape
     z, chosen = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device)
-    cost, share, kappa_out = torch.empty((3, batch), dtype=torch.float64, device=x.device)
+    cost, scale, kappa_out = torch.empty((3, batch), dtype=torch.float64, device=x.device)
     block = max(128, triton.next_power_of_2(channels * height * width))
     if batch:
         _pull_kernel[(batch,)](
             x.contiguous(), b.contiguous(), plan.z.contiguous(), plan.q.contiguous(), plan.psi, plan.net_cost,
-            budget.to(torch.float64), kappa, z, chosen, cost, share, kappa_out,
+            budget.to(torch.float64), kappa, z, chosen, cost, scale, kappa_out,
             float(moves.dearest), *(box or (float("-inf"), float("inf"))),
             C=channels, SIZE=height * width, BLOCK=block, num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
-    return PulledBack(z, cost, share, kappa_out, chosen)
+    return PulledBack(z, cost, scale, kappa_out, chosen)
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _number(values):
 @kernel("dearest", "lo", "hi")
 def _pull_kernel(
     x_ptr, b_ptr, plan_ptr, q_ptr, psi_ptr, net_ptr, budget_ptr, kappa_ptr,
-    z_out, chosen_out, cost_out, share_out, kappa_out,
+    z_out, chosen_out, cost_out, scale_out, kappa_out,
     dearest, lo, hi, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
@@ -78,10 +78,10 @@ def _pull_kernel(
     slack = tl.where(tl.abs(net) < 1e30, slack, 0.0)
     paced = tl.minimum(tl.maximum(slack, 0.5), 2.0)
     kappa = tl.load(kappa_ptr + image) * tl.exp2(0.7 * tl.log2(paced.to(tl.float32))).to(tl.float64)
-    share = tl.minimum(slack, 1.0)
+    scale = tl.minimum(slack, 1.0)
     tl.store(kappa_out + image, tl.minimum(tl.maximum(kappa, _LEAST), _MOST))
-    tl.store(share_out + image, share)
-    tl.store(cost_out + image, _number(share * net))
+    tl.store(scale_out + image, scale)
+    tl.store(cost_out + image, _number(scale * net))
     factor = tl.zeros([BLOCK], tl.float32)
     for c in tl.static_range(C):
         part = tl.where((index // SIZE == c) & real, change, 0.0).to(tl.float64)
@@ -91,5 +91,5 @@ def _pull_kernel(
         down = tl.minimum(tl.maximum(gained / tl.maximum(lost, 2.3e-308), 0.0), 1.0).to(tl.float32)
         sound = tl.where(tl.abs(total) < 1e30, 1.0, 0.0)  # a kernel that failed moves nothing
         factor = tl.where(index // SIZE == c, sound * tl.where(change > 0.0, up, down), factor)
-    z = x + share.to(tl.float32) * _number(change * factor)
+    z = x + scale.to(tl.float32) * _number(change * factor)
     tl.store(z_out + here, tl.minimum(tl.maximum(z, lo), hi), mask=real)

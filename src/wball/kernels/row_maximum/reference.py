@@ -6,12 +6,6 @@ import torch
 from torch import Tensor
 
 from wball.kernels.row_maximum import DOWN, NOWHERE, Field, RowProblem
-from wball.moves import Moves
-
-
-def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Serves any images and costs."""
-    return None
 
 
 @torch.no_grad()
