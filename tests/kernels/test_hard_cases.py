@@ -448,3 +448,26 @@ def test_entropic_path(kernel: str, form: str, name: str) -> None:
     n_iter = entropic_path(problem, start, torch.maximum(spread, tau), 300, best, kernel=kernel)
     assert int(n_iter) < 300
     check_books(problem, best)
+
+
+# Transposed convolutions -----------------------------------------------------------------------------------------
+
+
+MAPS = {
+    "no rows": noise(50, 1.0, (0, 2, 3, 4)),
+    "nothing but zeros": torch.zeros(2, 2, 3, 4),
+    "one number": spot(3, 4, 2, 3).expand(1, 2, 3, 4),
+    "huge and tiny numbers": noise(51, 1e30, (2, 2, 3, 4)) * (noise(52, 1.0, (2, 2, 3, 4)) > 0)
+    + noise(53, 1e-30, (2, 2, 3, 4)),
+    "a number that is none": torch.full((1, 2, 3, 4), math.nan),
+}
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["transposed_convolution"]), indirect=True)
+@pytest.mark.parametrize("name", MAPS)
+def test_transposed_convolution(kernel: str, name: str) -> None:
+    a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
+    whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
+    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(a, weight, (2, 2), (1, 1, 4, 6))
+    size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
+    torch.testing.assert_close(found, whole[..., 1:5, 1:7], rtol=1e-12, atol=1e-14 * size, equal_nan=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
 from wball.kernels.linear_maximum.reference import maximising_plan
+from wball.kernels.plan_rows import newton_step
 from wball.plan import Plan
 
 RATIO = 6.0
@@ -169,22 +170,17 @@ def price_root(problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_
     # Above this price all but a fraction budget / (mass * dearest move) of every row stays.
     spread = u.flatten(1).amax(1) - u.flatten(1).amin(1)
     most = (x.flatten(1).sum(1) * positive.sum() / budget.clamp(min=1e-300)).clamp(min=1)
-    lo, hi = torch.zeros_like(budget), (spread + tau * torch.log(most)) / positive.amin()
-    psi, settled = lo, torch.zeros_like(budget, dtype=torch.bool)
+    low, high = torch.full_like(budget, -1.0), (spread + tau * torch.log(most)) / positive.amin()
+    psi = torch.zeros_like(budget)
     for _ in range(max_iter):
         score = gathered - per_image(psi, gathered) * moves.cost
         share = torch.softmax(torch.where(moves.allowed, score / per_image(tau, score), -torch.inf), 2)
         mean = (share * moves.cost).sum(2)
-        over = dot(x, mean) - budget
-        variance = ((share * moves.cost * moves.cost).sum(2) - mean.square()).clamp(min=0)
-        lo, hi = torch.where(over > 0, psi, lo), torch.where(over <= 0, psi, hi)
-        settled = settled | (over <= 0) & ((over > -tol * budget) | (psi == 0)) | (hi - lo <= 1e-15 * hi)
-        if bool(settled.all()):
+        variance = (share * (moves.cost - mean.unsqueeze(2)).square()).sum(2)
+        psi, low, high, found = newton_step(psi, low, high, dot(x, mean), dot(x, variance) / tau, budget, tol)
+        if bool((found | (high - low <= 1e-15 * high)).all()):
             break
-        newton = psi + over * tau / dot(x, variance).clamp(min=1e-300)
-        inside = (newton > lo) & (newton < hi) & newton.isfinite()
-        psi = torch.where(settled, hi, torch.where(inside, newton, 0.5 * (lo + hi)))
-    return hi
+    return torch.where(found, psi, high)
 
 
 def entropic_path(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:

@@ -90,12 +90,9 @@ def projected_sinkhorn(
     dtype = torch.float64 if factors else x.dtype
     slack = reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK
     slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
-    sweep = np.arange(reference.REPAIR_SWEEPS + 1)
-    more = np.where(sweep < reference.FROM_SWEEP, 0.0, reference.OVERSHOOT)
-    more[-1] = 0.0
     settings = _Settings(
         Box(lo, hi, slack, 0.0, slack),
-        Schedule((sweep < reference.REPAIR_SWEEPS).astype(np.float64), more),
+        Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(tol), reference.PARTS, max(max_iter, 1),
         reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wball.batch import per_image
-from wball.kernels.entropic_plan.reference import PlanRows, image_sums, ring_sums
+from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
 from wball.moves import Moves
 
@@ -25,6 +25,11 @@ OVERSHOOT, FROM_SWEEP = 1.0, 2
 """From this repair sweep on, pixels above ``hi`` give back their excess and as much again. Mass that circulates among
 full pixels would else take forever to die out; if they gave back more, their neighbours would have more to give back
 than they had."""
+SCHEDULE = (
+    tuple(float(sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
+    tuple(OVERSHOOT * (FROM_SWEEP <= sweep < REPAIR_SWEEPS) for sweep in range(REPAIR_SWEEPS + 1)),
+)
+"""Of each sweep: what part of what a pixel sends it counts on, and how much further than the box asks for it goes."""
 SLACK, EXACT_SLACK = 5e-7, 1e-12
 """What float32 and float64 may leave above ``hi``: it is cut off, far less mass than the images are given in."""
 PARTS = 0.03
@@ -155,24 +160,12 @@ class _Search:
     def _price(self, beta: Tensor, price: Tensor, offer: Tensor, newton: int) -> Tensor:
         """The rows' block: bracketed Newton steps on the price, in units of ``tau``, for a gap of about ``offer``."""
         rings, cost_of = ring_sums(beta, self.moves), self.moves.ring_cost
-        low, high = torch.full_like(price, -1.0), torch.full_like(price, math.inf)
-        for _ in range(newton):
+
+        def tolerance(price: Tensor) -> Tensor:
             worth = (self.tau * price * self.budget).clamp(min=1e-300)
-            tolerance = (PSI_TOL * offer / worth).clamp(self.resolution, PSI_TOL)
-            share = torch.softmax(rings - per_image(price, self.x) * cost_of, 0)
-            mean = (share * cost_of).sum(0)
-            cost, slope = image_sums(self.x * mean), image_sums(self.x * (share * (cost_of - mean).square()).sum(0))
-            inside = cost <= self.budget
-            found = inside & ((cost >= self.budget * (1 - tolerance)) | (price == 0))
-            low, high = torch.where(inside, low, price), torch.where(inside, price, high)
-            step = price + (cost * torch.log(cost / (self.budget * (1 - tolerance / 2))) / slope).to(price.dtype)
-            step = torch.where(step < 0, torch.zeros_like(step), step)
-            middle = torch.where(high.isinf(), 2 * price + 1, (low.clamp(min=0.0) + high) / 2)
-            step = torch.where((step > low) & (step < high) & (step < 100 * price + 100), step, middle)
-            price = torch.where(found, price, step)
-            if bool((found | self.single).all()):
-                break
-        return price
+            return (PSI_TOL * offer / worth).clamp(self.resolution, PSI_TOL)
+
+        return solve_price(self.x, rings, cost_of, self.budget, price, newton, tolerance, self.single)
 
     def _rows(self, beta: Tensor, price: Tensor) -> _Priced:
         return _Priced(self.x, beta, price, self.moves)
@@ -245,42 +238,9 @@ class _Search:
 
     def _into_box(self, rows: _Priced) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Factors that keep the box, and what each pixel then sends and receives."""
-        x, lo, hi = self.x, self.lo, self.hi
-        keep, give = torch.ones_like(x), torch.ones_like(x)
-        sent, received = rows.exchange(keep, give)
-        slack = SLACK if x.dtype == torch.float32 else EXACT_SLACK
-        slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
-        tiny = torch.finfo(x.dtype).tiny
-
-        def tightened(part: float, more: float = 0.0) -> tuple[Tensor, Tensor]:
-            above, below = (more * (end - bound).clamp(min=0.0) for end, bound in ((z, hi), (-z, -lo)))
-            room = ((hi - x + part * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
-            spare = ((x - lo + part * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
-            return torch.minimum(keep, room), torch.minimum(give, spare)
-
-        for sweep in range(REPAIR_SWEEPS + 1):
-            z = x - give * sent + keep * received
-            over, under = z > hi + slack, z < lo - slack
-            broken = (over | under).flatten(1).any(1)
-            if not bool(broken.any()):
-                break
-            if sweep < REPAIR_SWEEPS:
-                kept, given = tightened(1.0, OVERSHOOT if sweep >= FROM_SWEEP else 0.0)
-                keep, give = torch.where(over, kept, keep), torch.where(under, given, give)
-                sent, received = rows.exchange(keep, give)
-                continue
-            kept, given = tightened(0.0)
-            out, into = rows.exchange(kept, given)
-            excess = (z - hi).clamp(min=0.0)
-            below = (hi - (x - given * out + kept * into)).clamp(min=0.0)
-            mix = torch.where(over, excess / (excess + below).clamp(min=tiny), torch.zeros_like(x)).flatten(1).amax(1)
-            # With a lower bound both factors may differ, and a mixture would not have this form.
-            mix = torch.where(broken, mix if lo == 0.0 else torch.ones_like(mix), torch.zeros_like(mix))
-            mix = per_image(mix, self.x)
-            sent, received = (
-                (1 - mix) * a + mix * b for a, b in ((give * sent, given * out), (keep * received, kept * into))
-            )
-            return (1 - mix) * keep + mix * kept, (1 - mix) * give + mix * given, sent, received
+        slack = SLACK if self.x.dtype == torch.float32 else EXACT_SLACK
+        slack *= max(1.0, self.hi if math.isfinite(self.hi) else 1.0)
+        keep, give, sent, received = into_box(rows, self.lo, self.hi, Repair(*SCHEDULE, slack, 0.0, slack))
         return keep, give, give * sent, keep * received
 
 

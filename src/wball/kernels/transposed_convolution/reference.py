@@ -12,12 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.kernels.transposed_convolution import Window
-from wball.moves import Moves
-
-
-def why_not(x: Tensor, moves: Moves | None) -> str | None:
-    """Serves any maps."""
-    return None
 
 
 def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window) -> Tensor:

@@ -1,0 +1,166 @@
+"""A plan in factors in plain torch, for the references: its rows, the price it is made at, its repair into the box.
+
+For whole batches and any moves; compiled loops have :mod:`wball.kernels.price` and :mod:`wball.kernels.factors`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wball.batch import per_image
+from wball.moves import Moves
+
+
+def image_sums(values: Tensor) -> Tensor:
+    return values.sum((-3, -2, -1), dtype=torch.float64)
+
+
+def ring_sums(s: Tensor, moves: Moves) -> Tensor:
+    """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that cost."""
+    ends = moves.ends(s, -math.inf)
+    out = []
+    for ring in moves.rings:
+        top = ends(ring[0])
+        for k in ring[1:]:
+            top = torch.maximum(top, ends(k))
+        if len(ring) == 1:
+            out.append(top)
+            continue
+        base = top.clamp(min=torch.finfo(s.dtype).min)  # a ring that lies outside the image has no top to subtract
+        total = sum((ends(k) - base).exp() for k in ring)
+        out.append(base + torch.as_tensor(total).log())
+    return torch.stack(out)
+
+
+def newton_step(
+    psi: Tensor, low: Tensor, high: Tensor, cost: Tensor, slope: Tensor, budget: Tensor, tolerance: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One bracketed step towards the price at which ``cost`` is just below ``budget``.
+
+    The cost falls about exponentially in the price, so Newton's method runs on its logarithm; ``slope`` is minus the
+    derivative of the cost. Returns the price, kept where it is found, the bracket, and where it is found.
+    """
+    inside = cost <= budget
+    found = inside & ((cost >= budget * (1 - tolerance)) | (psi == 0))
+    low, high = torch.where(inside, low, psi), torch.where(inside, psi, high)
+    step = psi + (cost * torch.log(cost / (budget * (1 - tolerance / 2))) / slope).to(psi.dtype)
+    step = step.clamp(min=0.0)  # not a number where nothing moves
+    middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
+    # A slope lost to underflow sends the step to the moon: not beyond a hundred times where we are.
+    step = torch.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
+    return torch.where(found, psi, step), low, high, found
+
+
+def solve_price(
+    x: Tensor,
+    rings: Tensor,
+    ring_cost: Tensor,
+    budget: Tensor,
+    psi: Tensor,
+    steps: int,
+    tolerance: Callable[[Tensor], float | Tensor],
+    ignored: Tensor | None = None,
+) -> Tensor:
+    """The ``psi >= 0`` at which ``sum_i x_i E_i[cost]`` meets the budget, from the side below it.
+
+    ``tolerance`` of the budget may depend on the price; nobody waits for the images that are ``ignored``.
+    """
+    low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
+    for _ in range(steps):
+        share = torch.softmax(rings - per_image(psi, x) * ring_cost, 0)
+        mean = (share * ring_cost).sum(0)
+        variance = (share * (ring_cost - mean).square()).sum(0)
+        cost, slope = image_sums(x * mean), image_sums(x * variance)
+        psi, low, high, found = newton_step(psi, low, high, cost, slope, budget, tolerance(psi))
+        if bool((found if ignored is None else found | ignored).all()):
+            break
+    return psi
+
+
+class PlanRows:
+    """The plan before the box is enforced: mass along one move at a time."""
+
+    def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
+        self.x, self.moves, self._price = x, moves, per_image(psi, x)
+        normaliser = torch.logsumexp(rings - self._price * moves.ring_cost, 0)
+        self._start = torch.log(x) - normaliser  # -inf where the row is empty
+        self._ends = moves.ends(s, -math.inf)
+
+    def flow(self, k: int) -> Tensor:
+        """Mass that leaves each pixel by move ``k``."""
+        return (self._start + self._ends(k) - self._price * self.moves.costs[k]).exp()
+
+    def flows(self) -> Iterator[tuple[int, Tensor]]:
+        """All moves but the one that stays."""
+        for k in range(1, len(self.moves)):
+            yield k, self.flow(k)
+
+    def columns(self) -> Tensor:
+        total = self.moves.arrivals(self.x)
+        total.add(0, self.flow(0))
+        for k, flow in self.flows():
+            total.add(k, flow)
+        return total.total()
+
+    def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
+        """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""
+        kept, received, sent = self.moves.ends(keep, 0.0), self.moves.arrivals(self.x), torch.zeros_like(self.x)
+        for k, flow in self.flows():
+            sent += flow * kept(k)
+            received.add(k, flow * give)
+        return sent, received.total()
+
+
+@dataclass(frozen=True)
+class Repair:
+    """How a plan is brought into the box; the attempts are those of :class:`wball.kernels.factors.Schedule`.
+
+    Attributes:
+        counted: of each attempt, what part of the mass that a pixel exchanges the other way it counts on.
+        more: of each attempt, how many times as far as the box asks for it goes.
+        slack: what a column may be above the box.
+        rounding: what it may be below, as a part of its pixel: emptied rows are off by their potentials' rounding.
+        floor: what it may be below in any case.
+    """
+
+    counted: tuple[float, ...]
+    more: tuple[float, ...]
+    slack: float
+    rounding: float
+    floor: float
+
+
+def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box; returns all four."""
+    x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
+    keep, give = torch.ones_like(x), torch.ones_like(x)
+    sent, received = rows.exchange(keep, give)
+    least = lo - how.rounding * x - how.floor
+    for counted, more in zip(how.counted, how.more, strict=True):
+        z = x - give * sent + keep * received
+        over, under = z > hi + how.slack, z < least
+        broken = (over | under).flatten(1).any(1)
+        if not bool(broken.any()):
+            break
+        if counted == 0.0:  # every column of a broken image, because these moves push others over
+            over = per_image(broken, x).expand_as(x)
+            under = over if lo > 0 else under
+        above, below = more * (z - hi).clamp(min=0.0), more * (lo - z).clamp(min=0.0)
+        room = ((hi - x + counted * give * sent - above) / received.clamp(min=tiny)).clamp(min=0.0)
+        spare = ((x - lo + counted * keep * received - below) / sent.clamp(min=tiny)).clamp(min=0.0)
+        kept, had_sent = keep, sent
+        keep = torch.where(over, torch.minimum(keep, room), keep)
+        give = torch.where(under, torch.minimum(give, spare), give)
+        sent, received = rows.exchange(keep, give)
+        # Of the last two plans the mixture that just keeps the box; with a lower bound it would not have this form.
+        if counted == 0.0 and lo <= 0.0:
+            excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
+            part = torch.where(excess > how.slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z))
+            way = per_image(part.flatten(1).amax(1), part)
+            keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)
+    return keep, give, sent, received
