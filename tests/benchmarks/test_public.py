@@ -26,7 +26,7 @@ def test_rows_say_what_each_version_left(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(wball, "load_dataset", digits)
     out = tmp_path / "public.json"
     few = ["--images", "3", "--only", "1", "--device", "cpu", "--data", str(tmp_path), "--out", str(out)]
-    public.main([*few, "--models", str(tmp_path / "weights")])
+    public.main([*few, "--zoo", "0", "--models", str(tmp_path / "weights")])
     found = json.loads(out.read_text())
     assert [row["version"] for row in found["rows"]] == ["standard-1", "standard"]
     assert all(row["reliable"] and 0 <= row["robust"] <= 100 for row in found["rows"])
