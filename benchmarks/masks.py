@@ -15,9 +15,8 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -348,31 +347,39 @@ def main(arguments: list[str] | None = None) -> None:
         "processes": given.processes,
         "rows": rows,
     }
-    tasks = [(name, eps) for eps in given.eps for name in (NONE, *given.only)]
-    plain = math.inf
-    for (name, eps), row in zip(tasks, _measured(setting, tasks, given.processes), strict=True):
-        must_open = name == NONE or MASKS[name].opened
-        plain = row["robust"] if name == NONE else plain
-        opened = row["robust"] <= plain + POINTS + 1e-9
-        row = {"mask": name, "eps": eps} | row | {"opened": opened, "must_open": must_open}
-        row["fooled"] = not opened and (must_open or row["reliable"])
-        rows.append(row)
+    tasks = [(name, eps) for name in (NONE, *given.only) for eps in given.eps]
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for (name, eps), row in _measured(setting, tasks, given.processes):
+        found[name, eps] = row
+        rows[:] = [_judged(found, *task) for task in tasks if task in found and (NONE, task[1]) in found]
         keep(given.out, result)
         print(
             f"{eps:<5g} {name:36} clean {row['clean']:5.1f}  robust {row['robust']:5.1f}  {row['seconds']:6.1f} s  "
-            f"{'reliable' if row['reliable'] else '-':8} {'FOOLED' if row['fooled'] else ''} {row['findings']}",
+            f"{'reliable' if row['reliable'] else '-':8} {row['findings']}",
             flush=True,
         )
-    print(f"{sum(row['fooled'] for row in rows)} of {len(rows)} fooled")
+    fooled = [f"{row['mask']} at {row['eps']:g}" for row in rows if row["fooled"]]
+    print(f"{len(fooled)} of {len(rows)} fooled", *fooled, sep="\n")
 
 
-def _measured(setting: Setting, tasks: list[tuple[str, float]], processes: int) -> Iterator[dict[str, Any]]:
-    """A row for each mask and radius, in their order."""
+def _judged(found: dict[tuple[str, float], dict[str, Any]], name: str, eps: float) -> dict[str, Any]:
+    """A row, with what it says about its mask beside the network without one."""
+    row, must_open = found[name, eps], name == NONE or MASKS[name].opened
+    opened = row["robust"] <= found[NONE, eps]["robust"] + POINTS + 1e-9
+    fooled = not opened and (must_open or row["reliable"])
+    return {"mask": name, "eps": eps} | row | {"opened": opened, "must_open": must_open, "fooled": fooled}
+
+
+def _measured(
+    setting: Setting, tasks: list[tuple[str, float]], processes: int
+) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
+    """A row for each mask and radius, as they are ready."""
     if processes == 1:
-        yield from (_row(setting, *task) for task in tasks)
+        yield from ((task, _row(setting, *task)) for task in tasks)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_row, repeat(setting), *zip(*tasks, strict=True))
+        running = {pool.submit(_row, setting, *task): task for task in tasks}
+        yield from ((running[done], done.result()) for done in as_completed(running))
 
 
 _load = functools.cache(Setting.load)

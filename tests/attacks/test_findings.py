@@ -23,3 +23,10 @@ def test_findings_of_batches_add_up() -> None:
 def test_notes_and_single_images_do_not_make_a_result_unreliable() -> None:
     assert reliable([]) and reliable([Finding("train-mode", 1, 1), Finding("black-box-stronger", 2, 100)])
     assert not reliable([Finding("masked-gradients", 1, 1000)])
+
+
+def test_a_local_optimum_or_two_in_a_full_ball_are_no_reason_for_doubt() -> None:
+    """One of nine survivors of a public network that hides nothing made its evaluation unreliable."""
+    assert not Finding("full-ball-survivors", 1, 9).serious and not Finding("full-ball-survivors", 2, 2).serious
+    assert Finding("full-ball-survivors", 3, 3).serious and Finding("full-ball-survivors", 4, 16).serious
+    assert not Finding("full-ball-survivors", 3, 16).serious

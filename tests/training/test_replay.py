@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from wball import PGD, DualAveraging, WassersteinBall
 from wball.attacks import GrowingRadius, objectives
 from wball.attacks.base import GradientAttack
 from wball.attacks.batch import AttackBatch
+from wball.attacks.recording import RECORDERS
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
@@ -27,45 +27,10 @@ ATTACKS = {
 }
 
 
-class _Stream:
-    def __init__(self, *_: Any) -> None: ...
-
-    def wait_stream(self, _: Any) -> None: ...
-
-
-class _Graph:
-    """What ``torch.cuda.CUDAGraph`` does, by calling again."""
-
-    again: Any = None
-
-    def register_generator_state(self, _: torch.Generator) -> None: ...
-
-    def replay(self) -> None:
-        self.again()
-
-
 @pytest.fixture
 def standing_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def nothing(*_: Any) -> Any:
-        yield
-
-    for name, value in {
-        "CUDAGraph": _Graph, "Stream": _Stream, "current_stream": _Stream, "stream": nothing, "graph": nothing
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    once = Replay._once
-
-    def wired(self: Replay) -> tuple[torch.Tensor, torch.Tensor]:
-        def again() -> None:
-            z, success = once(self)
-            self._z.copy_(z)
-            self._success.copy_(success)
-
-        self._graph.again = again  # type: ignore[attr-defined]
-        return once(self)
-
-    monkeypatch.setattr(Replay, "_once", wired)
+    """A recording that makes the same calls again."""
+    monkeypatch.setitem(RECORDERS, "cpu", lambda function, *_: function)
 
 
 @pytest.mark.usefixtures("standing_in")
@@ -100,10 +65,11 @@ def test_replays_are_the_attack_at_each_radius_seed_and_state_of_the_network(
 @pytest.mark.usefixtures("standing_in")
 def test_a_recording_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = small_data(16)
-    monkeypatch.setattr("wball.training.replay.can_replay", lambda attack, x: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(_Graph, "replay", lambda self: None)
-    monkeypatch.setattr(Replay, "_once", lambda self: (self._x.clone(), torch.zeros_like(self._y, dtype=torch.bool)))
+
+    def idle(replay: Replay) -> None:
+        replay._z, replay._success = replay._x.clone(), torch.zeros_like(replay._y, dtype=torch.bool)
+
+    monkeypatch.setattr(Replay, "_make", idle)
     with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph: a replay raises the mean loss"):
         assert recorded(ATTACK, small_model(), x, y) is None
 

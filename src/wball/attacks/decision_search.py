@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball import inputs
-from wball.attacks.base import GradientAttack, into_box, normal, spread
+from wball.attacks.base import into_box, normal, spread
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
+from wball.attacks.search import Search
 from wball.ball import Ball
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
@@ -56,36 +56,22 @@ class _Boundary(State):
 
 
 @dataclass(frozen=True)
-class DecisionSearch(GradientAttack):
-    """Black-box search by labels alone, on any ball. ``result.queries`` says how many questions each image cost.
+class DecisionSearch(Search):
+    """Black-box search by labels alone, on any ball; its settings are those of every search (:class:`Search`)."""
 
-    Attributes:
-        queries: forward passes per image, at most.
-        directions: of them, how many noisy copies are asked about at each step.
-        step_size: in nats per step, see :class:`~wball.DualAveraging`.
-    """
-
-    queries: int = 5000
     directions: int = 40
-    step_size: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inputs.check_count("directions", self.directions, 2)
-        inputs.check_count("queries", self.queries, self._at_start + self._per_step)
-        inputs.check_positive("step_size", self.step_size)
 
     @property
-    def _at_start(self) -> int:
+    def least_directions(self) -> int:
+        return 2
+
+    @property
+    def at_start(self) -> int:
         return 2 + 2 * CLOUDS * len(STARTS)
 
     @property
-    def _per_step(self) -> int:
+    def per_step(self) -> int:
         return self.directions + len(SHRINK) + 1
-
-    @property
-    def n_gradients(self) -> int:
-        return (self.queries - self._at_start) // self._per_step
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Boundary:
         x, ball = batch.x, batch.ball

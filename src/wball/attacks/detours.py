@@ -13,6 +13,7 @@ differ from point to point, but their mean still points uphill.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,17 +58,29 @@ class _Detoured(torch.autograd.Function):
         return ctx.zero if gradient is None else gradient, None
 
 
-class Tapped:
-    """``model`` with the gradient at its ``number``-th inner place that has the shape of the image."""
+class _WithDetour(ABC):
+    """``model`` with a detour on the way back."""
 
-    def __init__(self, model: Model, number: int) -> None:
-        self.model, self.number = model, number
+    def __init__(self, model: Model) -> None:
+        self.model = model
 
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return ask(self.model, x)
         scores: Tensor = _Detoured.apply(x, self._find)
         return scores
+
+    @abstractmethod
+    def _find(self, x: Tensor) -> _Detour:
+        """The detour from images that carry a gradient."""
+
+
+class Tapped(_WithDetour):
+    """``model`` with the gradient at its ``number``-th inner place that has the shape of the image."""
+
+    def __init__(self, model: Model, number: int) -> None:
+        super().__init__(model)
+        self.number = number
 
     def _find(self, x: Tensor) -> _Detour:
         scores = ask(self.model, x)
@@ -75,18 +88,13 @@ class Tapped:
         return _Detour(scores, scores, places[self.number] if self.number < len(places) else x)
 
 
-class Smoothed:
+class Smoothed(_WithDetour):
     """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box."""
 
     def __init__(self, model: Model, noise: float, box: tuple[float, float] | None = None) -> None:
-        self.model, self.noise, self.box = model, noise, box
+        super().__init__(model)
+        self.noise, self.box = noise, box
         self._draws: torch.Generator | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return ask(self.model, x)
-        scores: Tensor = _Detoured.apply(x, self._find)
-        return scores
 
     def _find(self, x: Tensor) -> _Detour:
         with torch.no_grad():

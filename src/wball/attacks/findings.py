@@ -20,11 +20,13 @@ class Code:
         sentence: what was seen, with ``{images}`` and ``{of}``.
         remedy: what to do about it.
         tolerated: the share of images up to which it is a note; ``None`` if it always is.
+        fewest: how many images it takes in any case.
     """
 
     sentence: str
     remedy: str
     tolerated: float | None = 0.0
+    fewest: int = 1
 
 
 CODES: dict[str, Code] = {
@@ -54,7 +56,8 @@ CODES: dict[str, Code] = {
     "full-ball-survivors": Code(
         "{images} of {of} images survived at an unlimited radius, where the shapes of other images fool the model",
         "gradients lead the attack astray: attack a differentiable approximation of the model",
-        tolerated=0.1,
+        tolerated=0.2,
+        fewest=3,  # a local optimum or two say nothing
     ),
     "larger-radius-weaker": Code(
         "{images} of {of} images were broken at a radius and survived at a larger one",
@@ -108,8 +111,8 @@ class Finding:
     @property
     def serious(self) -> bool:
         """Whether the robust accuracy may be too high for this reason."""
-        tolerated = CODES[self.code].tolerated
-        return tolerated is not None and self.images > tolerated * self.of
+        code = CODES[self.code]
+        return code.tolerated is not None and self.images > code.tolerated * self.of and self.images >= code.fewest
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

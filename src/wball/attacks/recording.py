@@ -12,6 +12,7 @@ recorded (it reads from the device, or works on the host), the attack goes on st
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def cuda_graph(function: Callable[[], None], device: torch.device, generator: to
 
     A recording's memory is its own and goes back with it.
     """
-    graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    graph, here, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), _aside(device)
     pool = torch.cuda.graph_pool_handle()
     if generator.device.type == "cuda":
         graph.register_generator_state(generator)
@@ -54,6 +55,17 @@ def cuda_graph(function: Callable[[], None], device: torch.device, generator: to
                 raise
     here.wait_stream(aside)
     return graph.replay
+
+
+_streams = threading.local()
+
+
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """Where this thread records. One stream for all recordings: matrix products keep memory for every stream."""
+    held: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("held", {})
+    if device not in held:
+        held[device] = torch.cuda.Stream(device)
+    return held[device]
 
 
 def _end_without_graph(device: torch.device, pool: Any, generator: torch.Generator) -> None:

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball import inputs
 from wball.attacks import objectives
-from wball.attacks.base import GradientAttack, into_box, lists_plans, normal, plan_of_nothing, spread
+from wball.attacks.base import into_box, lists_plans, normal, plan_of_nothing, spread
 from wball.attacks.batch import AttackBatch
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
+from wball.attacks.search import Search
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
 
@@ -65,29 +65,21 @@ class _Tracked(Potentials):
 
 
 @dataclass(frozen=True)
-class ScoreSearch(GradientAttack):
-    """Black-box search by scores, on any ball. ``result.queries`` says how many questions each image cost.
-
-    Attributes:
-        queries: forward passes per image, at most.
-        directions: of them, how many are asked about at each step.
-        step_size: in nats per step, see :class:`~wball.DualAveraging`.
-    """
-
-    queries: int = 5000
-    directions: int = 20
-    step_size: float = 3.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        inputs.check_count("directions", self.directions)
-        inputs.check_count("queries", self.queries, 2 * self.directions + 4)
-        inputs.check_positive("step_size", self.step_size)
+class ScoreSearch(Search):
+    """Black-box search by scores, on any ball; its settings are those of every search (:class:`Search`)."""
 
     @property
-    def n_gradients(self) -> int:
-        """Steps: the clean image, two sizes of noise once, and the last candidate are asked about besides."""
-        return (self.queries - 2 - self.directions) // (self.directions + 1)
+    def _looks(self) -> int:
+        """Directions in which each size of the noise is tried at the start."""
+        return max(1, self.directions // 2)
+
+    @property
+    def at_start(self) -> int:
+        return 2 + len(NOISE) * self._looks
+
+    @property
+    def per_step(self) -> int:
+        return self.directions + 1
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
         x, oracle = batch.x, oracle_of(batch.ball, batch.x)
@@ -124,7 +116,7 @@ class ScoreSearch(GradientAttack):
     def _size(self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator) -> Tensor:
         low, high = batch.ball.box or (0.0, 1.0)
         small, large = (size * (high - low) for size in NOISE)
-        u = reachable * normal(batch.x, generator, max(1, self.directions // 2))
+        u = reachable * normal(batch.x, generator, self._looks)
         batch.queries += 2 * u.shape[0]
 
         def change(size: float) -> Tensor:

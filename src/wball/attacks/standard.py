@@ -21,12 +21,15 @@ members   objective                     step size  steps  remarks
 16        cross-entropy                 6 -> 0     100    random start, 3 nats
 17        margin                        6 -> 0     100    random start, 10 nats
 18        cross-entropy                 6 -> 0     80     random start, 10 nats
-19        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+19        margin                        6 -> 0     60     from the best attempt so far
+20        margin                        1          100    from the best attempt so far
+21        margin                        2          300
+22        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
 
-The first 18 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+The first 21 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 18 climb those of smooth stand-ins
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 21 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
 answers decides. An example by a hair (:data:`CLEARLY`) counts, but the next members look for a clearer one.
 ``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
@@ -58,6 +61,7 @@ from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.attacks.result import AttackResult, AttackStatus, empty
 from wball.attacks.score_search import ScoreSearch
+from wball.attacks.search import Search
 from wball.attacks.views import LOOKED_AT, View, best_view, plain_view
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes
@@ -107,12 +111,14 @@ class _Member:
         return PGD(ball, objective=self.objective, steps=self.steps, random_start=True, progress=False)
 
 
-def _falling(objective: str, step_size: float = 6.0, steps: int = 100, random_start: float = 0.0) -> _Member:
-    return _Member(objective, step_size, steps, decay=1.0, random_start=random_start)
+def _falling(
+    objective: str, step_size: float = 6.0, steps: int = 100, random_start: float = 0.0, from_best: bool = False
+) -> _Member:
+    return _Member(objective, step_size, steps, decay=1.0, random_start=random_start, from_best=from_best)
 
 
-_GRADIENT_MEMBERS: dict[str, tuple[_Member, ...]] = {
-    "standard": (
+MEMBERS: dict[str, tuple[_Member, ...]] = {
+    "standard-1": (
         _falling("cross-entropy"),
         _falling("margin"),
         _falling("runner-up-2"),
@@ -131,7 +137,12 @@ _GRADIENT_MEMBERS: dict[str, tuple[_Member, ...]] = {
     ),
     "fast": tuple(_falling(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")),
 }
-MEMBERS: dict[str, tuple[_Member, ...]] = {**_GRADIENT_MEMBERS, "standard-1": _GRADIENT_MEMBERS["standard"]}
+MEMBERS["standard"] = (
+    *MEMBERS["standard-1"],
+    _falling("margin", steps=60, from_best=True),
+    _Member("margin", step_size=1.0, from_best=True),
+    _Member("margin", step_size=2.0, steps=300),
+)
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,7 @@ class StandardAttack(Attack):
         found = [control.not_finite(model, x, best.images)]
         if not view.is_useful and alive:
             found.append(Finding("masked-gradients", alive, count))
-        if isinstance(members[-1], (ScoreSearch, DecisionSearch)):
+        if isinstance(members[-1], Search):
             found.append(Finding("black-box-stronger", int((best.member == len(members) - 1).sum()), count))
         if view.random:
             found.append(Finding("random-answers", count, count))

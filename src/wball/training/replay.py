@@ -1,8 +1,7 @@
-"""An attack recorded once as a CUDA graph and replayed on every batch.
+"""An attack recorded once as a whole (:mod:`wball.attacks.recording`) and replayed on every batch.
 
-A step of an attack on a small network is a few hundred launches of microseconds each; a GPU waits for the host most
-of the time. An attack that keeps its batch and never asks the device for a value always launches the same kernels: a
-graph of all its steps is one launch. :class:`~wball.DualAveraging` is of that kind, and so is :class:`~wball.PGD` where
+An attack that keeps its batch and never asks the device for a value always launches the same kernels, so that all of
+its steps together are one launch. :class:`~wball.DualAveraging` is of that kind, and so is :class:`~wball.PGD` where
 a fused kernel projects. Images that have fallen stay in the batch, which would be a waste on a large network. The graph
 reads the network's parameters where they lie, so it attacks the network as it is at each replay.
 """
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from wball.attacks import PGD, Attack, DualAveraging, objectives
 from wball.attacks.base import lists_plans
 from wball.attacks.batch import AttackBatch
+from wball.attacks.recording import RECORDERS
 from wball.model import as_found
 from wball.solvers.entropic import EntropicProjection
 
@@ -37,8 +37,12 @@ def can_replay(attack: Attack, x: Tensor) -> bool:
         fused = lists_plans(attack.ball) and EntropicProjection.serves(
             cast("WassersteinBall", attack.ball).problem(x), attack.reg
         )
-        return x.is_cuda and fused and attack.step != "wasserstein" and not attack.random_start
-    return x.is_cuda and isinstance(attack, DualAveraging)
+        return _recordable(x) and fused and attack.step != "wasserstein" and not attack.random_start
+    return _recordable(x) and isinstance(attack, DualAveraging)
+
+
+def _recordable(x: Tensor) -> bool:
+    return x.device.type in RECORDERS
 
 
 class Replay:
@@ -56,18 +60,10 @@ class Replay:
         self._attack = dataclasses.replace(attack, ball=attack.ball.at(eps))
         assert isinstance(self._attack.ball.eps, Tensor)
         self._eps = self._attack.ball.eps  # what is written there reaches the graph
-        self._graph = torch.cuda.CUDAGraph()
-        if attack.random_start > 0:
-            self._graph.register_generator_state(self._draws)
         with as_found(model, x.device):
-            here, aside = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
-            aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                for _ in range(WARM_UP):
-                    self._once()
-            here.wait_stream(aside)
-            with torch.cuda.graph(self._graph):
-                self._z, self._success = self._once()
+            for _ in range(WARM_UP):
+                self._make()
+            self._replay = RECORDERS[x.device.type](self._make, x.device, self._draws)
         self._check(attack)
 
     def __call__(self, x: Tensor, y: Tensor, eps: Tensor | float, seed: int) -> tuple[Tensor, Tensor]:
@@ -79,17 +75,18 @@ class Replay:
         else:
             self._eps.fill_(eps)
         self._draws.manual_seed(seed)
-        self._graph.replay()
+        self._replay()
         return self._z.clone(), self._success.clone()
 
-    def _once(self) -> tuple[Tensor, Tensor]:
+    def _make(self) -> None:
+        """Attack what is in the buffers. A recording writes to the same results each time."""
         attack = self._attack
         objective = objectives.find(attack.objective)
         until = attack.until_success
         batch = AttackBatch(self._model, attack.ball, self._x, self._y, None, objective, until, whole=True)
         attack.run(batch, self._draws)
         best = batch.finish()
-        return best.z, best.success
+        self._z, self._success = best.z, best.success
 
     def _check(self, attack: DualAveraging | PGD) -> None:
         """Compare a replay with the attack itself at the largest radius."""
@@ -116,6 +113,7 @@ def recorded(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Replay |
     try:
         return Replay(attack, model, x, y)
     except (RuntimeError, AttributeError) as error:
-        torch.cuda.synchronize(x.device)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
         warnings.warn(f"the attack is not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
         return None
