@@ -10,7 +10,7 @@ SMALL  := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast lint format coverage torture bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
+.PHONY: help demo docs test test-fast kernels lint format coverage torture bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -33,11 +33,15 @@ docs: $(STAMP) ## refresh the tables from results/ and build the documentation i
 	$(BIN)/python tools/docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site
 
-test: lint ## every check: style, types, tests
+test: $(STAMP) ## every check: style, types, tests
+	@$(MAKE) --no-print-directory -j2 lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
 
 test-fast: $(STAMP) ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+
+kernels: $(STAMP) ## compile the CPU kernels once for all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m wball.info --compile
 
 lint: $(STAMP) ## style, types and layers
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from numba.core.caching import FunctionCache
+from numba.core.dispatcher import Dispatcher
 
 from wball.info import info, main
 from wball.kernels import dispatch
@@ -34,3 +36,16 @@ def test_table_says_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert info()["automatic"]["cpu"] == "torch"
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
     assert main([]) == 1
+
+
+def test_no_loop_is_left_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["wball"]
+    for operation, kernels in dispatch.OPERATIONS.items():
+        module = dispatch.load(operation, "cpu") if "cpu" in kernels else None
+        loops = (
+            [v for v in vars(module).values() if isinstance(v, Dispatcher) and isinstance(v._cache, FunctionCache)]
+            if module
+            else []
+        )
+        assert all(loop.signatures for loop in loops), f"{operation}: {[v for v in loops if not v.signatures]}"

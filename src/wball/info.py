@@ -1,6 +1,6 @@
 """What this installation can do: versions, devices, kernels and why some are missing.
 
-``python -m wball.info`` prints a table, ``python -m wball.info --json`` the same for programs.
+``python -m wball.info`` prints a table, ``--json`` the same for programs; ``--compile`` compiles the CPU kernels first.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
+import time
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ import torch
 import wball
 from wball.cost import GridCost
 from wball.kernels import dispatch
+from wball.kernels.linear_maximum import linear_maximum
+from wball.kernels.transposed_convolution import transposed_convolution
 from wball.moves import Moves
 
 PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
@@ -82,12 +86,37 @@ def _probe(device: str) -> tuple[torch.Tensor, Moves]:
     return x, GridCost(3).arcs(4, 4, x)
 
 
+def compile_kernels() -> float:
+    """Compile the CPU kernels now, so that no later call has to: a minute, once an installation. Returns the seconds.
+
+    For images of containers, and for jobs that start many processes. What is compiled already takes no time.
+    """
+    begun = time.perf_counter()
+    x = torch.eye(4)[None, None]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a network with unstable units
+        net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+    ball = wball.WassersteinBall(0.1, wball.GridCost(3))
+    ball.support(x, x.flip(3))
+    for reg in (math.inf, 100.0):
+        ball.project(x, x.flip(3), reg=reg)
+    ball.sample(x)
+    linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
+    transposed_convolution(x.double(), x.double(), (1, 1), (0, 0, 7, 7))
+    wball.certify(net.eval(), x, torch.zeros(1, dtype=torch.long), ball)
+    return time.perf_counter() - begun
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the report; the exit status says whether ``WBALL_KERNEL`` can be honoured on the CPU or a GPU."""
     parser = argparse.ArgumentParser(prog="python -m wball.info", description="versions, devices and kernels")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--compile", action="store_true", help="compile the CPU kernels first, for all later calls")
+    options = parser.parse_args(arguments)
+    if options.compile:
+        compile_kernels()
     report = info()
-    if parser.parse_args(arguments).json:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         _print(report)

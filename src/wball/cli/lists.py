@@ -95,11 +95,16 @@ def data(
 
 
 @command
-def info(as_json: options.AsJson = False) -> int:
+def info(
+    compile_kernels: Annotated[
+        bool, typer.Option("--compile", help="compile the CPU kernels first, so that no later call has to (a minute)")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> int:
     """Show versions, devices and kernels on this machine, for bug reports."""
     from wball.info import main as show
 
-    return show(["--json"] if as_json else [])
+    return show([*(["--compile"] if compile_kernels else []), *(["--json"] if as_json else [])])
 
 
 def _version(show: bool) -> None:

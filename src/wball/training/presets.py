@@ -116,7 +116,7 @@ def _mnist_adversarial_cnn() -> TrainConfig:
         optimisation=dataclasses.replace(
             large.optimisation, lr=2e-3, weight_decay=5e-4, bf16=False, channels_last=False
         ),
-        summary="The paper's MNIST network trained against dual averaging, each digit at a radius of its own up to 0.55.",
+        summary="The paper's MNIST network against dual averaging, each digit at a radius of its own up to 0.55.",
     )
 
 
