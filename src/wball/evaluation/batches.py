@@ -26,12 +26,8 @@ from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
 from wball.evaluation.doubts import as_warnings
-from wball.evaluation.result import (
-    COLUMNS,
-    EXACT,
-    PLAN,
-    Evaluation,
-)
+from wball.evaluation.result import EXACT, PLAN, Evaluation
+from wball.evaluation.schema import COLUMNS
 from wball.evaluation.stream import Images, View
 from wball.evaluation.tally import Tally
 from wball.evaluation.trust import EvaluationWarning, as_code

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from wball.evaluation.exhibit import EXPLORER, GALLERY, spread
 from wball.evaluation.folder import OtherSettings
-from wball.evaluation.result import COLUMNS, Evaluation, load_evaluation, same_json
+from wball.evaluation.result import Evaluation, load_evaluation, same_json
+from wball.evaluation.schema import COLUMNS
 from wball.evaluation.trust import EvaluationWarning
 
 FREE = ("data", "keep", "answers")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL
 from wball.display import Summarised, percent
-from wball.evaluation.schema import PROOFS, check_content, check_pictures
+from wball.evaluation.schema import COLUMNS, PROOFS, check_content, check_pictures
 from wball.evaluation.trust import (
     HARMLESS,
     Decision,
@@ -34,22 +34,6 @@ if TYPE_CHECKING:
 
 FORMAT = "wball-evaluation/1"
 RESULTS, EXAMPLES, EXHIBIT = "results.json", "examples.safetensors", "exhibit.safetensors"
-
-COLUMNS: dict[str, torch.dtype] = {
-    "label": torch.long,
-    "predicted": torch.long,
-    "read_as": torch.long,
-    "radius": torch.float64,
-    "distance": torch.float64,
-    "found_at": torch.float64,
-    "mass_error": torch.float64,
-    "box_violation": torch.float64,
-    "member": torch.long,
-    "n_steps": torch.long,
-    "certified": torch.float64,
-    "proof": torch.long,
-}
-"""One value per image. ``inf`` (in files: null) stands for "no example was found"."""
 
 REPORT_WRITERS: list[Callable[..., Path]] = []
 """What writes reports: :mod:`wball.report` enters itself here, because evaluations are data and import no reports."""

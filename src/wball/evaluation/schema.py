@@ -18,6 +18,24 @@ PROOFS = (None, "plan", "exact", "plan, exact")
 """How the distance of an example was proved: by the attack's plan, by exact transport, by both."""
 
 
+COLUMNS: dict[str, torch.dtype] = {
+    "label": torch.long,
+    "predicted": torch.long,
+    "read_as": torch.long,
+    "radius": torch.float64,
+    "distance": torch.float64,
+    "found_at": torch.float64,
+    "mass_error": torch.float64,
+    "box_violation": torch.float64,
+    "member": torch.long,
+    "n_steps": torch.long,
+    "certified": torch.float64,
+    "proof": torch.long,
+}
+"""One value per image. ``inf`` (in files: null) stands for "no example was found"; of ``proof`` files have the words in
+:data:`PROOFS`, and those of earlier versions lack it."""
+
+
 @dataclass(frozen=True)
 class _Maybe:
     """That, or ``null``."""
@@ -36,19 +54,6 @@ _WARNING = _Either({"code": str, "message": str, "remedy": str})
 
 # A type, a list of one kind, or a dictionary of kinds by name; other names may be there, too.
 _NUMBERS, _WHOLE = [_Maybe(float)], [int]
-COLUMNS: dict[str, Any] = {
-    "label": _WHOLE,
-    "predicted": _WHOLE,
-    "read_as": _WHOLE,
-    "radius": _NUMBERS,
-    "distance": _NUMBERS,
-    "found_at": _NUMBERS,
-    "mass_error": _NUMBERS,
-    "box_violation": _NUMBERS,
-    "member": _WHOLE,
-    "n_steps": _WHOLE,
-    "certified": _NUMBERS,
-}
 _CONTENT = {
     "settings": {
         "model": {"name": str, "parameters": _Maybe(int), "sha256": _Maybe(str)},
@@ -62,7 +67,7 @@ _CONTENT = {
         "seed": int,
     },
     "provenance": {"command": str, "device": str, "kernel": str, "platform": str, "versions": dict},
-    "images": COLUMNS,
+    "images": {name: _WHOLE if dtype is torch.long else _NUMBERS for name, dtype in COLUMNS.items() if name != "proof"},
     "rejected": [{"index": int, "eps": float, "reason": str}],
     "warnings": [_WARNING],
 }
@@ -97,7 +102,7 @@ def check_content(content: Any) -> None:
     _check("images.proof", images.get("proof", []), [_Maybe(str)])
     if unknown := [how for how in images.get("proof", []) if how not in PROOFS]:
         raise ValueError(f"images.proof has {unknown[0]!r}, expected one of {PROOFS}")
-    lengths = {name: len(images[name]) for name in (*COLUMNS, *(("proof",) if "proof" in images else ()))}
+    lengths = {name: len(images[name]) for name in COLUMNS if name in images}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():
         raise ValueError(f"images has columns of different lengths or none: {lengths}")
 
