@@ -34,8 +34,25 @@ def statuses(converged: Tensor, stalled: Tensor | None = None) -> tuple[Status, 
     return tuple(Status.CONVERGED if c else m for c, m in zip(converged.tolist(), missed, strict=True))
 
 
+class _Solved:
+    """What the results of all solvers answer."""
+
+    status: tuple[Status, ...]
+    write: Callable[[], Plan] | None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The transport plan that proves the point's membership, written out when it is first asked for."""
+        return None if self.write is None else self.write()
+
+    @property
+    def converged(self) -> Tensor:
+        """Which images the solver vouches for."""
+        return converged(self.status)
+
+
 @dataclass(frozen=True)
-class SupportResult:
+class SupportResult(_Solved):
     """``max <g, z>`` over a ball. ``value <= optimum <= upper`` holds whether or not the solver converged.
 
     Attributes:
@@ -56,19 +73,10 @@ class SupportResult:
     write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
 
-    @cached_property
-    def plan(self) -> Plan | None:
-        """The transport plan that proves the point's membership, written out when it is first asked for."""
-        return None if self.write is None else self.write()
-
     @property
     def gap(self) -> Tensor:
         """``upper - value``, per image: at most this much was left on the table."""
         return self.upper - self.value
-
-    @property
-    def converged(self) -> Tensor:
-        return converged(self.status)
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class Duals:
 
 
 @dataclass(frozen=True)
-class ProjectionResult:
+class ProjectionResult(_Solved):
     """The point of a ball nearest to ``w``. The point is in the ball whether or not the solver converged.
 
     Attributes:
@@ -111,15 +119,6 @@ class ProjectionResult:
     duals: Duals | None = None
     write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
-
-    @cached_property
-    def plan(self) -> Plan | None:
-        """The transport plan that proves the point's membership, written out when it is first asked for."""
-        return None if self.write is None else self.write()
-
-    @property
-    def converged(self) -> Tensor:
-        return converged(self.status)
 
 
 def converged(status: tuple[Status, ...]) -> Tensor:

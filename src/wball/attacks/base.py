@@ -299,11 +299,6 @@ class _Loop:
         self.gradient = self.attack.gradient(self.batch, self.state, self.generator)
 
 
-def spread(per_image: Tensor, like: Tensor) -> Tensor:
-    """One value per image (or one for all), shaped to multiply ``like``."""
-    return per_image.view(-1, *[1] * (like.ndim - 1))
-
-
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
     """Standard normal noise like images, or ``count`` times that. The same on every device of the generator."""
     shape = like.shape if count is None else (count, *like.shape)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.base import into_box, normal, spread
+from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
 from wball.attacks.search import Search
 from wball.ball import Ball
+from wball.batch import per_image
 
 STARTS = (4.0, 8.0, 16.0, 32.0)
 """Radii of the first images, in units of the ball's."""
@@ -89,7 +90,7 @@ class DecisionSearch(Search):
 
     def gradient(self, batch: AttackBatch, state: _Boundary, generator: torch.Generator) -> Tensor:
         batch.offer(state)
-        size = spread(state.noise.to(state.x), state.x)
+        size = per_image(state.noise.to(state.x), state.x)
         noise = state.reachable * normal(state.x, generator, self.directions)
         asked = into_box(state.wrong + size * noise, state.ball.box)
         answers = torch.stack([batch.succeeds(copy) for copy in asked]).to(state.x)
@@ -104,7 +105,7 @@ class DecisionSearch(Search):
 
     def advance(self, state: _Boundary, gradient: Tensor) -> _Boundary:
         state.normal = MEMORY * state.normal + normalised(gradient)
-        pace = spread(state.pace.to(state.x), state.x)
+        pace = per_image(state.pace.to(state.x), state.x)
         b = (1 - FORGET * pace / self.step_size) * state.b + pace * normalised(state.normal)
         least = spread_eps(state.ball, state.radius)
         finite = state.radius.nan_to_num(posinf=1.0)
@@ -123,11 +124,11 @@ class DecisionSearch(Search):
             point = oracle(b)
             distance = point.cost / oracle.unit
             closer = state.succeeds(point.z) & (distance < state.radius)
-            mask = spread(closer, state.x)
+            mask = per_image(closer, state.x)
             state.wrong, state.b = torch.where(mask, point.z, state.wrong), torch.where(mask, b, state.b)
             state.radius = torch.where(closer, distance, state.radius)
             found = closer & (radius <= inside)
-            state.z = torch.where(spread(found, state.x), point.z, state.z)
+            state.z = torch.where(per_image(found, state.x), point.z, state.z)
             state.distance = torch.where(found, distance, state.distance)
             state.kernel, nearer = point.kernel, nearer | closer
         return nearer

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, normal, plan_of_nothing, spread
+from wball.attacks.base import GradientAttack, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.oracle import Oracle, oracle_of
+from wball.batch import per_image
 from wball.plan import FactoredPlan
 
 START_NATS = 20.0
@@ -109,5 +110,5 @@ class DualAveraging(GradientAttack):
 
 def normalised(gradient: Tensor) -> Tensor:
     """Each image's gradient divided by its largest entry (0 stays 0)."""
-    largest = spread(gradient.flatten(1).abs().amax(1), gradient)
+    largest = per_image(gradient.flatten(1).abs().amax(1), gradient)
     return gradient / largest.clamp(min=torch.finfo(gradient.dtype).tiny)

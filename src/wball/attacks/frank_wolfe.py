@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, spread, understood
+from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, understood
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
+from wball.batch import per_image
 from wball.plan import Plan
 
 LINE_SEARCH = tuple(0.5**k for k in range(7))
@@ -96,7 +97,7 @@ class FrankWolfe(GradientAttack):
             gamma = _line_search(state.value, state.z, corner, state.x.dtype)
         if isinstance(state.proof, Plan) and result.plan is not None:
             state.proof = state.proof.mixed(gamma, result.plan.cancelled())
-        state.z = state.z + spread(gamma, state.z) * (corner - state.z)
+        state.z = state.z + per_image(gamma, state.z) * (corner - state.z)
         state.distance = state.distance + gamma * (reach - state.distance)
         state.kernel = result.kernel
         return state

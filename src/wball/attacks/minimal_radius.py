@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_labels, lists_plans, spread
+from wball.attacks.base import Attack, check_labels, lists_plans
+from wball.batch import per_image
 from wball.display import Summarised
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
@@ -142,8 +143,8 @@ def _pull_back(model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | N
     with as_found(model, x.device), torch.no_grad():
         for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
             share = (low + high) / 2
-            point = x + spread(share.to(x.dtype), x) * (z - x)
+            point = x + per_image(share.to(x.dtype), x) * (z - x)
             success = reached(ask(model, point), y, target)
             low, high = torch.where(success, low, share), torch.where(success, share, high)
-            best = torch.where(spread(success, x), point, best)
+            best = torch.where(per_image(success, x), point, best)
     return best, high

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from wball.attacks.base import normal, spread, understood
+from wball.attacks.base import normal, understood
 from wball.ball import Ball
+from wball.batch import per_image
 from wball.solvers.oracle import OraclePoint
 
 
@@ -42,7 +43,7 @@ class ProjectionOracle:
         self._scale = (corner - x).flatten(1).abs().amax(1) if x.shape[0] else x.new_zeros(0)
 
     def __call__(self, b: Tensor) -> OraclePoint:
-        result = self.ball.project(self.x, self.x + spread(self._scale, self.x) * b)
+        result = self.ball.project(self.x, self.x + per_image(self._scale, self.x) * b)
         distance = self.ball.distance(self.x, result.point).to(torch.float64)
         return OraclePoint(result.point, distance, torch.ones_like(distance), result.kernel)
 

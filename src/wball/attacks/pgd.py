@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, spread, understood
+from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, understood
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
 from wball.ball import Ball, WassersteinBall
+from wball.batch import per_image
 from wball.cost import GridCost
 from wball.plan import Plan
 from wball.solvers.entropic import EntropicProjection
@@ -202,8 +203,8 @@ class PGD(GradientAttack):
         if self.step_size is not None:
             alpha = self.step_size
         elif state.ball.unit == "pixel value":
-            alpha = spread(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z) * 2.5 / self.steps
+            alpha = per_image(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z) * 2.5 / self.steps
         if self.step == "linf":
             return z + alpha * gradient.sign()
-        length = spread(gradient.flatten(1).norm(dim=1), z)
+        length = per_image(gradient.flatten(1).norm(dim=1), z)
         return z + alpha * gradient / length.clamp(min=torch.finfo(z.dtype).tiny)

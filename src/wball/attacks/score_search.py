@@ -29,11 +29,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.attacks import objectives
-from wball.attacks.base import into_box, lists_plans, normal, plan_of_nothing, spread
+from wball.attacks.base import into_box, lists_plans, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
 from wball.attacks.search import Search
+from wball.batch import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
 
@@ -124,7 +125,7 @@ class ScoreSearch(Search):
             return (_scores(batch.model, asked, state.classes) - state.logits_before).transpose(0, 1).flatten(1)
 
         agreement = F.cosine_similarity(change(small), change(large), dim=1)
-        return spread(torch.where(agreement > AGREEMENT, small, large), batch.x).to(batch.x)
+        return per_image(torch.where(agreement > AGREEMENT, small, large), batch.x).to(batch.x)
 
     def gradient(self, batch: AttackBatch, state: _Tracked, generator: torch.Generator) -> Tensor:
         logits = batch.offer(state)
