@@ -17,12 +17,12 @@ from torch import Tensor
 
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.triton_stencil import (
-    INTERPRETED,
     is_halo,
     kernel,
     ring_prices,
     staged_position,
     stencil,
+    sum_two,
     too_large,
 )
 from wball.kernels.triton_stencil import why_not as _why_not
@@ -68,11 +68,6 @@ def _steps(moves: StencilMoves, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _add_two(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
 def _at(rings, prices, x, psi, budget):
     """The function at ``psi`` and what the cheapest best moves cost."""
     best = rings[0]
@@ -82,10 +77,7 @@ def _at(rings, prices, x, psi, budget):
         toll = tl.where(score > best, prices[d], toll)
         best = tl.maximum(best, score)
     worth, spent = x.to(tl.float64) * best.to(tl.float64), (x * toll).to(tl.float64)
-    if INTERPRETED:
-        value, cost = tl.sum(worth, 0), tl.sum(spent, 0)
-    else:
-        value, cost = tl.reduce((worth, spent), 0, _add_two)
+    value, cost = sum_two(worth, spent)
     return value + psi.to(tl.float64) * budget, cost
 
 

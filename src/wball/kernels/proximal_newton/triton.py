@@ -23,7 +23,16 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
-from wball.kernels.triton_stencil import INTERPRETED, is_halo, kernel, staged_position, stencil, too_large, warps
+from wball.kernels.triton_stencil import (
+    INTERPRETED,
+    is_halo,
+    kernel,
+    staged_position,
+    stencil,
+    sum_two,
+    too_large,
+    warps,
+)
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 from wball.plan import REPAIR_SWEEPS
@@ -94,21 +103,8 @@ def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _add_two(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
 def _add_three(a0, a1, a2, b0, b1, b2):
     return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def _sums(a, b):
-    if INTERPRETED:
-        return tl.sum(a, 0), tl.sum(b, 0)
-    else:
-        return tl.reduce((a, b), 0, _add_two)
 
 
 @triton.jit
@@ -259,7 +255,7 @@ def _direction(
         toll += part * tl.load(price_ptr + k)
         diagonal += tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0)
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
-    paid_square, paid_mean = _sums(stiff * square, stiff * total * total * inverse)
+    paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
     curvature = paid_square - paid_mean
     u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
     w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
@@ -305,7 +301,7 @@ def _direction(
             used = i < senders
             step = tl.load(back_ptr + i * STAGED + place, mask=used, other=0)
             h -= tl.load(s_ptr + S * STAGED + place - step, mask=used, other=0.0)
-        curve, paid = _sums(q * h, q * toll - stiff * mean * total)
+        curve, paid = sum_two(q * h, q * toll - stiff * mean * total)
         h_psi = tl.where(free, 1e-12 * diagonal_psi * q_psi - paid + q_psi * paid_square, 0.0)
         curve += q_psi * h_psi
         going = (curve > 0.0) & (left > goal)
