@@ -23,6 +23,7 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
+from wball.kernels.proximal_newton.triton_repair import repair
 from wball.kernels.triton_stencil import (
     INTERPRETED,
     is_halo,
@@ -35,7 +36,6 @@ from wball.kernels.triton_stencil import (
 )
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
-from wball.plan import REPAIR_SWEEPS
 
 MAX_VALUES = 16384
 """Larger images are too much work for one program."""
@@ -44,14 +44,11 @@ MAX_MOVES = 63
 
 (FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
  PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
-_SWEEPS = tl.constexpr(REPAIR_SWEEPS)
 BUFFERS = tl.constexpr(11)
 D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(11))
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient, rows'
-thresholds; conjugate gradients' direction, rows' means and columns' constants. What lies before the first pixel of the
-potentials is the halo behind the buffer before them."""
-ROOM, PLENTY, RATE, REST = Q, S, COLUMN, TOLL
-"""What the repair keeps where conjugate gradients are done."""
+thresholds; conjugate gradients' direction, rows' means and columns' constants, four that the repair takes afterwards.
+What lies before the first pixel of the potentials is the halo behind the buffer before them."""
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -321,114 +318,6 @@ def _direction(
     return d_psi, tl.sum(gradient * d, 0)
 
 
-@triton.jit
-def _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED: tl.constexpr, MOVES: tl.constexpr):
-    """What each pixel sends away and receives."""
-    sent, come = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
-    for k in tl.range(1, MOVES):
-        step = tl.load(offset_ptr + k)
-        sent += tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
-        used = real & (((incoming >> k) & 1) != 0)
-        come += tl.load(flow_ptr + k * STAGED + place - step, mask=used, other=0.0)
-    return sent, come
-
-
-@triton.jit
-def _send_back(
-    s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
-    """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones recall."""
-    room = tl.maximum(hi - z, 0.0)
-    tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
-    if LOWER:
-        tl.store(s_ptr + PLENTY * STAGED + place, tl.maximum(z - lo, 0.0), mask=real)
-    tl.debug_barrier()
-    easy, full = z * 0.0, z * 0.0
-    for k in tl.range(1, MOVES):
-        start = place - tl.load(offset_ptr + k)
-        used = real & (((incoming >> k) & 1) != 0)
-        part = tl.load(flow_ptr + k * STAGED + start, mask=used, other=0.0)
-        full += part
-        easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
-    excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
-    enough = easy >= excess
-    tl.store(s_ptr + RATE * STAGED + place, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), mask=real)
-    tl.store(s_ptr + REST * STAGED + place, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), mask=real)
-    recall, recall_rest = z * 0.0, z * 0.0
-    if LOWER:
-        easy, full = z * 0.0, z * 0.0
-        for k in tl.range(1, MOVES):
-            used = ((marks >> k) & 1) != 0
-            part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-            spot = place + tl.load(offset_ptr + k)
-            full += part
-            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0))
-        lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
-        recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
-        recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
-    tl.debug_barrier()
-    for k in tl.range(1, MOVES):
-        used = ((marks >> k) & 1) != 0
-        part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-        spot = place + tl.load(offset_ptr + k)
-        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + spot, mask=used, other=0.0)
-        back += part * tl.load(s_ptr + REST * STAGED + spot, mask=used, other=0.0)
-        if LOWER:
-            plenty = tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0)
-            back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
-        tl.store(flow_ptr + k * STAGED + place, part - tl.minimum(back, part), mask=used)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _repair(
-    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr, reverse_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
-):  # fmt: skip
-    """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
-
-    Returns a factor that is left to apply to everything that moves, and the columns with it.
-    """
-    tl.debug_barrier()
-    for k in tl.range(1, MOVES):
-        back = tl.load(reverse_ptr + k)
-        if back > k:  # one end of a pair of opposite moves sees to both
-            there = place + tl.load(offset_ptr + k)
-            used = ((marks >> k) & 1) != 0
-            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
-            common = tl.minimum(ahead, behind)
-            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
-            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
-    tl.debug_barrier()
-    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
-    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
-    rounding = 1e-13 * tl.maximum(hi, 1.0)
-    z = x + (come - sent)
-    wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
-    sweep = wrong * 0
-    more = budget * 0.0 + 1.0
-    while (wrong > 0) & (sweep < _SWEEPS):
-        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
-        more = tl.where(sweep > _SWEEPS - 40, 2.0 * more, more)
-        _send_back(
-            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
-            STAGED, MOVES, LOWER,
-        )  # fmt: skip
-        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
-        z = x + (come - sent)
-        wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
-        sweep += 1
-    cost = x * 0.0
-    for k in tl.range(1, MOVES):
-        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
-        cost += part * tl.load(price_ptr + k)
-    spent = tl.sum(cost, 0)
-    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
-    return scale, x + scale * (come - sent)
-
-
 @kernel("one", "batch", "max_iter", "warm")
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, terms_ptr,
@@ -596,9 +485,9 @@ def _solve_kernel(
                     if last | (rest <= PROMISING * (tol * best_primal + floor)):
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
-                        scale, z = _repair(
-                            s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr,
-                            reverse_ptr, STAGED, MOVES, LOWER,
+                        scale, z = repair(
+                            s_ptr + Q * STAGED, flow_ptr, place, real, marks, incoming, x, budget, lo, hi,
+                            offset_ptr, price_ptr, reverse_ptr, STAGED, MOVES, LOWER,
                         )  # fmt: skip
                         primal = tl.sum(tl.where(real, 0.5 * (w - z) * (w - z), 0.0), 0)
                         if primal < best_primal:

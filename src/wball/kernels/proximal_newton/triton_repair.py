@@ -1,0 +1,122 @@
+"""The repair of a plan that is written out (:meth:`wball.plan.Plan.repair`) inside a Triton program, one image each."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from wball.plan import REPAIR_SWEEPS
+
+SWEEPS = tl.constexpr(REPAIR_SWEEPS)
+ROOM, PLENTY, RATE, REST = (tl.constexpr(i) for i in range(4))
+"""Buffers of the repair."""
+
+
+@triton.jit
+def _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED: tl.constexpr, MOVES: tl.constexpr):
+    """What each pixel sends away and receives."""
+    sent, come = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
+    for k in tl.range(1, MOVES):
+        step = tl.load(offset_ptr + k)
+        sent += tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+        used = real & (((incoming >> k) & 1) != 0)
+        come += tl.load(flow_ptr + k * STAGED + place - step, mask=used, other=0.0)
+    return sent, come
+
+
+@triton.jit
+def _send_back(
+    s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
+):  # fmt: skip
+    """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones recall."""
+    room = tl.maximum(hi - z, 0.0)
+    tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
+    if LOWER:
+        tl.store(s_ptr + PLENTY * STAGED + place, tl.maximum(z - lo, 0.0), mask=real)
+    tl.debug_barrier()
+    easy, full = z * 0.0, z * 0.0
+    for k in tl.range(1, MOVES):
+        start = place - tl.load(offset_ptr + k)
+        used = real & (((incoming >> k) & 1) != 0)
+        part = tl.load(flow_ptr + k * STAGED + start, mask=used, other=0.0)
+        full += part
+        easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
+    excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
+    enough = easy >= excess
+    tl.store(s_ptr + RATE * STAGED + place, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), mask=real)
+    tl.store(s_ptr + REST * STAGED + place, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), mask=real)
+    recall, recall_rest = z * 0.0, z * 0.0
+    if LOWER:
+        easy, full = z * 0.0, z * 0.0
+        for k in tl.range(1, MOVES):
+            used = ((marks >> k) & 1) != 0
+            part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+            spot = place + tl.load(offset_ptr + k)
+            full += part
+            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0))
+        lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
+        recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
+        recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
+    tl.debug_barrier()
+    for k in tl.range(1, MOVES):
+        used = ((marks >> k) & 1) != 0
+        part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+        spot = place + tl.load(offset_ptr + k)
+        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + spot, mask=used, other=0.0)
+        back += part * tl.load(s_ptr + REST * STAGED + spot, mask=used, other=0.0)
+        if LOWER:
+            plenty = tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0)
+            back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
+        tl.store(flow_ptr + k * STAGED + place, part - tl.minimum(back, part), mask=used)
+    tl.debug_barrier()
+
+
+@triton.jit
+def repair(
+    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr, reverse_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
+):  # fmt: skip
+    """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
+
+    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in use. Returns a
+    factor that is left to apply to everything that moves, and the columns with it.
+    """
+    tl.debug_barrier()
+    for k in tl.range(1, MOVES):
+        back = tl.load(reverse_ptr + k)
+        if back > k:  # one end of a pair of opposite moves sees to both
+            there = place + tl.load(offset_ptr + k)
+            used = ((marks >> k) & 1) != 0
+            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
+            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
+            common = tl.minimum(ahead, behind)
+            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
+            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
+    tl.debug_barrier()
+    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+    rounding = 1e-13 * tl.maximum(hi, 1.0)
+    z = x + (come - sent)
+    wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+    sweep = wrong * 0
+    more = budget * 0.0 + 1.0
+    while (wrong > 0) & (sweep < SWEEPS):
+        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+        more = tl.where(sweep > SWEEPS - 40, 2.0 * more, more)
+        _send_back(
+            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
+            STAGED, MOVES, LOWER,
+        )  # fmt: skip
+        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+        z = x + (come - sent)
+        wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
+        sweep += 1
+    cost = x * 0.0
+    for k in tl.range(1, MOVES):
+        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+        cost += part * tl.load(price_ptr + k)
+    spent = tl.sum(cost, 0)
+    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
+    return scale, x + scale * (come - sent)
