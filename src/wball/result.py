@@ -21,16 +21,22 @@ class Status(Enum):
     STALLED = (
         "no further progress above the tolerance: the point is in the ball, but max_iter does not help; loosen tol"
     )
+    TIME_LIMIT = (
+        "stopped at time_limit above the tolerance: the point is in the ball, but raise time_limit or loosen tol"
+    )
     EXACT = "closed form: nothing was iterated"
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(converged: Tensor, stalled: Tensor | None = None) -> tuple[Status, ...]:
-    """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``."""
+def statuses(converged: Tensor, stalled: Tensor | None = None, late: bool = False) -> tuple[Status, ...]:
+    """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``.
+
+    ``late``: time was up before all of them were done.
+    """
     early = [False] * len(converged) if stalled is None else stalled.tolist()
-    missed = (Status.STALLED if e else Status.MAX_ITER for e in early)
+    missed = (Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early)
     return tuple(Status.CONVERGED if c else m for c, m in zip(converged.tolist(), missed, strict=True))
 
 

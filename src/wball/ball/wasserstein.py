@@ -20,7 +20,7 @@ from wball.plan import StoredPlan
 from wball.result import Duals, ProjectionResult, SupportResult
 from wball.solvers.distance import distance
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
-from wball.solvers.problem import DIVISIBLE, TransportProblem, masses
+from wball.solvers.problem import DIVISIBLE, TIME_LIMIT, TransportProblem, masses
 from wball.solvers.projection import project
 from wball.solvers.support import support
 
@@ -92,10 +92,18 @@ class WassersteinBall:
         return TransportProblem(x, self.cost, self._budget(x, mass), self.box, unit, mass, least)
 
     def support(
-        self, x: Tensor, g: Tensor, reg: float = math.inf, *, tol: float = 1e-6, max_iter: int = 200
+        self,
+        x: Tensor,
+        g: Tensor,
+        reg: float = math.inf,
+        *,
+        tol: float = 1e-6,
+        max_iter: int = 200,
+        time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        return support(self.problem(inputs.check_images("x", x, self.box)), g, reg=reg, tol=tol, max_iter=max_iter)
+        problem = self.problem(inputs.check_images("x", x, self.box))
+        return support(problem, g, reg=reg, tol=tol, max_iter=max_iter, time_limit=time_limit)
 
     def project(
         self,
@@ -107,6 +115,7 @@ class WassersteinBall:
         max_iter: int = 500,
         init: Duals | None = None,
         mode: Literal["exact", "paper"] = "exact",
+        time_limit: float = TIME_LIMIT,
     ) -> ProjectionResult:
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
         return project(
@@ -117,6 +126,7 @@ class WassersteinBall:
             max_iter=max_iter,
             init=init,
             mode=mode,
+            time_limit=time_limit,
         )
 
     def distance(self, x: Tensor, z: Tensor, *, plans: Plans = "window") -> Tensor:

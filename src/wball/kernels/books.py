@@ -14,13 +14,14 @@ of cost is a lower one. Kernels improve both (:class:`Best`) until they meet (:c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from wball.batch import dot, per_image
 from wball.kernels.columns import Columns
+from wball.kernels.deadline import Deadline
 from wball.moves import Moves
 from wball.plan import Plan
 
@@ -101,6 +102,7 @@ class Problem:
         columns: what is minimised, and the box.
         tau: the temperature; 0 is the exact problem (for all images or none).
         tolerance: when an image is done.
+        deadline: when to stop in any case.
     """
 
     x: Tensor
@@ -109,6 +111,7 @@ class Problem:
     columns: Columns
     tau: Tensor
     tolerance: Tolerance
+    deadline: Deadline = field(default_factory=Deadline)
 
     def take(self, index: Tensor) -> Problem:
         return Problem(
@@ -118,6 +121,7 @@ class Problem:
             self.columns.take(index),
             self.tau[index],
             self.tolerance.take(index),
+            self.deadline,
         )
 
     def to(self, device: torch.device) -> Problem:
@@ -125,7 +129,8 @@ class Problem:
         if device == self.x.device:
             return self
         x, budget, tau = (part.to(device) for part in (self.x, self.budget, self.tau))
-        return Problem(x, budget, self.moves, self.columns.to(device), tau, self.tolerance.to(device))
+        columns, tolerance = self.columns.to(device), self.tolerance.to(device)
+        return Problem(x, budget, self.moves, columns, tau, tolerance, self.deadline)
 
     @property
     def exact(self) -> bool:

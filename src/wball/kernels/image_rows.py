@@ -41,6 +41,7 @@ class Goal(NamedTuple):
     parts: float
     max_iter: int
     repair_sweeps: int
+    stop: Any  # (1,): 1 when time is up
 
 
 class Images(NamedTuple):
@@ -84,7 +85,6 @@ def improve(
     from wball import plan
 
     columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
-    goal = Goal(columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
     images = (problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset, limits.floor)
     given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
@@ -92,11 +92,15 @@ def improve(
     assert isinstance(problem.moves, StencilMoves)
     arrays = window(problem.moves)
 
-    def work(first: int, last: int) -> None:
-        part = slice(first, last)
-        loop(Images(*(a[part] for a in given)), arrays, goal, settings, Known(*(a[part] for a in known)))
+    with problem.deadline.flag() as stop:
+        aim = (columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
+        goal = Goal(*aim, stop)
 
-    split(batch, work, entries=1_000_000)
+        def work(first: int, last: int) -> None:
+            part = slice(first, last)
+            loop(Images(*(a[part] for a in given)), arrays, goal, settings, Known(*(a[part] for a in known)))
+
+        split(batch, work, entries=1_000_000)
     return torch.from_numpy(n_iter)
 
 
@@ -123,6 +127,7 @@ class ImageProblem(NamedTuple):
     budget: float
     linear: bool
     beyond: float  # value of the columns out of reach
+    stop: Any  # (1,): 1 when time is up
 
 
 # Loops instead of array expressions: numba takes seconds to compile each of those.
@@ -403,8 +408,9 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
                     end[a, k] = number[(c * height + rr) * width + jj]
             a += 1
     return ImageProblem(
-        mass, home, row, end, price, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond
-    )
+        mass, home, row, end, price, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond,
+        goal.stop,
+    )  # fmt: skip
 
 
 @compiled(inner=True)

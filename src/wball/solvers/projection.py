@@ -25,6 +25,7 @@ from wball.batch import per_image
 from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
+from wball.kernels.deadline import Deadline
 from wball.kernels.projected_sinkhorn import projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
@@ -32,7 +33,7 @@ from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
 from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
 from wball.solvers.minimum import Minimum
-from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
+from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
 from wball.solvers.sinkhorn import paper_projection
 
 PAPER_TOL = 0.01
@@ -48,6 +49,7 @@ def project(
     max_iter: int = 500,
     init: Duals | None = None,
     mode: Literal["exact", "paper"] = "exact",
+    time_limit: float = TIME_LIMIT,
 ) -> ProjectionResult:
     """The point of the ball nearest to ``w``.
 
@@ -60,6 +62,8 @@ def project(
         init: dual variables of an earlier, similar projection.
         mode: ``"paper"`` is the original procedure for comparison: Algorithm 2 (or a faster way to its limit) without a
             box, then a clamp, which destroys mass. Its points are in no ball; everything else in this library is.
+        time_limit: seconds for each image, on average of those solved together. An image that takes longer gets the
+            best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at most
@@ -72,6 +76,7 @@ def project(
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
+    effort = tol, max_iter, inputs.check_positive("time_limit", time_limit, inf=True)
     if mode not in ("exact", "paper"):
         raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
     if init is not None:
@@ -86,24 +91,24 @@ def project(
     images = as_images(x)
     cold = init is None and math.isfinite(reg)
     if not cold or not dispatch.has_kernel("projected_sinkhorn", images, problem.moves(images)):
-        return _followed(problem, w, reg, tol, max_iter, init)
+        return _followed(problem, w, reg, effort, init)
     found = swept(problem, w, reg=reg, tol=tol)
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
     if not left:
         return found
     index = torch.tensor(left, device=x.device)
-    return _patched(found, index, _followed(problem.take(index), w[index], reg, tol, max_iter, None))
+    return _patched(found, index, _followed(problem.take(index), w[index], reg, effort, None))
 
 
 def _followed(
-    problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int, init: Duals | None
+    problem: TransportProblem, w: Tensor, reg: float, effort: tuple[float, int, float], init: Duals | None
 ) -> ProjectionResult:
     """The projection by following the path, in chunks of images whose plans fit in memory."""
     x = problem.x
     moves = problem.moves(as_grid(x[:0]))
     plans = PackedPlans(moves)
     parts = [
-        _solved(problem.take(part), w[part], moves, reg, tol, max_iter, init and init.take(part), plans)
+        _solved(problem.take(part), w[part], moves, reg, effort, init and init.take(part), plans)
         for part in chunks(x, moves)
     ]
     duals = [part.duals for part in parts if part.duals is not None]
@@ -125,19 +130,20 @@ def _solved(
     w: Tensor,
     moves: Moves,
     reg: float,
-    tol: float,
-    max_iter: int,
+    effort: tuple[float, int, float],
     init: Duals | None,
     plans: PackedPlans,
 ) -> ProjectionResult:
     """The answer for a chunk of images, whose plans are added to ``plans``."""
+    tol, max_iter, time_limit = effort
+    deadline = Deadline(time_limit * len(problem.x))
     x, target, lo_hi = as_grid(problem.x), as_grid(w), problem.limits
     mass = x.flatten(1).sum(1)
     tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
     columns = Quadratic(target, *lo_hi)
     rounding = 1e-18 * (1 + target.square().flatten(1).sum(1))
     tolerance = Tolerance(tol, PARTS, torch.zeros_like(mass), tol**2 * columns.objective(x) + rounding)
-    goal = Problem(x, problem.budget, moves, columns, tau, tolerance)
+    goal = Problem(x, problem.budget, moves, columns, tau, tolerance, deadline)
     # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
     run = Minimum(goal, goal.lower_bounds(torch.zeros_like(x), torch.zeros_like(mass))[0])
     alone = run.single & ~escapes(moves, x)
@@ -160,7 +166,7 @@ def _solved(
         objective=best.primal + entropy_of(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=torch.where(run.single, torch.zeros_like(residual), residual),
-        status=statuses(goal.done(best), (run.n_iter < max_iter) & ~run.single),
+        status=statuses(goal.done(best), (run.n_iter < max_iter) & ~run.single, deadline.late),
         n_iter=run.n_iter,
         duals=Duals(best.u.reshape(problem.x.shape), best.psi),
         kernel=joined_kernels(run.served),

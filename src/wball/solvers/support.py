@@ -29,14 +29,21 @@ from wball.batch import dot, per_image
 from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
+from wball.kernels.deadline import Deadline
 from wball.moves import Moves
 from wball.result import SupportResult, joined_kernels, statuses
 from wball.solvers.minimum import Minimum
-from wball.solvers.problem import PackedPlans, TransportProblem, as_given, as_grid, chunks
+from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, chunks
 
 
 def support(
-    problem: TransportProblem, g: Tensor, *, reg: float = math.inf, tol: float = 1e-6, max_iter: int = 200
+    problem: TransportProblem,
+    g: Tensor,
+    *,
+    reg: float = math.inf,
+    tol: float = 1e-6,
+    max_iter: int = 200,
+    time_limit: float = TIME_LIMIT,
 ) -> SupportResult:
     """``max <g, z>`` over the ball.
 
@@ -46,6 +53,8 @@ def support(
         reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
         tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
         max_iter: steps per image, of the search for the kink and of the path each.
+        time_limit: seconds for each image, on average of those solved together. An image that takes longer gets the
+            best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
         A :class:`~wball.result.SupportResult`. For finite ``reg``, ``value`` and ``upper`` still bound the exact
@@ -56,9 +65,11 @@ def support(
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
+    time_limit = inputs.check_positive("time_limit", time_limit, inf=True)
     moves = problem.moves(as_grid(x[:0]))
     plans = PackedPlans(moves)
-    parts = [_solved(problem.take(part), g[part], moves, reg, tol, max_iter, plans) for part in chunks(x, moves)]
+    effort = tol, max_iter, time_limit
+    parts = [_solved(problem.take(part), g[part], moves, reg, effort, plans) for part in chunks(x, moves)]
     return SupportResult(
         point=torch.cat([part.point for part in parts]),
         value=torch.cat([part.value for part in parts]),
@@ -71,10 +82,16 @@ def support(
 
 
 def _solved(
-    problem: TransportProblem, g: Tensor, moves: Moves, reg: float, tol: float, max_iter: int, plans: PackedPlans
+    problem: TransportProblem,
+    g: Tensor,
+    moves: Moves,
+    reg: float,
+    effort: tuple[float, int, float],
+    plans: PackedPlans,
 ) -> SupportResult:
     """The answer for a chunk of images, whose plans are added to ``plans``."""
-    x, budget = problem.x, problem.budget
+    x, budget, (tol, max_iter, time_limit) = problem.x, problem.budget, effort
+    deadline = Deadline(time_limit * len(x))
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
     size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
@@ -82,7 +99,7 @@ def _solved(
     tau = torch.full_like(budget, 0.0 if math.isinf(reg) else 1.0 / reg)
     floor = tol * 1e-2 * dot(scaled.abs(), grid) + 1e-300 / size  # however small everything is, such a gap is none
     tolerance = Tolerance(tol, 0.0, dot(scaled, grid), floor)
-    goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, tolerance)
+    goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, tolerance, deadline)
     run = Minimum(goal, _bound(goal))
     if math.isfinite(reg) or dispatch.home(dispatch.choose("entropic_path", grid, moves), grid) != grid.device:
         run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
@@ -100,7 +117,7 @@ def _solved(
         allowed = tol * ((value - dot(direction, grid)).abs() + 1e-2 * dot(weight, grid))
         rounding = (0.5 * torch.finfo(point.dtype).eps + 1e-12) * dot(weight, grid + as_grid(point))
         done = done & (upper - value <= allowed + rounding + 1e-300)
-    status = statuses(done, run.n_iter < max_iter)
+    status = statuses(done, run.n_iter < max_iter, deadline.late)
     return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
 
 

@@ -212,6 +212,8 @@ def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, 
     d_psi = 0.0
     goal = levels.cg_tol**2 * size
     for _ in range(levels.cg_max):
+        if p.stop[0] != 0:
+            break
         h_psi = _apply(s, weight, q, q_psi, h)
         h_psi = h_psi + 1e-12 * diagonal_psi * q_psi if price_free else 0.0
         curve = q_psi * h_psi
@@ -299,6 +301,8 @@ def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped
         low, high = narrowed(psi, cost, p.budget, low, high)
         if cost <= p.budget and (cost > (1 - 1e-3) * p.budget or psi == 0.0) or high - low <= 1e-15 * high:
             break
+        if p.stop[0] != 0:
+            break
         psi = smooth_step(psi, cost, variance / tau, (1 - 5e-4) * p.budget, low, high)
     return high
 
@@ -331,7 +335,8 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
         d_psi = _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d)
         steps += 1
 
-        if settled if exact else final:
+        late = p.stop[0] != 0
+        if (settled if exact else final) or late:
             primal, entropy = repaired(p, share, tau_end, goal.repair_sweeps, flow, z)
             if primal < known[0]:
                 known[0], best_entropy = primal, entropy
@@ -349,7 +354,7 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
                     known[1], known[3] = bound, price
                     copy(new_u, best_u)
             scale = max(abs(known[0] - best_entropy + offset), goal.parts * (known[0] - 2 * best_entropy))
-            if known[0] - known[1] <= goal.tol * scale + floor:
+            if late or known[0] - known[1] <= goal.tol * scale + floor:
                 break
 
         moved = True

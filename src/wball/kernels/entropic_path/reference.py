@@ -116,7 +116,7 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
         r, r_psi = r - per_image(step, r) * h, r_psi - step * h_psi
         y, y_psi = r / diagonal, r_psi / diagonal_psi
         new = dot(r, y) + r_psi * y_psi
-        if k % patience == 0 and bool((new <= target).all() | (step == 0).all()):
+        if k % patience == 0 and (problem.deadline.late or bool((new <= target).all() | (step == 0).all())):
             break
         turn = torch.where(step > 0, new / size.clamp(min=1e-300), torch.zeros_like(size))
         p, p_psi = y + per_image(turn, y) * p, y_psi + turn * p_psi
@@ -256,8 +256,8 @@ def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, b
         d, d_psi = solve_newton(sub, at, rhs_u, rhs_psi)
         n_iter[active] += 1
 
-        done = torch.zeros_like(settled)
-        offered = settled if exact else final
+        done, late = torch.zeros_like(settled), problem.deadline.late
+        offered = (settled if exact else final) | late
         if bool(offered.any()):
             index = offered.nonzero().squeeze(1)
             part, point = sub.take(index), at.take(index)
@@ -265,6 +265,8 @@ def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, b
             ahead = _stepped(part, point, d[index], d_psi[index], torch.ones_like(point.psi))
             duals = [ahead, (point.u, point.psi)] if exact else [(point.u, point.psi)]
             done[index] = _offer(problem, best, active[index], plan, duals)
+        if late:
+            break
 
         # A settled image goes down one level along the tangent; the others take a Newton step where they are.
         lower = torch.maximum(at.tau / RATIO, tau_end[active]) if not exact else at.tau / RATIO

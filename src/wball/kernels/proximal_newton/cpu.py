@@ -216,6 +216,8 @@ def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: i
         size += r[j] * q[j]
     goal = settings.cg_tol * settings.cg_tol * size
     for _ in range(settings.cg_max):
+        if p.stop[0] != 0:
+            break
         for j in range(n):
             h[j] = column[j] * q[j]
         h_psi = 1e-12 * diagonal_psi * q_psi
@@ -262,7 +264,7 @@ def _first_price(p, step, u, share, columns, gradient):  # type: ignore[no-untyp
             break
         low, high = high, 4.0 * high if attempt > 0 else 1e-3 * _range(u)
     for _ in range(30):
-        if high - low <= 0.02 * high:
+        if high - low <= 0.02 * high or p.stop[0] != 0:
             break
         middle = 0.5 * (low + high)
         if _evaluate(p, step, u, middle, share, columns, gradient)[1] > 0.0:
@@ -288,7 +290,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
     while steps < goal.max_iter:
         dual, slope, moved, pull = _evaluate(p, step, u, psi, share, columns, gradient)
         solved, taken, ascends = False, 0, True
-        while taken < settings.inner and steps < goal.max_iter and ascends:
+        while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
             solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
             if solved:
                 break
@@ -339,7 +341,7 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
         rest = dual - pull - bound  # the gap of the plan as it is
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
-        last = idle > settings.patience or sigma < least or steps >= goal.max_iter
+        last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
         if last or rest <= settings.promising * (goal.tol * found[0] + floor):
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
             if primal < found[0]:

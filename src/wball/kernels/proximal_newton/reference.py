@@ -42,6 +42,7 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
         done = (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
+        done |= problem.deadline.late
         shown = (done | (rest <= settings.PROMISING * here.allowed(best, active))).nonzero().squeeze(1)
         _repair(here.take(shown), end.share[shown], active[shown], best)
         done |= here.done(best, active)
@@ -148,7 +149,7 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
         settled = at.gradient.flatten(1).norm(dim=1) <= settings.SETTLED * at.moved
         solved = settled & (at.slope.abs() <= settings.SPENT * problem.budget)
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
-        if not bool(going.any()):
+        if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
         new, ascends = _ascend(problem, step, at, *_direction(problem, step, at))
         taken += going.long()
@@ -192,7 +193,7 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
         d, d_psi = d + per_image(length, d) * q, d_psi + length * q_psi
         r, r_psi = r - per_image(length, r) * h, r_psi - length * h_psi
         new = dot(r, r / diagonal) + r_psi * r_psi / diagonal_psi
-        if k % patience == 0 and not bool((going & (new > goal)).any()):
+        if k % patience == 0 and (problem.deadline.late or not bool((going & (new > goal)).any())):
             break
         turn = torch.where(going, new / size.clamp(min=1e-300), 0.0)
         q, q_psi = r / diagonal + per_image(turn, q) * q, r_psi / diagonal_psi + turn * q_psi

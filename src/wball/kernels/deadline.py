@@ -1,0 +1,39 @@
+"""A moment after which solvers stop and return the best that they have."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Deadline:
+    """So many seconds from now; never by default."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self.end
+
+    @contextmanager
+    def flag(self) -> Iterator[NDArray[Any]]:
+        """An array with one number, which becomes 1 at the deadline: compiled loops have no clock and look at it."""
+        stop = np.zeros(1, dtype=np.int64)
+        if math.isinf(self.end):
+            yield stop
+            return
+        timer = Timer(self.end - time.monotonic(), stop.fill, (1,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield stop
+        finally:
+            timer.cancel()
