@@ -5,8 +5,8 @@
 programs, ``masks`` asks whether models that hide their gradients fool the standard attack, ``public`` compares its
 versions on public networks. ``proving`` and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled
 exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what an adversary of a few steps misses,
-``epochs`` how long training takes, ``streaming`` the peak memory of a large data set, ``resnet50`` the share of the
-network at 224 x 224. Each has a ``--help`` of its own.
+``epochs`` how long training takes, ``streaming`` the peak memory of a large data set, ``memory`` that of many images in
+one call, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks import (
     exact,
     launches,
     masks,
+    memory,
     oracle,
     projection,
     proving,
@@ -61,6 +62,7 @@ OTHERS = {
     "masks": masks.main,
     "public": public.main,
     "streaming": streaming.main,
+    "memory": memory.main,
     "resnet50": resnet50.main,
     "epochs": epochs.main,
 }

@@ -28,7 +28,7 @@ SUMS = 64
 """Roundings that a sum over the moves of a pixel amounts to. Where moves are free, all mass may travel, and the sums of
 a pixel are over many flows larger than itself: with 8, points at radii of 1e-12 were outside by a hundredth."""
 
-TIME_LIMIT = 30.0
+TIME_LIMIT = 20.0
 """Seconds that solvers may take for each image unless told otherwise: a digit takes a millisecond."""
 
 MAX_ARC_ENTRIES = {"cpu": 4_000_000, "cuda": 40_000_000}
