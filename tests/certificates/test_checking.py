@@ -191,6 +191,55 @@ def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     assert not bool(verify(forged, net, x, y, broken).confirmed.any())
 
 
+class Looped(nn.Module):
+    """Pooling with windows of one pixel and of several, after work in place, and curves one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.mul(1.5).add_(0.5).relu_()
+        h = torch.cat([F.max_pool2d(h, 2, 2, 1).flatten(1), F.max_pool2d(h, 2).flatten(1)], 1)
+        out: Tensor = self.last(F.gelu(self.first(torch.sigmoid(h))))
+        return out
+
+
+@pytest.mark.parametrize("method", ["dual", "crown", "complete"])
+def test_curves_and_pooling_are_cut_until_they_are_proved(method: str) -> None:
+    """Certificates of this kind were left unconfirmed: windows of one number were bounded by their ceiling."""
+    torch.manual_seed(5)
+    net, x = Looped().eval(), images(3, 1, 2, 5)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05, wball.GridCost(3))
+    at = ball.at(certified_radius(net, x, y, ball, "dual" if method == "dual" else "crown", rounds=8))
+    at = at.at(at.eps * (1.05 if method == "complete" else 1.0))
+    proof = certify(net, x, y, at, method, time_limit=5.0)  # type: ignore[arg-type]
+    assert bool(proof.certified.any())
+    assert torch.equal(verify(proof, net, x, y, at).confirmed, proof.certified)
+
+
+def test_a_model_without_gradients_is_decided_by_bounds() -> None:
+    """Work in place that autograd cannot follow made ``certify(method="complete")`` raise."""
+
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(9, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu(x * 2.0 - 0.5)
+            h.mul_(1.5)
+            out: Tensor = self.head(h.flatten(1))
+            return out
+
+    torch.manual_seed(0)
+    net, x = Overwritten().eval(), images(2, 1, 3, 0)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
+    at = ball.at(1.1 * certified_radius(net, x, y, ball, "crown", rounds=6))
+    proof = certify(net, x, y, at, "complete", time_limit=5.0)
+    assert torch.equal(verify(proof, net, x, y, at).confirmed, proof.certified)
+
+
 def test_large_layers_are_proved_again() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 24**2, 2))

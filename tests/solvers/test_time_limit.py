@@ -25,6 +25,7 @@ def hard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     return wball.WassersteinBall(0.3), torch.rand((2, 1, side, side), generator=random)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reg", [float("inf"), 1e6])
 @pytest.mark.parametrize("work", ["support", "project"])
 def test_a_time_limit_ends_with_a_point_of_the_ball(

@@ -60,6 +60,8 @@ class Ball(Protocol):
 
 
 def check_tol(tol: float) -> None:
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)):
+        raise TypeError(f"tol must be a number, got {type(tol).__name__}")
     if not tol >= 0:
         raise ValueError(f"tol must be >= 0, got {tol!r}")
 

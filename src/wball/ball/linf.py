@@ -78,6 +78,7 @@ class LinfBall:
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
+        x = inputs.check_images("x", x, self.box)
         inputs.check_like("z", z, x)
         return (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
 

@@ -86,6 +86,8 @@ def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tenso
         y: labels ``(B,)``.
         ball: the threat model.
     """
+    if not isinstance(certificate, CertificateResult):
+        raise TypeError(f"certificate must be what wball.certify returned, got {type(certificate).__name__}")
     x = inputs.check_images("x", x, ball.box).detach()
     if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
         raise ValueError(

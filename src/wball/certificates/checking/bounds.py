@@ -304,11 +304,14 @@ class Checker:
         return best
 
     def evaluated(self, rows: Tensor, given: Parameters) -> Margin:
-        """The bound of the margin that given parameters prove."""
-        back = self._back(len(self.network.nodes) - 1, rows, anchored=bool(self.anchors), given=given)
-        prices = given.get(("box", 0))
-        value = self._value(back, prices, given.get(("psi", 0)))
-        return Margin(float(value), back, prices)
+        """The bound of the margin that given parameters prove, or the usual ones if those are better."""
+        node, prices = len(self.network.nodes) - 1, given.get(("box", 0))
+        back = self._back(node, rows, anchored=bool(self.anchors), given=given)
+        found = [Margin(float(self._value(back, prices, given.get(("psi", 0)))), back, prices)]
+        for anchored in (False, True) if self.anchors else (False,):
+            back = self._back(node, rows, anchored=anchored)
+            found.append(Margin(float(self._value(back)), back, None))
+        return max(found, key=lambda margin: margin.value)
 
     def _clamp(self, given: Parameters) -> None:
         for (kind, index), value in given.items():
@@ -521,33 +524,35 @@ class Checker:
     ) -> tuple[Tensor, Tensor]:
         """The largest number of a window is at least any mean of them, and at most its ceiling."""
         assert bend.windows is not None
-        low, high, place = self.low[bend.before], self.high[bend.before], bend.windows.clamp(min=0)
-        inside = bend.windows >= 0
-        least = torch.where(inside, low[place], -math.inf)
-        most = torch.where(inside, high[place], -math.inf)
-        floor = least.amax(1)
-        tied = least >= floor[:, None] - 1e-9 * (most.amax(1) - floor)[:, None]
-        pick = torch.where(tied, most, -math.inf).argmax(1)  # of those with the highest floor, the highest ceiling
-        chosen = place.gather(1, pick[:, None])[:, 0]
-        others = most.scatter(1, pick[:, None], -math.inf).amax(1)
-        sure = least.gather(1, pick[:, None])[:, 0] >= others
+        place, (pick, sure, ceiling) = bend.windows.clamp(min=0), self.windows(bend)
         kept = torch.where((row > 0) | sure, row, 0.0)
-        out = torch.zeros((row.shape[0], low.shape[0]), dtype=torch.float64)
+        out = torch.zeros((row.shape[0], len(self.low[bend.before])), dtype=torch.float64)
         if given is not None and ("pick", index) in given:
-            mean = torch.where(inside, given["pick", index].clamp(min=0), 0.0)  # (windows, numbers of a window)
+            mean = torch.where(bend.windows >= 0, given["pick", index].clamp(min=0), 0.0)  # (windows, numbers of each)
             total, alone = mean.sum(1, keepdim=True), torch.zeros_like(mean).scatter(1, pick[:, None], 1.0)
             mean = torch.where(sure[:, None] | ~(total > 1e-30), alone, mean / total.clamp(min=1e-30))
             for k in range(place.shape[1]):
                 out = out.index_add(1, place[:, k], kept * mean[:, k])
         else:
-            out = out.index_add(1, chosen, kept)
-        ceiling = most.amax(1)
+            out = out.index_add(1, place.gather(1, pick[:, None])[:, 0], kept)
         left = row - kept
         const = const + left @ ceiling
         error = gamma(row.shape[1] + place.shape[1]) * (
             left.abs() @ ceiling.abs() + kept.abs() @ torch.maximum(ceiling.abs(), self._window_size(bend))
         )
         return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
+
+    def windows(self, bend: Bend) -> tuple[Tensor, Tensor, Tensor]:
+        """By window: the place of its likely maximum, whether it is the maximum for sure, and the window's ceiling."""
+        assert bend.windows is not None
+        inside, place = bend.windows >= 0, bend.windows.clamp(min=0)
+        least = torch.where(inside, self.low[bend.before][place], -math.inf)
+        most = torch.where(inside, self.high[bend.before][place], -math.inf)
+        floor, ceiling = least.amax(1), most.amax(1)
+        tied = least >= floor[:, None] - 1e-9 * (ceiling - floor)[:, None]
+        pick = torch.where(tied, most, -math.inf).argmax(1)  # of those with the highest floor, the highest ceiling
+        others = most.scatter(1, pick[:, None], -math.inf).amax(1)
+        return pick, least.gather(1, pick[:, None])[:, 0] >= others, ceiling
 
     def _window_size(self, bend: Bend) -> Tensor:
         assert bend.windows is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,10 +102,18 @@ class Cases:
     def _margin(self, case: Checker, start: Leaf | None) -> tuple[Margin, Solution | None]:
         program = Program.of(case)
         found = None if program is None else program.solve(self.row)
-        if found is None:
-            return case.climb(self.row, STEPS, self._start(case, start)), None
-        with torch.no_grad():
-            return case.evaluated(self.row, found.given), found
+        if found is not None:
+            with torch.no_grad():
+                return case.evaluated(self.row, found.given), found
+        if program is not None and case.partial:
+            nothing = torch.zeros_like(self.row)
+            empty = program.solve(nothing, elastic=True)
+            if empty is not None:
+                with torch.no_grad():
+                    proved = case.evaluated(nothing, empty.given)
+                if proved.value > 0:
+                    return replace(proved, value=math.inf), None
+        return case.climb(self.row, STEPS, self._start(case, start)), None
 
     def _refuted(self, worst: Solution | None) -> bool:
         """Whether the worst image for the relaxation gets another label: then the certificate is wrong."""
@@ -163,7 +171,7 @@ class Cases:
             score, unit = (off * weight).max(0)
             if float(score) > best:
                 number, where = self._place(bend, int(unit), low, high)
-                if bend.straight and (node, number) in part:
+                if (bend.straight and (node, number) in part) or not low[number] < where < high[number]:
                     continue
                 best, found = float(score), ((node, number), where)
         return found

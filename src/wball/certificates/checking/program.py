@@ -93,6 +93,8 @@ class Program:
         low, high = self.case.low[bend.before], self.case.high[bend.before]
         if bend.straight:
             return ((low < 0) & (high > 0)).nonzero()[:, 0]
+        if bend.windows is not None:
+            return (~self.case.windows(bend)[1]).nonzero()[:, 0]
         return torch.arange(math.prod(bend.shape))
 
     def _at(self, index: int) -> Bend:
@@ -117,13 +119,18 @@ class Program:
         out, pick = self._variables(index, math.prod(bend.shape))
         self._ranges(index, low, high, rows, const)
         if bend.windows is not None:
-            inside = bend.windows >= 0
-            window, place = inside.nonzero(as_tuple=True)
-            taps = bend.windows[inside].numpy()
-            self._add("pick", index, torch.stack([window, place]), rows[taps] - pick[window.numpy()], -const[taps])
-            ceiling = torch.where(inside, high[bend.windows.clamp(min=0)], -math.inf).amax(1)
-            self.ceilings.append((self.start[index], ceiling.numpy()))
-            return out, np.zeros(out.shape[0])
+            likely, sure, ceiling = case.windows(bend)
+            open_windows = bend.windows[free]
+            window, place = (open_windows >= 0).nonzero(as_tuple=True)
+            taps = open_windows[window, place].numpy()
+            which = torch.stack([free[window], place])
+            self._add("pick", index, which, rows[taps] - pick[window.numpy()], -const[taps])
+            self.ceilings.append((self.start[index], ceiling[free].numpy()))
+            known = sure.nonzero()[:, 0].numpy()
+            settled = bend.windows.gather(1, likely[:, None])[:, 0][sure].numpy()
+            ones = np.ones(len(known))
+            chosen = self.sparse.coo_array((ones, (known, settled)), shape=(len(sure), rows.shape[0])).tocsr()
+            return out + chosen @ rows, chosen @ const
         some = free.numpy()
         read, shift = rows[some], const[some]
         if bend.curve:
@@ -197,8 +204,12 @@ class Program:
 
     # ---- solving
 
-    def solve(self, row: Tensor) -> Solution | None:
-        """The parameters of the best bound of a row ``(1, classes)`` over the logits."""
+    def solve(self, row: Tensor, elastic: bool = False) -> Solution | None:
+        """The parameters of the best bound of a row ``(1, classes)`` over the logits.
+
+        There is none in a part without images. ``elastic`` limits may be broken by an amount that is made small: the
+        parameters then give the row 0 a bound above 0, which proves that there are none.
+        """
         from scipy.optimize import linprog
 
         sparse, base, wide = self.sparse, self.base, self.many - self.plan
@@ -210,18 +221,25 @@ class Program:
             ends[start : start + len(ceiling), 1] = ceiling
         rows = sparse.vstack([under, *(block.rows for block in self.blocks)]).tocsr()
         limits = np.concatenate([base.limits, *(block.limits for block in self.blocks)])
+        if elastic:
+            parts = [np.full(len(b.limits), -1.0 if b.kind in ("floor", "ceiling") else 0.0) for b in self.blocks]
+            column = np.concatenate([np.zeros(len(base.limits)), *parts])[:, None]
+            rows = sparse.hstack([rows, sparse.csr_array(column)]).tocsr()
+            equal = sparse.hstack([equal, sparse.csr_array((equal.shape[0], 1))])
+            goal, ends = np.append(goal, 1.0), np.concatenate([ends, [[0.0, np.inf]]])
         pinned: dict[str, Any] = {"A_eq": equal.tocsr(), "b_eq": base.to} if len(base.to) else {}
         found = linprog(goal, A_ub=rows, b_ub=limits, bounds=ends, method="highs", **pinned)
         if found.status != 0:
             return None
+        point = found.x[: self.many]
         prices = torch.from_numpy(-np.asarray(found.ineqlin.marginals)).clamp(min=0)
         first, *rest = prices.split([len(base.limits), *(len(block.limits) for block in self.blocks)])
         at = {}
         for index in self.case.network.bends:
             reads = self.over[self._at(index).before]
-            values = [torch.from_numpy(part[0] @ found.x + part[1]) for part in (reads, self.over[index])]
+            values = [torch.from_numpy(part[0] @ point + part[1]) for part in (reads, self.over[index])]
             at[index] = values[0], values[1]
-        image = torch.from_numpy(self.over[0][0] @ found.x)
+        image = torch.from_numpy(self.over[0][0] @ point)
         return Solution(self._parameters(first, rest), image, at)
 
     def _parameters(self, first: Tensor, rest: list[Tensor]) -> Parameters:

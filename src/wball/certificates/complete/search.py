@@ -107,7 +107,13 @@ class Search:
         if left.numel() == 0 or self._late():
             return
         attack = StandardAttack(self.ball.take(left), version)  # type: ignore[arg-type]
-        self._consider(left, attack(self.model, self.x[left], self.y[left]).images)
+        try:
+            points = attack(self.model, self.x[left], self.y[left]).images
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # work in place may leave a model without gradients: bounds alone decide then
+            return
+        self._consider(left, points)
 
     def _consider(self, image: Tensor, z: Tensor) -> None:
         """Keep points that the model gets wrong and that pass the audit."""

@@ -62,7 +62,7 @@ def load(
         raise FileNotFoundError(f"no ONNX file {path}") from None
     except Exception as error:  # protobuf, the checker and files of weights each have their own
         first = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{path} is not a complete ONNX file ({first})") from error
+        raise ValueError(f"{path} is not a complete ONNX file ({first}): export or download it again") from error
     if engine != "onnxruntime":
         try:
             return OnnxModel(proto, layout=layout, output=output).eval()
