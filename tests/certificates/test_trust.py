@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import wball
 from wball.certificates import UnsupportedModule, certified_radius, certify
@@ -396,6 +398,74 @@ def test_state_that_a_call_changes_is_refused() -> None:
     for kind in ("attribute", "list", "buffer"):
         refused(Counting(kind), "buffers or attributes")
     refused(Counting("random"), "random numbers")
+
+
+CALLS = {
+    "one image": lambda x: x.shape[0] == 1,
+    "many images": lambda x: x.shape[0] > 32,
+    "recorded": lambda x: x.requires_grad,
+    "inference": lambda x: torch.is_inference_mode_enabled(),
+    "thread": lambda x: threading.current_thread() is not threading.main_thread(),
+}
+"""Ways to call a model in which its graph was once not compared with it."""
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_model_that_answers_otherwise_in_some_calls_is_refused(way: str) -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rest = dense()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.rest(x)
+            return -out if CALLS[way](x) else out
+
+    refused(Moody(), "something else")
+
+
+def test_state_of_a_class_or_with_a_private_name_is_refused() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def __init__(self, private: bool) -> None:
+            super().__init__()
+            self.rest, self.private, self._seen = dense(), private, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.private:
+                self._seen += 1
+            else:
+                Counting.calls += 1
+            out: Tensor = self.rest(x)
+            return out if max(self._seen, Counting.calls) < 10 else -out
+
+    for private in (True, False):
+        refused(Counting(private), "buffers or attributes")
+
+
+def test_models_that_call_themselves_in_unusual_ways_are_followed() -> None:
+    class Unusual(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind, self.first, self.last = kind, nn.Linear(16, 8), nn.Linear(8, 3)
+
+        def _run(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(F.relu(self.first(x.flatten(1))))
+            return out
+
+        def forward(self, x: Tensor, flip: bool = False) -> Tensor:
+            if self.kind == "functional":
+                changed = {"weight": 2 * self.first.weight, "bias": self.first.bias}
+                hidden = torch.func.functional_call(self.first, changed, (x.flatten(1),))
+                return self.last(F.relu(hidden))  # type: ignore[no-any-return]
+            if self.kind == "checkpoint":
+                return checkpoint(self._run, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return -self._run(x) if flip else self._run(x)
+
+    torch.manual_seed(0)
+    for kind in ("functional", "checkpoint", "keyword"):
+        followed(Unusual(kind).eval())
 
 
 def test_an_answer_that_depends_on_gradients_is_refused() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +36,18 @@ HARMLESS_HOOKS: tuple[type, ...] = (
 )
 """Hooks before ``forward`` that only compute a weight, the same one every time in evaluation mode."""
 
+MANY = 5
+"""How often all points are repeated for a large batch."""
+
 IMAGES, SAMPLED = 8, 4
 """Images that are probed at their centres, and at a random point of their balls; the first one at as many."""
 
 SAFETY = 16.0
 """How many times the simulated rounding of a logit is forgiven: some ten random errors estimate it within a few."""
+
+
+OWN = frozenset(vars(nn.Module()))
+"""What every module has: modules are visited one by one, parameters and buffers by their versions."""
 
 
 class UnsupportedModule(TypeError):
@@ -121,7 +129,10 @@ def state(model: nn.Module) -> list[Any]:
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None:
                 held.append((id(module), name, id(value), value._version))
-        held += [(id(module), name, _plain(value)) for name, value in vars(module).items() if not name.startswith("_")]
+        held += [(id(module), name, _plain(value)) for name, value in vars(module).items() if name not in OWN]
+    for kind in {type(module) for module in model.modules()}:
+        if not kind.__module__.startswith("torch."):
+            held += [(id(kind), name, _plain(value)) for name, value in vars(kind).items() if name[:2] != "__"]
     return held
 
 
@@ -182,13 +193,38 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> None:
     found = graph.logits(wide)
     noise = graph.rounded(wide, unit, torch.Generator().manual_seed(0)) - found
     allowed = SAFETY * torch.where(torch.isfinite(noise), noise, 0.0).square().mean(0).sqrt()
-    for recording in (False, True):
-        with torch.autocast(points.device.type, enabled=False), torch.set_grad_enabled(recording):
-            expected = ask(model, points).detach().to(found)
-        same = (found - expected).abs() <= allowed
-        broken = ~torch.isfinite(expected) & ~torch.isfinite(found)  # a model that overflows is not certified anyway
+    for way, expected in _answers(model, points):
+        answer = found.repeat(MANY, 1)[: len(expected)]
+        same = (answer - expected).abs() <= allowed
+        broken = ~torch.isfinite(expected) & ~torch.isfinite(answer)  # a model that overflows is not certified anyway
         if not bool((same | broken).all()):
             raise UnsupportedModule(
-                f"{type(model).__name__}.forward computes something else than the functions it calls: look for tensors "
-                "that are changed in place (+=, inplace=True) and read again, and for code outside PyTorch"
+                f"{type(model).__name__}.forward computes something else than the functions it calls{way}: look for "
+                "tensors that are changed in place (+=, inplace=True) and read again, and for code outside PyTorch"
             )
+
+
+def _answers(model: nn.Module, points: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What the model answers in the ways in which it may be asked, and how."""
+
+    def asked(given: Tensor) -> Tensor:
+        with torch.autocast(points.device.type, enabled=False):
+            return ask(model, given).detach().to(torch.float64)
+
+    def elsewhere() -> Tensor:
+        with torch.no_grad():
+            return asked(points)
+
+    yield "", asked(points)
+    with torch.enable_grad():
+        yield " when gradients are recorded", asked(points.clone().requires_grad_(True))
+    yield " for one image", asked(points[:1])
+    yield " for many images", asked(points.repeat(MANY, *[1] * (points.ndim - 1)))
+    with ThreadPoolExecutor(1) as other:
+        yield " in another thread", other.submit(elsewhere).result()
+    try:
+        with torch.inference_mode():
+            inferred = asked(points)
+    except RuntimeError:  # a model that needs the versions of its tensors gives no answer there
+        return
+    yield " in inference mode", inferred.clone()
