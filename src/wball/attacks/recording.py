@@ -28,6 +28,10 @@ from wball.plan import StoredPlan
 WORTH = 8
 """Steps left from which on a recording pays: making it takes as long as two or three steps."""
 
+HEAVY = 4 * 2**30
+"""Bytes that a step allocates from which on it is not recorded. Writing and reading as much takes a GPU longer than the
+launches take the host, and a recording keeps its memory to itself for as long as it lives."""
+
 AGREEMENT, DISAGREEING = 1e-2, 0.1
 """A replay may differ by this share of an image's largest entry, on this share of the images (sums may be added up in
 any order on a GPU, and a step along signs magnifies that)."""
@@ -214,6 +218,11 @@ class Recording:
         return 0.0 if off is None else float(off.double().mean())
 
 
+def _allocated(device: torch.device) -> int:
+    """Bytes that were allocated on a GPU so far, whether or not they are free again."""
+    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)) if device.type == "cuda" else 0
+
+
 class Loop(Protocol):
     """The loop of an attack between two gradients."""
 
@@ -263,8 +272,11 @@ class Steps:
         loop, state = self._loop, self._loop.state
         device = state.x.device
         state.n_steps = torch.full((), float(number), dtype=torch.float64, device=device)
-        before = Moment((loop, *state.parts(), loop.batch), loop.generator)
+        before, allocated = Moment((loop, *state.parts(), loop.batch), loop.generator), _allocated(device)
         loop.step()
+        if _allocated(device) - allocated > HEAVY:
+            self._wanted = False
+            return
         try:
             self._recording = Recording(loop.step, before, ("z", "gradient"), device, loop.generator)
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # the step itself has been made
