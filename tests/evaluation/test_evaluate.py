@@ -180,6 +180,19 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeyp
     assert all(r.accuracy <= s.accuracy for r, s in zip(every.curve(), result.curve(), strict=True))
 
 
+@pytest.mark.parametrize(("side", "count"), [(28, 50), (64, 32), (224, 2), (1024, 1)])
+def test_the_exact_check_of_large_images_is_bounded(side: int, count: int) -> None:
+    """32 or 1 % of them, but no more pixels than 32 images of 64 x 64 x 3, and one image at least."""
+    found = 5000
+    images = {
+        "label": torch.zeros(found),
+        "proof": torch.full((found,), checking.PLAN),
+        "found_at": torch.full((found,), 0.1, dtype=torch.float64),
+    }
+    drawn = checking.draw_sample(images, {"radii": [0.1], "seed": 0}, 3 * side * side)
+    assert len(drawn) == len(set(drawn.tolist())) == count
+
+
 def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the plan check: what it vouches for is twice as far as it says."""
     monkeypatch.setattr(checking, "SAMPLE_LEAST", 1)

@@ -181,7 +181,7 @@ def audit(
 
 def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
     """The ball's exact answer, by several threads where that pays: most of their time does not hold Python's lock."""
-    if workers == 1 or len(x) < 4:
+    if workers == 1 or len(x) < 2:
         return ball.violations(x, z)
     parts = torch.arange(len(x), device=x.device).tensor_split(min(4 * workers, len(x)))
     with ThreadPoolExecutor(workers) as pool:

@@ -332,7 +332,8 @@ class Batches:
     def _check_sample(self, whole: dict[str, Tensor], rejected: list[dict[str, Any]], progress: bool) -> list[int]:
         """Check plans against exact transport; see :mod:`wball.evaluation.check`. Nothing is stored before its end."""
         disagreements: list[int] = []
-        for chosen in (lambda: draw_sample(whole, self.settings), lambda: proved_by_plan(whole)):
+        pixels = self.x[:1].numel()
+        for chosen in (lambda: draw_sample(whole, self.settings, pixels), lambda: proved_by_plan(whole)):
             index, begun = chosen(), time.perf_counter()
             with bar("exact check", len(index), "of the examples", show=progress and len(index) > 0) as shown:
                 wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, shown.advance)

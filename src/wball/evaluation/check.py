@@ -25,6 +25,9 @@ from wball.plan import StoredPlan
 
 SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
 """Of the examples at a radius that a plan proves, so many are checked by exact transport, too."""
+SAMPLE_PIXELS = 400_000
+"""They have no more pixels than this together (32 images of 64 x 64 x 3), unless one alone has more: the time that exact
+transport takes rises faster than the number of pixels, to a minute and more at 224 x 224 x 3."""
 ROUNDING = 1e-7
 """Of the mass, by a pixel: what float32 images do not say. At radii of 1e-5 that is more than 1e-4 of the radius."""
 
@@ -34,13 +37,16 @@ def audit_in_threads(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | Tensor
     return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 
 
-def draw_sample(images: dict[str, Tensor], settings: dict[str, Any]) -> NDArray[np.int64]:
-    """Which of the examples that a plan proves to check again. It depends on the seed and on what was found alone."""
-    drawn = [np.zeros(0, dtype=np.int64)]
+def draw_sample(images: dict[str, Tensor], settings: dict[str, Any], pixels: int) -> NDArray[np.int64]:
+    """Which of the examples that a plan proves to check again: it depends on the seed and on what was found alone.
+
+    ``pixels`` is the number of pixels of an image.
+    """
+    drawn, most = [np.zeros(0, dtype=np.int64)], max(1, SAMPLE_PIXELS // pixels)
     for stage, eps in enumerate(settings["radii"]):
         proved = proved_by_plan(images)
         proved = proved[(images["found_at"][proved] == eps).numpy()]
-        count = max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(proved)))
+        count = min(most, max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(proved))))
         random = np.random.default_rng([int(settings["seed"]), stage, len(images["label"])])
         drawn.append(random.permutation(proved)[:count])
     return np.sort(np.concatenate(drawn))
