@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks resnet50", description=__doc__)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--side", type=int, default=224)
-    parser.add_argument("--eps", default="0.002,0.01")
+    parser.add_argument("--eps", default="0.01")
     parser.add_argument("--batch-size", type=int, default=None)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("results") / "resnet50.json")

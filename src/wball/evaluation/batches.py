@@ -40,6 +40,8 @@ from wball.storage.pixels import as_bytes, as_pixels
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 """Pixels in a batch, so that large images fit by themselves; on a GPU small batches waste most of it."""
+GPU_BATCH, GPU_MOST = 64, 16_000_000
+"""Fewer images than this keep a GPU waiting for its launches, whatever their size, so a batch may have more pixels."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
 
@@ -373,5 +375,7 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
 
 
 def default_batch_size(x: Tensor) -> int:
-    fit = max(1, (GPU_PIXELS if x.is_cuda else CPU_PIXELS) // x[0].numel())
-    return fit if x.is_cuda else min(CPU_BATCH, fit)
+    pixels = x[:1].numel()
+    if x.is_cuda:
+        return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
+    return max(1, min(CPU_BATCH, CPU_PIXELS // pixels))
