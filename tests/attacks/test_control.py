@@ -79,3 +79,25 @@ def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tenso
     own = labels[whole.success][:, None]
     ahead = margin.scatter(1, own, -torch.inf).amax(1) - margin.gather(1, own)[:, 0]
     assert bool((ahead > standard.CLEARLY * margin.abs().amax(1)).all())
+
+
+def test_version_two_adds_members_to_version_one() -> None:
+    """Nothing gets weaker: the first members are those of version 1, in their order."""
+    first, second = standard.MEMBERS["standard-1"], standard.MEMBERS["standard"]
+    assert second[: len(first)] == first and not any(member.from_best for member in first)
+    assert [member.from_best for member in second[len(first) :]] == [True, True, False]
+
+
+def test_members_begin_at_the_best_attempt_so_far(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step from there ends higher than one step from the clean image."""
+    begin, ends = _Member("margin", steps=40), []
+    for from_best in (False, True):
+        members = (begin, _Member("margin", step_size=0.1, steps=1, from_best=from_best))
+        monkeypatch.setitem(standard.MEMBERS, "fast", members)
+        monkeypatch.setattr(standard, "_is_better", lambda best, index, found: torch.ones_like(found.success))
+        found = StandardAttack(BALL, version="fast", check=False)(net, images, labels)
+        assert found.member is not None
+        ends.append(found.loss[~found.success])
+    assert len(ends[0]) >= 3 and float(ends[1].mean()) > float(ends[0].mean())

@@ -228,6 +228,17 @@ def test_stand_ins_have_the_models_values_and_a_gradient(name: str, net: nn.Modu
         assert torch.equal(StandIns(model)(images[:3].clone()), scores.detach())
 
 
+@pytest.mark.gpu
+def test_scores_that_leave_a_gpu_are_found(net: nn.Module, images: Tensor) -> None:
+    """They are on the host by then, and the logits are not."""
+    net, x = net.cuda(), images.cuda()
+    model = lambda z: torch.from_numpy(np.eye(5)[net(z).detach().cpu().numpy().argmax(1)]).to(z)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    view = best_view(model, x, y, WassersteinBall(0.1))
+    assert view.is_useful and view.clear and not view.own
+
+
 @pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph"])
 def test_the_standard_attack_sees_through(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     ball, model = WassersteinBall(0.3), MASKS[name](net)

@@ -63,7 +63,7 @@ def test_a_recorded_attack_returns_what_the_attack_returns(
     assert replays == [made, used]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_a_failed_recording_gives_memory_and_randomness_back() -> None:
     """The allocator took it for one under way, and kept what every later recording had used."""
     device = torch.device("cuda", torch.cuda.current_device())

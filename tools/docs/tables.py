@@ -299,6 +299,20 @@ def masks(path: Path) -> list[Table]:
     return [Table(["mask", *(f"eps {eps:g}" for eps in radii)], cells, title)]
 
 
+def public_checks(path: Path) -> list[Table]:
+    """What both versions of the standard attack leave of public networks, and their times."""
+    found = _content(path)
+    cells = []
+    for first, second in zip(found["rows"][::2], found["rows"][1::2], strict=True):
+        shares = [f"{row['robust']:.1f} %" for row in (first, second)]
+        times = f"{first['seconds']:.1f} s, {second['seconds']:.1f} s"
+        cells.append(
+            [f"`{first['model']}`", f"{first['eps']:g}", *shares, times, "yes" if second["reliable"] else "no"]
+        )
+    title = f"the first {found['images']:,} test digits"
+    return [Table(["network", "eps", "version 1", "version 2", "time", "reliable"], cells, title)]
+
+
 def _content(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -394,6 +408,7 @@ TABLES = {
     "exact": Source(exact, "exact.json"),
     "masks": Source(masks, "masks.json"),
     "proving": Source(proving, "proving.json"),
+    "public-checks": Source(public_checks, "public_checks.json"),
     "strength": Source(strength, "strength.json"),
     "scale": Source(scale, "bench_cuda.json", "auditing.json", "paper/defences.json"),
     "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"),

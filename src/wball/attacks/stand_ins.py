@@ -246,19 +246,19 @@ class StandIns:
         if self._chosen is None or self._count != len(mode.scores):
             self._count, alike = len(mode.scores), (k for k, s in enumerate(mode.scores) if _chose(s, logits))
             self._chosen = next(alike, -1)
-        return logits if self._chosen < 0 else _with_class_of(logits, mode.scores[self._chosen])
+        return logits if self._chosen < 0 else _with_class_of(logits, mode.scores[self._chosen].to(logits))
 
 
 def _chose(scores: Tensor, logits: Tensor) -> bool:
     """Whether every image's class has the largest score, up to ties among the logits."""
     if scores.shape != logits.shape or not scores.is_floating_point():
         return False
-    return bool((logits.gather(1, scores.argmax(1, keepdim=True)) >= logits.amax(1, keepdim=True)).all())
+    own = scores.argmax(1, keepdim=True).to(logits.device)  # what leaves torch is taken to the host first
+    return bool((logits.gather(1, own) >= logits.amax(1, keepdim=True)).all())
 
 
 def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
     """The scores, raised by a constant at the class of the logits where that is not the largest score."""
-    scores = scores.to(logits.dtype)
     own = logits.argmax(1, keepdim=True)
     top = scores.detach().amax(1, keepdim=True)
     above = torch.nextafter(top, torch.full_like(top, torch.inf)) - scores.detach().gather(1, own)
