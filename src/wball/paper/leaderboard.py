@@ -68,6 +68,8 @@ PROTOCOLS = {
             "wong2019-mnist-adversarial",
             "wu2020-mnist-adversarial",
             "hu2020-mnist-adversarial",
+            "mnist-adversarial-cnn",
+            "mnist-certified-far",
             "mnist-certified",
             "wong2019-mnist-standard",
             "mnist-adversarial",
