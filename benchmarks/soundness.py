@@ -5,7 +5,7 @@ exactly there. Wrong would be an example inside (*contradiction*), or a point of
 certified bound (*below the bound*), which is the sharper test: it can fail while the label stands. Then the same images
 are attacked at a multiple of the radius, to see that the attack is awake. The networks are those of the zoo, given
 weights, and small random ones of every supported kind of layer; the images are MNIST's. The result is written after
-every row, and a run that is started again goes on where it stopped.
+every row, and a run that was interrupted resumes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m benchmarks strength``: how much does an adversary of a few steps miss?
 
-What withstands the adversary of training is measured again under longer and other ones, on the same digits: the first
+What survives the adversary of training is attacked again under longer and other ones, on the same digits: the first
 must be cheap, and what it misses is missing in the defence.
 """
 

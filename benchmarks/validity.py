@@ -153,7 +153,7 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         "",
     ]
     head = (
-        "data", "attack", "eps", "images", "withstood %", "failures", "mass error", "outside box",
+        "data", "attack", "eps", "images", "robust accuracy %", "failures", "mass error", "outside box",
         "distance / eps, largest", "mean", "claimed too little", "kernel", "attack s", "audit s",
     )  # fmt: skip
     lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST and CIFAR-10")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "validity", help="files to write, without ending")
-    parser.add_argument("--limit", type=int, help="at most so many images of each set")
+    parser.add_argument("--limit", type=int, help="use only the first N images of each set")
     parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="attacks to run")
     parser.add_argument("--cifar10-architecture", default="cifar10-resnet18")
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
                     write(given.out, about, rows)
                     print(
                         f"{data} {name} eps {eps:g}: {row['images']} audited, {row['failures']} failures, "
-                        f"{100 * row['withstood']:.1f} % withstood, {row['attack_s']} + {row['audit_s']} s",
+                        f"{100 * row['withstood']:.1f} % robust accuracy, {row['attack_s']} + {row['audit_s']} s",
                         flush=True,
                     )
     print(f"written: {given.out}.json, {given.out}.md")

@@ -91,7 +91,7 @@ def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
         return answer
     if answer:
         warnings.warn(
-            "the model returns one probability per image: it is read as that of class 1, and attacked by its log-odds",
+            "the model returns one probability per image: it is taken as that of class 1, and attacked by its log-odds",
             stacklevel=2,
         )
     return answer

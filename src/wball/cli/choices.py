@@ -36,7 +36,7 @@ SAMPLES = {"sample": "mnist", "mnist-sample": "mnist", "cifar10-sample": "cifar1
 """Bundled images by name."""
 
 IN_MEMORY = 10**9
-"""Bytes of images that are held in memory as a whole."""
+"""Images of no more bytes than this are all held in memory."""
 
 SEARCHED = 12
 """Images per model that a search for sensible radii attacks."""

@@ -1,7 +1,7 @@
 """Images: MNIST, Fashion-MNIST, CIFAR-10, folders of images, and anything torch can index or iterate.
 
 Every loader returns ``x``, ``(N, C, H, W)`` in [0, 1], and ``y``, ``(N,)`` class numbers. The named sets are small
-enough to be kept on a GPU as a whole, which is faster than any loader process; augmentation then happens there, too.
+enough to be kept on a GPU whole, which is faster than any loader process; augmentation then happens there, too.
 Folders are data sets that are read item by item (:class:`ImageFolder`).
 """
 

@@ -74,7 +74,7 @@ def evaluate(
         model: images to logits; evaluated in evaluation mode and left as it was.
         x: images ``(B, C, H, W)`` in the ball's box. Or a map-style data set of (image, label) items or dictionaries, a
             ``DataLoader`` of one, NumPy arrays (also memory-mapped) or an ``.npz`` file: these are read batch by batch,
-            with the same results, and never held in memory as a whole.
+            with the same results; the whole set is never held in memory.
         y: class numbers ``(B,)``; left out where the data bring their own.
         ball: the threat model.
         radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's smallest one up to the
