@@ -67,6 +67,8 @@ def test_notebook_runs(tmp_path: Path) -> None:
         nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
         printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", []))
         assert "audit" in printed
+        assert [c for c in notebook.cells[1:] if c.cell_type == "code" and not c.outputs] == []
+        assert (tmp_path / "tour-report.html").is_file()  # as the last cell promises
 
 
 def test_what_the_site_is_built_with_is_in_the_repository() -> None:
