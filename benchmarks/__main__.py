@@ -1,6 +1,7 @@
 """Run the benchmarks, write ``<out>.json`` (after every row), ``.md`` and ``.png``.
 
-``calls`` times the public calls, ``launches`` counts what they launch on a GPU. ``validity`` audits test sets,
+``calls`` times the public calls, ``growth`` how they grow, ``launches`` counts what they launch on a GPU.
+``validity`` audits test sets,
 ``soundness`` attacks certificates, ``deciding`` runs complete verification, ``agreeing`` compares it with mixed-integer
 programs, ``masks`` asks whether models that hide their gradients fool the standard attack, ``public`` compares its
 versions on public networks. ``proving`` and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled
@@ -26,6 +27,7 @@ from benchmarks import (
     deciding,
     epochs,
     exact,
+    growth,
     launches,
     masks,
     memory,
@@ -49,6 +51,7 @@ from benchmarks.timing import Time, machine
 
 OTHERS = {
     "calls": calls.main,
+    "growth": growth.main,
     "validity": validity.main,
     "soundness": soundness.main,
     "proving": proving.main,

@@ -157,9 +157,13 @@ def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
     return wrap
 
 
-def warps(block: int) -> int:
-    """One program has a multiprocessor for itself in common batches: as many threads as there are."""
-    return min(32, max(4, block // 64))
+def warps(block: int, values: int = 64) -> int:
+    """For programs that hold ``block`` values, ``values`` a warp: threads wait less, but have fewer registers.
+
+    One program has a multiprocessor for itself in common batches. With more than 16 warps, what an image of CIFAR-10
+    needs no longer fits in their registers.
+    """
+    return min(16, max(4, block // values))
 
 
 def stencil(moves: StencilMoves, x: Tensor) -> Stencil:

@@ -82,7 +82,7 @@ def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int
         _plan_kernel[(batch,)](
             *given, *out, *staged, wide, table.offset, table.price, table.pair_offset, table.pair_price, 1,
             *limits(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
-            LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
+            LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block, 128), num_stages=1,
         )  # fmt: skip
 
 

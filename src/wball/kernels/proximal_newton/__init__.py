@@ -34,7 +34,7 @@ def proximal_newton(
     """Improve ``best`` for every image; returns the Newton steps used.
 
     Args:
-        problem: exact, with quadratic columns.
+        problem: exact, with quadratic columns; the Triton kernel takes linear ones in a box, too.
         start: column potentials to start from.
         max_iter: Newton steps.
         best: what is known, improved in place.

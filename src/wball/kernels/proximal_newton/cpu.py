@@ -126,7 +126,7 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
         rows += m * (value - away / (2.0 * sigma))
         pull += m * away / (2.0 * sigma)
         moved += m * m * away
-    dual = -psi * p.budget - rows
+    dual = p.beyond - psi * p.budget - rows
     for j in range(u.size):
         z, _, value = _column(p, j, u[j])
         dual += value

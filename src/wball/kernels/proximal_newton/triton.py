@@ -8,7 +8,11 @@ three neighbours in use and not from all. Shares are not stored: the shares ``pi
 float32: rounded, they are another centre and as good), potentials and the threshold of each row determine them.
 
 The program is one loop around one evaluation of the dual. What an evaluation was for is the *phase*: the search for
-the first price, the start of a proximal step, or a trial of the line search.
+the first price, the start of a proximal step, or a trial of the line search. Scalars are chosen by ``tl.where``: what
+Triton 3.6 assigns in branches within branches of a loop may be lost (prices were, which doubled the steps).
+
+Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that are not at their
+kinks have no curvature of their own, which makes no difference to conjugate gradients.
 """
 
 # mypy: ignore-errors
@@ -39,16 +43,21 @@ from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images are too much work for one program."""
+TILE = 1024
+"""Rows or columns that an evaluation sees to at once."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
 (FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
  PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
-BUFFERS = tl.constexpr(11)
-D, U, TRIAL, TARGET, MASS, GRADIENT, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(11))
-"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient, rows'
-thresholds; conjugate gradients' direction, rows' means and columns' constants, four that the repair takes afterwards.
+BUFFERS = tl.constexpr(12)
+D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
+"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
+that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
+which are no longer needed when the repair works there.
 What lies before the first pixel of the potentials is the halo behind the buffer before them."""
+UNROLLED = tl.constexpr(5)
+"""Moves whose loads are under way at once."""
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -75,9 +84,12 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int32, device=device)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
-    lo, hi = (torch.full_like(budget, bound) for bound in (columns.lo, columns.hi))
-    tol = torch.full_like(budget, problem.tolerance.tol)
-    terms = torch.stack([budget, lo, hi, tol, problem.tolerance.floor]).to(torch.float64)
+    # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
+    box = (max(columns.lo, 0.0) if columns.linear else columns.lo, columns.hi)
+    lo, hi = (torch.full_like(budget, bound) for bound in box)
+    tolerance = problem.tolerance
+    tol = torch.full_like(budget, tolerance.tol)
+    terms = torch.stack([budget, lo, hi, tol, tolerance.floor, tolerance.offset]).to(torch.float64)
     channels, height, width = table.shape
     block = table.block
     _solve_kernel[(batch,)](
@@ -85,7 +97,7 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
         best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
         scratch, marks, lists, centre, flow, table.offset, *_tables(moves, device), 1, batch, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
-        LOWER=columns.lo > 0, BLOCK=block,
+        LOWER=columns.lo > 0, LINEAR=columns.linear, BLOCK=block, TILE=min(block, TILE),
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
@@ -122,12 +134,22 @@ def _range(values, real):
 
 
 @triton.jit
-def _column(w, u, lo, hi):
-    """The column at potential ``u`` and its curvature; without a clip at 0 the dual stays strongly concave there."""
+def _column(w, u, come, lo, hi, LINEAR: tl.constexpr):
+    """The column at potential ``u`` where the plan puts ``come``, its curvature, and the least of its objective.
+
+    Without a clip at 0 the dual of a projection stays strongly concave there. A linear column sits at its kink
+    ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
+    """
     free = w - u
-    least = tl.where(lo > 0.0, lo, float("-inf"))
-    curved = tl.where((free < hi) & (free > least), free * 0.0 + 1.0, free * 0.0)
-    return tl.maximum(tl.minimum(free, hi), least), curved
+    if LINEAR:
+        full, drained = (free > 0.0) | ((free == 0.0) & (come > hi)), (free < 0.0) | ((free == 0.0) & (come < lo))
+        z = tl.where(full, hi, tl.where(drained, lo, come))
+        return z, free * 0.0, -free * tl.where(free > 0.0, hi, lo)
+    else:
+        least = tl.where(lo > 0.0, lo, float("-inf"))
+        curved = tl.where((free < hi) & (free > least), free * 0.0 + 1.0, free * 0.0)
+        z = tl.maximum(tl.minimum(free, hi), least)
+        return z, curved, 0.5 * (w - z) * (w - z) + u * z
 
 
 @triton.jit
@@ -143,79 +165,118 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
 
 @triton.jit
 def _evaluate(
-    s_ptr, mark_ptr, centre_ptr, place, real, rows, psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr,
+    s_ptr, mark_ptr, centre_ptr, one, psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
+    MOVES: tl.constexpr, LINEAR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
-    how far the plan moved and what that costs, the size of the gradient, and its product with the direction."""
+    how far the plan moved and what that costs, the size of the gradient, and its product with the direction.
+
+    Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers fit in registers.
+    """
+    N: tl.constexpr = C * H * W
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     u_ptr = s_ptr + TRIAL * STAGED
-    t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-    # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
-    # monotone from there. The marked sets are nested, so that equal counts are equal sets.
-    count = t * 0.0 - 1.0
-    open_rows = tl.max(rows.to(tl.int32), 0)
-    tries = open_rows * 0
-    while (open_rows > 0) & (tries < MOVES + 3):
-        total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-        for k in tl.range(0, MOVES):
+    lanes = tl.arange(0, TILE) * one
+    cost, worth = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    moved, pull = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    for first in tl.range(0, N, TILE):
+        index = first + lanes
+        real = index < N
+        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+        m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
+        rows = m > 0.0
+        t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
+        # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
+        # monotone from there. The marked sets are nested, so that equal counts are equal sets.
+        count = t * 0.0 - 1.0
+        open_rows = tl.max(rows.to(tl.int32), 0)
+        tries = open_rows * 0
+        while (open_rows > 0) & (tries < MOVES + 3):
+            total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
+            for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+                end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+                v += sigma * (end - psi * tl.load(price_ptr + k))
+                above = v > t
+                total += tl.where(above, v, 0.0)
+                used += tl.where(above, 1.0, 0.0)
+                top = tl.maximum(top, v)
+            settled = (used == count) | (rows == False)  # noqa: E712
+            t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
+            count = tl.where(settled, count, used)
+            open_rows = tl.max(tl.where(settled, 0, 1), 0)
+            tries += 1
+        value, away, paid = t * 0.0, t * 0.0, t * 0.0
+        marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
+        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
             end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-            v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-            v += sigma * (end - psi * tl.load(price_ptr + k))
-            above = v > t
-            total += tl.where(above, v, 0.0)
-            used += tl.where(above, 1.0, 0.0)
-            top = tl.maximum(top, v)
-        settled = (used == count) | (rows == False)  # noqa: E712
-        t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
-        count = tl.where(settled, count, used)
-        open_rows = tl.max(tl.where(settled, 0, 1), 0)
-        tries += 1
-    m = tl.load(s_ptr + MASS * STAGED + place, mask=rows, other=0.0)
-    value, away, paid = t * 0.0, t * 0.0, t * 0.0
-    marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
-    for k in tl.range(0, MOVES):
-        end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-        at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-        price = tl.load(price_ptr + k)
-        gain = end - psi * price
-        part = at + sigma * gain - t
-        used = rows & (part > 0.0)
-        part = tl.where(used, part, 0.0)
-        marks = marks | tl.where(used, (marks * 0 + 1) << k, marks * 0)
-        value += tl.where(used, gain * part, 0.0)
-        paid += price * part
-        away += (part - at) * (part - at)
-    tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
-    tl.store(mark_ptr + place, marks, mask=real)
-    cost, worth, moved = _three_sums(m * paid, m * value, m * m * away)
-    pull = tl.sum(m * away, 0) / (2.0 * sigma)
+            at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+            price = tl.load(price_ptr + k)
+            gain = end - psi * price
+            part = at + sigma * gain - t
+            taken = rows & (part > 0.0)
+            part = tl.where(taken, part, 0.0)
+            marks = marks | tl.where(taken, (marks * 0 + 1) << k, marks * 0)
+            value += tl.where(taken, gain * part, 0.0)
+            paid += price * part
+            away += (part - at) * (part - at)
+        tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
+        tl.store(mark_ptr + place, marks, mask=real)
+        cost += m * paid
+        worth += m * value
+        moved += m * m * away
+        pull += m * away
     tl.debug_barrier()
-    incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
-    u = tl.load(u_ptr + place, mask=real, other=0.0)
-    come = u * 0.0
-    for k in tl.range(0, MOVES):
-        used = real & (((incoming >> k) & 1) != 0)
-        start = place - tl.load(offset_ptr + k)
-        part = tl.load(centre_ptr + k * STAGED + start, mask=used, other=0.0).to(tl.float64)
-        part += sigma * (u - psi * tl.load(price_ptr + k)) - tl.load(s_ptr + LEVEL * STAGED + start, used, other=0.0)
-        come += tl.where(used, part * tl.load(s_ptr + MASS * STAGED + start, mask=used, other=0.0), 0.0)
-    w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-    z, _ = _column(w, u, lo, hi)
-    gradient = tl.where(real, z - come, 0.0)
-    tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
-    d = tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
-    worth_columns, size, along = _three_sums(
-        tl.where(real, 0.5 * (w - z) * (w - z) + u * z, 0.0), gradient * gradient, gradient * d
-    )
-    slope = cost - budget
+    least, size, along = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    for first in tl.range(0, N, TILE):
+        index = first + lanes
+        real = index < N
+        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
+        u = tl.load(u_ptr + place, mask=real, other=0.0)
+        come = u * 0.0
+        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+            start = place - tl.load(offset_ptr + k)
+            taken = real & (((tl.load(mark_ptr + start, mask=real, other=0) >> k) & 1) != 0)
+            part = tl.load(centre_ptr + k * STAGED + start, mask=taken, other=0.0).to(tl.float64)
+            part += sigma * (u - psi * tl.load(price_ptr + k))
+            part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
+            come += tl.where(taken, part * tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0), 0.0)
+        w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+        z, _, value = _column(w, u, come, lo, hi, LINEAR)
+        gradient = tl.where(real, z - come, 0.0)
+        tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
+        least += tl.where(real, value, 0.0)
+        size += gradient * gradient
+        along += gradient * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+    spent, worth_rows, length = _three_sums(cost, worth, moved)
+    worth_columns, steep, ahead = _three_sums(least, size, along)
+    back = tl.sum(pull, 0) / (2.0 * sigma)
+    slope = spent - budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    return worth_columns - psi * budget - worth + pull, slope, tl.sqrt(moved), pull, tl.sqrt(size), along
+    return worth_columns - psi * budget - worth_rows + back, slope, tl.sqrt(length), back, tl.sqrt(steep), ahead
+
+
+@triton.jit
+def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.constexpr):
+    """The potentials a step away, linear ones kept on their side of the kink; and what the columns' slopes promise."""
+    u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
+    new = u + length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+    if LINEAR:
+        free = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0) - u
+        held = tl.load(s_ptr + HELD * STAGED + place, mask=real, other=0.0)
+        full, drained = (free > 0.0) | ((free == 0.0) & (held < 0.0)), (free < 0.0) | ((free == 0.0) & (held > 0.0))
+        kink = u + free
+        new = tl.where(full, tl.minimum(new, kink), tl.where(drained, tl.maximum(new, kink), kink))
+        return new, tl.sum(held * (new - u), 0)
+    else:
+        return new, length * rise
 
 
 @triton.jit
 def _direction(
     s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-    offset_ptr, price_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr,
+    offset_ptr, price_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
@@ -256,7 +317,9 @@ def _direction(
     curvature = paid_square - paid_mean
     u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
     w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-    _, curved = _column(w, u, lo, hi)
+    gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+    _, curved, _ = _column(w, u, u * 0.0, lo, hi, LINEAR)
+    moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
     ridge = tl.maximum(1e-12 * largest, DAMPING * size / (tl.sqrt(columns) * _range(u, reached)))
@@ -269,7 +332,6 @@ def _direction(
     free = (psi > 0.0) | (slope > 0.0)
     diagonal_psi = tl.where(free & (curvature > 0.0), curvature, 1.0)
 
-    gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
     r = gradient
     r_psi = tl.where(free, slope, 0.0)
     q = r * diagonal
@@ -298,6 +360,8 @@ def _direction(
             used = i < senders
             step = tl.load(back_ptr + i * STAGED + place, mask=used, other=0)
             h -= tl.load(s_ptr + S * STAGED + place - step, mask=used, other=0.0)
+        if LINEAR:
+            h = tl.where(moving, h, 0.0)
         curve, paid = sum_two(q * h, q * toll - stiff * mean * total)
         h_psi = tl.where(free, 1e-12 * diagonal_psi * q_psi - paid + q_psi * paid_square, 0.0)
         curve += q_psi * h_psi
@@ -325,7 +389,7 @@ def _solve_kernel(
     scratch_ptr, marks_ptr, lists_ptr, centre_ptr, flow_ptr, offset_ptr, price_ptr, reverse_ptr,
     one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, LOWER: tl.constexpr, BLOCK: tl.constexpr,
+    MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -342,6 +406,7 @@ def _solve_kernel(
     flow_ptr += n * (MOVES * STAGED)
     budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
     tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
+    offset = tl.load(terms_ptr + 5 * batch + n)
 
     # Outside the image nothing arrives and nothing starts.
     for first in tl.range(0, STAGED + GUARD, BLOCK):
@@ -382,38 +447,30 @@ def _solve_kernel(
     best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
     psi = tl.where(warm != 0, best_psi, zero)
     trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
-    d_psi, rise, length, narrow = zero, zero, zero, zero + float("inf")
+    d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
+    # A linear dual is a difference of sums, which round in proportion to their own size.
+    noise = tl.sum(x * tl.abs(w), 0) if LINEAR else zero
     steps, taken, halved, idle, tried = none, none, none, none, none
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = _evaluate(
-            s_ptr, mark_ptr, centre_ptr, place, real, rows, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
-            STAGED, MOVES,
+            s_ptr, mark_ptr, centre_ptr, one, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+            C, H, W, RR, RC, MOVES, LINEAR, TILE,
         )  # fmt: skip
         if phase < START:
             # About the price at which the first step's plan costs the budget, from above.
-            if phase == PRICE:
-                if (new_slope > 0.0) & (tried < 80):
-                    low = trial_psi
-                    trial_psi = tl.where(tried > 0, 4.0 * trial_psi, 1e-3 * span)
-                else:
-                    psi = trial_psi
-                    phase = none + BISECT
-                    tried = none
-            else:
-                if new_slope > 0.0:
-                    low = trial_psi
-                else:
-                    psi = trial_psi
-            tried += 1
-            if phase == BISECT:
-                trial_psi = 0.5 * (low + psi)
-                if (psi - low <= 0.02 * psi) | (tried > 30):
-                    trial_psi = psi
-                    phase = none + START
+            dear, pricing = new_slope <= 0.0, phase == PRICE
+            climbs = pricing & (dear == False) & (tried < 80)  # noqa: E712
+            psi = tl.where((climbs == False) & (pricing | dear), trial_psi, psi)  # noqa: E712
+            low = tl.where(climbs | ((pricing | dear) == False), trial_psi, low)  # noqa: E712
+            higher = tl.where(tried > 0, 4.0 * trial_psi, 1e-3 * span)
+            tried = tl.where(pricing & (climbs == False), 1, tried + 1)  # noqa: E712
+            found = (psi - low <= 0.02 * psi) | (tried > 30)
+            trial_psi = tl.where(climbs, higher, tl.where(found, psi, 0.5 * (low + psi)))
+            phase = tl.where(climbs, none + PRICE, tl.where(found, none + START, none + BISECT))
         else:
-            promised = slope * (trial_psi - psi) + length * rise
-            ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * tl.abs(dual)
+            promised += slope * (trial_psi - psi)
+            ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * (tl.abs(dual) + noise)
             if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):  # noqa: E712
                 # Where the slope along the direction vanishes, were it linear between here and there.
                 bend = along + new_slope * d_psi
@@ -421,19 +478,21 @@ def _solve_kernel(
                 length = length * tl.minimum(tl.maximum(fall, 0.1), 0.5)
                 halved += 1
                 trial_psi = tl.maximum(psi + length * d_psi, 0.0)
-                near = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
-                near += length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
+                near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
                 tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
             else:
                 at = tl.load(s_ptr + TRIAL * STAGED + place, mask=real, other=0.0)
                 tl.store(s_ptr + U * STAGED + place, at, mask=real)
+                if LINEAR:
+                    held = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
+                    tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
                 solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-                        offset_ptr, price_ptr, STAGED, MARKED, MOVES,
+                        offset_ptr, price_ptr, STAGED, MARKED, MOVES, LINEAR,
                     )  # fmt: skip
                     steps += 1
                     taken += 1
@@ -442,12 +501,15 @@ def _solve_kernel(
                     length = tl.where(stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0)
                     halved = none
                     trial_psi = tl.maximum(psi + length * d_psi, 0.0)
-                    at += length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
-                    tl.store(s_ptr + TRIAL * STAGED + place, at, mask=real)
+                    tl.debug_barrier()
+                    near, promised = _stepped(s_ptr, place, real, length, rise, STAGED, LINEAR)
+                    tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
                     phase = none + SEARCH
                 else:
                     level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-                    total, top = x * 0.0, x * 0.0 + float("-inf")
+                    mass = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
+                    wish = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+                    total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
                         end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
@@ -457,54 +519,59 @@ def _solve_kernel(
                         part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
                         total += part
                         tl.store(flow_ptr + k * STAGED + place, part, mask=real)
-                    bounded = tl.minimum(tl.maximum(w - at, lo), hi)
-                    off = 0.5 * (w - bounded) * (w - bounded) + at * bounded - tl.where(rows, x * top, 0.0)
-                    bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
+                    top = tl.where(rows, mass * top, 0.0)
+                    if LINEAR:
+                        value = (at - wish) * tl.where(at < wish, hi, lo)
+                        arriving, hard = sum_two(tl.where(real, value, 0.0), top)
+                        priced = arriving - psi * budget
+                        # Sums of float64: wider than they can be off.
+                        bound = priced - hard - 1e-13 * (tl.sum(tl.abs(top), 0) + tl.abs(priced))
+                    else:
+                        bounded = tl.minimum(tl.maximum(wish - at, lo), hi)
+                        off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded - top
+                        bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
                     if bound > best_dual:
-                        best_dual, best_psi = bound, psi
                         tl.store(best_u_ptr + n * N + index, at, mask=real)
+                    best_psi = tl.where(bound > best_dual, psi, best_psi)
+                    best_dual = tl.maximum(best_dual, bound)
                     # Rows that sum to 1; the next centre.
                     sound = rows & (total > 0.5) & (total < 2.0)
                     whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
                     for k in tl.range(0, MOVES):
                         share = whole * tl.load(flow_ptr + k * STAGED + place, mask=real, other=0.0)
-                        tl.store(flow_ptr + k * STAGED + place, x * share, mask=real)
+                        tl.store(flow_ptr + k * STAGED + place, mass * share, mask=real)
                         if solved:
                             share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
                             tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
-                    if solved:
-                        most = MOST / _range(at, reached)
-                        sigma = tl.where(taken <= QUICK, tl.minimum(sigma * GROWTH, most), sigma)
-                        sigma = tl.where(taken > SLOW, sigma / GROWTH, sigma)
-                    else:
-                        sigma = sigma / SHRINK
+                    quick, slow = tl.minimum(sigma * GROWTH, MOST / _range(at, reached)), sigma / GROWTH
+                    next_sigma = tl.where(taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma))
+                    sigma = tl.where(solved, next_sigma, sigma / SHRINK)
                     rest = dual - pull - bound  # the gap of the plan as it is
                     idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
                     narrow = tl.minimum(rest, narrow)
                     last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
-                    if last | (rest <= PROMISING * (tol * best_primal + floor)):
+                    if last | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)):
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
                         scale, z = repair(
-                            s_ptr + Q * STAGED, flow_ptr, place, real, marks, incoming, x, budget, lo, hi,
+                            s_ptr + Q * STAGED, flow_ptr, place, real, marks, incoming, mass, budget, lo, hi,
                             offset_ptr, price_ptr, reverse_ptr, STAGED, MOVES, LOWER,
                         )  # fmt: skip
-                        primal = tl.sum(tl.where(real, 0.5 * (w - z) * (w - z), 0.0), 0)
+                        primal = tl.sum(tl.where(real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0), 0)
                         if primal < best_primal:
-                            best_primal = primal
                             pixel = index % (H * W)
                             out = best_flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
-                            stays = x
+                            stays = mass
                             for k in tl.range(1, MOVES):
                                 used = ((marks >> k) & 1) != 0
                                 part = scale * tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
                                 stays -= part
                                 tl.store(out + k * (H * W), part, mask=real)
                             tl.store(out, tl.maximum(stays, 0.0), mask=real)
+                        best_primal = tl.minimum(best_primal, primal)
                     taken = none
-                    phase = none + START
-                    if last | (best_primal - best_dual <= tol * best_primal + floor):
-                        phase = none + END
+                    done = last | (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
+                    phase = tl.where(done, none + END, none + START)
         tl.debug_barrier()
     tl.store(primal_ptr + n, best_primal)
     tl.store(dual_ptr + n, best_dual)
