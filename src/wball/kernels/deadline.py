@@ -23,6 +23,10 @@ class Deadline:
     def late(self) -> bool:
         return time.monotonic() >= self.end
 
+    def put_off(self, seconds: float) -> None:
+        """So much later: the time to compile a loop is nobody's."""
+        self.end += seconds
+
     @contextmanager
     def flag(self) -> Iterator[NDArray[Any]]:
         """An array with one number, which becomes 1 at the deadline: compiled loops have no clock and look at it."""

@@ -7,6 +7,7 @@ is sought throughout: the support function is the minimum of ``-<g, z>``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,8 +93,12 @@ def improve(
     assert isinstance(problem.moves, StencilMoves)
     arrays = window(problem.moves)
 
+    aim = (columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
+    begin, none = time.monotonic(), slice(0, 0)
+    idle = Goal(*aim, np.zeros(1, dtype=np.int64))
+    loop(Images(*(a[none] for a in given)), arrays, idle, settings, Known(*(a[none] for a in known)))  # is compiled
+    problem.deadline.put_off(time.monotonic() - begin)
     with problem.deadline.flag() as stop:
-        aim = (columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
         goal = Goal(*aim, stop)
 
         def work(first: int, last: int) -> None:
