@@ -38,7 +38,7 @@ CERTIFIED = {"mnist-certified": "crown"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration; 0 if every example passed the audit, 3 if not, as ``wball evaluate``."""
     parser = argparse.ArgumentParser(prog="python -m wball.demo", description="Evaluate the bundled models.")
-    parser.add_argument("--images", type=int, default=30, help="number of digits (default 30)")
+    parser.add_argument("--images", type=int, default=20, help="number of digits (default 20)")
     parser.add_argument("--models", nargs="+", default=None, help=f"models to evaluate (default {' '.join(MODELS)})")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)")
     options = parser.parse_args(arguments)
