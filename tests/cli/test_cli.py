@@ -145,6 +145,17 @@ def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest
     assert (here / "f" / "examples-halves.png").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"not a model", bytes(range(256)) * 9])
+def test_a_damaged_onnx_file_is_one_line_with_the_remedy(
+    here: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    pytest.importorskip("onnx")
+    (here / "bad.onnx").write_bytes(content)
+    code, _, err = said(capsys, "attack", "bad.onnx", "-d", "mine.py:data", "--eps", "0.3")
+    told = " ".join(err.replace("│", " ").split())
+    assert code == 2 and "bad.onnx" in told and "export" in told and "Traceback" not in told
+
+
 def test_models_are_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(here))
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
