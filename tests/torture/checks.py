@@ -205,7 +205,7 @@ def check_projection(
         found.expect(False, "missing", "no plan or no duals")
         return
     geometry, flow = check_plan(found, ball, x, result.point, result.plan)
-    lo, hi = ball.box if ball.box is not None else (-math.inf, math.inf)
+    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)  # columns of a plan are not negative
     a, target = centres(ball, x), planes(w)
     u, psi = planes(result.duals.beta), result.duals.psi.double().numpy()
     columns = geometry.sums(flow, geometry.target)
