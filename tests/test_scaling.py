@@ -109,16 +109,23 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process leaves behind."""
+    folder = tmp_path_factory.mktemp("alone")
+    evaluate(folder, Model())
+    return folder
+
+
 @pytest.mark.slow
-def test_64_ranks_some_of_which_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_ranks_some_of_which_die(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         assert job(patch, tmp_path / "many", WORLD, {5: 2, 17: 9, 40: 12, 63: 3}) == 4
         assert not (tmp_path / "many" / "results.json").exists()
         first = [(row["batch"], row["stage"]) for row in rows(tmp_path / "many") if row["event"] == "batch"]
         assert job(patch, tmp_path / "many", WORLD, {}) == 0
-    evaluate(tmp_path / "one", Model())
     for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
-        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+        assert (tmp_path / "many" / name).read_bytes() == (alone / name).read_bytes()
     work = [(row["rank"], row["batch"], row["stage"]) for row in rows(tmp_path / "many") if row["event"] == "batch"]
     assert all(rank == batch % WORLD for rank, batch, _ in work)
     assert sorted((batch, stage) for _, batch, stage in work) == sorted((b, s) for b in range(IMAGES) for s in range(2))
@@ -128,11 +135,12 @@ def test_64_ranks_some_of_which_die(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_goes_on_with_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_goes_on_with_what_is_there(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """64 died, 3 are left: nothing in the folder depends on how many there were."""
     with monkeypatch.context() as patch:
         assert job(patch, tmp_path / "many", WORLD, {2: 1}) == 1
         assert job(patch, tmp_path / "many", 3, {}) == 0
-    evaluate(tmp_path / "one", Model())
     for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
-        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+        assert (tmp_path / "many" / name).read_bytes() == (alone / name).read_bytes()

@@ -17,7 +17,7 @@ from torture.threads import a_round
 from wball.plan import Plan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
 
-CASES, PARTS = 400, 8
+CASES, PARTS = 240, 6
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -32,9 +32,9 @@ def test_cases(part: int) -> None:
 
 def test_certificates_of_random_networks_hold_and_are_proved_again() -> None:
     counts = Counts()
-    for seed in range(6):
+    for seed in range(4):
         counts.run(seed)
-    assert counts.numbers["certificates"] >= 12
+    assert counts.numbers["certificates"] >= 8
     assert counts.numbers["broken"] == counts.numbers["below"] == counts.numbers["unconfirmed"] == 0, counts.findings
 
 

@@ -146,16 +146,13 @@ def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     check_equal(case, sweeps=1, newton=6)
 
 
-STUBBORN = [
-    Case((2, 1, 7, 6), scale=3.0, eps=0.6),
-    Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3),
-]
-"""Boxes that only the last sweep of the repair restores, if no potentials help."""
+STUBBORN = {False: Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3), True: Case((2, 1, 7, 6), scale=3.0, eps=0.6)}
+"""Boxes that only the last sweep of the repair restores, if no potentials help; the smaller one for tiles."""
 
 
-@pytest.mark.parametrize("case", STUBBORN, ids=str)
-@pytest.mark.parametrize("tiled", [False, True])
-def test_the_last_sweep_of_a_repair_equals_reference(case: Case, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tiled", STUBBORN)
+def test_the_last_sweep_of_a_repair_equals_reference(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = STUBBORN[tiled]
     plan = solve(case, reference, torch.float64, sweeps=0)
     assert float(plan.z.max()) == pytest.approx(1.0, abs=1e-9), "no further than the box asks"
     if tiled:
