@@ -106,3 +106,15 @@ def test_the_package_says_that_it_is_typed() -> None:
 @pytest.mark.parametrize("name", wball.__all__)
 def test_public_names_are_documented(name: str) -> None:
     assert getattr(getattr(wball, name), "__doc__", None), name
+
+
+def test_documented_modules_resolve_after_import_wball() -> None:
+    script = (
+        "import sys, wball\n"
+        "assert 'wball.attacks' not in sys.modules\n"
+        "assert wball.attacks.adapters.torchattacks.TorchAttack and wball.training.preset\n"
+        "assert 'wball.attacks.adapters.art' not in sys.modules\n"
+        "assert not hasattr(wball, 'nothing') and not hasattr(wball.attacks, 'nothing')\n"
+        "assert not hasattr(wball.attacks.adapters, 'nothing') and callable(wball.audit)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,5 +1,8 @@
 """Attacks: search the ball for an image that the model gets wrong."""
 
+from importlib import import_module
+from typing import Any
+
 from wball.attacks.base import Attack
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
@@ -25,3 +28,9 @@ __all__ = [
     "StandardAttack",
     "minimal_radius",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "adapters":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.adapters")

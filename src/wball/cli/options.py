@@ -162,7 +162,7 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="print the result as JSON and nothing else", rich_help_panel=OUTPUT)
 ]
 Certificate = Annotated[
-    str, typer.Option(metavar="NAME", help="certificate: interval, dual, crown, anchored, alpha-crown")
+    str, typer.Option(metavar="NAME", help="certificate: interval, dual, crown, anchored, alpha-crown, complete")
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="discard earlier results in the folder", rich_help_panel=OUTPUT)

@@ -5,8 +5,18 @@ module                                         what it gives                    
 =============================================  ==========================================  ===============
 :mod:`wball.attacks.adapters.art`              an ``EvasionAttack`` for ART estimators     ``wball[art]``
 :mod:`wball.attacks.adapters.foolbox`          an attack for foolbox models and criteria   ``wball[foolbox]``
+:mod:`wball.attacks.adapters.onnx`             ONNX files as PyTorch modules               ``wball[onnx]``
 :mod:`wball.attacks.adapters.torchattacks`     ``atk(images, labels)``                     none
 =============================================  ==========================================  ===============
 
-Import the module you need; the others' libraries need not be installed.
+Each is imported when it is first used; the others' libraries need not be installed.
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("art", "foolbox", "onnx", "torchattacks"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
