@@ -257,7 +257,7 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
                 raise
             first = (str(error).strip().splitlines() or [""])[0]
             kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-            taken = f"the model does not take images of shape {tuple(x.shape[1:])}{_other_channels(model, x)}"
+            taken = f"the model does not take images of shape {tuple(x.shape[1:])}{_other_images(model, x)}"
             raise ValueError(f"{taken}: {kind}{first}") from error
     low, high, classes = int(y.min()), int(y.max()), logits.shape[1]
     if low < 0 or high >= classes:
@@ -268,17 +268,22 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
     return logits
 
 
-def _other_channels(model: Model, x: Tensor) -> str:
-    """What to say to a network for grey images that is given colour, and the reverse."""
-    grey = x.shape[1] == 3
-    other = x[:2].mean(1, keepdim=True) if grey else x[:2, :1].expand(-1, 3, -1, -1)
-    try:
-        ask(model, other)
-    except Exception:  # noqa: BLE001 (whatever the model raises: then it is not the channels)
+def _other_images(model: Model, x: Tensor) -> str:
+    """What to say to a network for grey images that is given colour, and the reverse, and where channels come last."""
+    if x.ndim != 4:
         return ""
-    if grey:
-        return ", but grey ones: convert them, x.mean(1, keepdim=True) or --grey"
-    return ", but colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour"
+    tried = {
+        "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x[:2].movedim(-1, 1),
+        "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x[:2].mean(1, keepdim=True),
+        "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[:2, [0, 0, 0]],
+    }
+    for remedy, images in tried.items():
+        try:
+            ask(model, images)
+        except Exception:  # noqa: BLE001 (whatever the model raises: then it is something else)
+            continue
+        return f", but {remedy}"
+    return ""
 
 
 def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
