@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import sys
-import time
 from typing import Any
 
 import torch
@@ -86,12 +85,11 @@ def _probe(device: str) -> tuple[torch.Tensor, Moves]:
     return x, GridCost(3).arcs(4, 4, x)
 
 
-def compile_kernels() -> float:
-    """Compile the CPU kernels now, so that no later call has to: a minute, once an installation. Returns the seconds.
+def compile_kernels() -> None:
+    """Compile the CPU kernels now, so that no later call has to: a minute, once an installation.
 
     For images of containers, and for jobs that start many processes. What is compiled already takes no time.
     """
-    begun = time.perf_counter()
     x = torch.eye(4)[None, None]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a network with unstable units
@@ -104,7 +102,6 @@ def compile_kernels() -> float:
     linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
     transposed_convolution(x.double(), x.double(), (1, 1), (0, 0, 7, 7))
     wball.certify(net.eval(), x, torch.zeros(1, dtype=torch.long), ball)
-    return time.perf_counter() - begun
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,25 +16,34 @@ from wball.kernels.transposed_convolution import Window
 
 def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window) -> Tensor:
     """See :func:`wball.kernels.transposed_convolution.transposed_convolution`."""
-    raw = folded(a, weight, stride) if a.is_cuda else transposed(a, weight, stride, (1, 1), 1)
+    raw = _product(a, weight, stride, (1, 1), 1)
+    if raw is None:
+        raw = folded(a, weight, stride) if a.is_cuda else F.conv_transpose2d(a, weight, stride=stride)
     top, left, height, width = window
     return F.pad(raw, (-left, left + width - raw.shape[3], -top, top + height - raw.shape[2]))
 
 
 def transposed(a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int], groups: int) -> Tensor:
-    """The transposed convolution of many small patches, without padding.
+    """The transposed convolution of many small patches, without padding."""
+    product = _product(a, weight, stride, dilation, groups)
+    if product is not None:
+        return product
+    return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
 
-    One matrix product where the patches are small and many: libraries run transposed convolutions patch by patch.
-    """
+
+def _product(
+    a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int], groups: int
+) -> Tensor | None:
+    """As one matrix product where the patches are small and many; libraries run such convolutions patch by patch."""
     count, *patch = a.shape
     cells = math.prod(patch)
     sides = [(patch[1 + k] - 1) * stride[k] + dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)]
     out = (weight.shape[1] * groups, *sides)
-    if count > 2 * cells and cells * math.prod(out) <= 2**22:
-        every = torch.eye(cells, dtype=a.dtype, device=a.device).reshape(cells, *patch)
-        matrix = F.conv_transpose2d(every, weight, stride=stride, dilation=dilation, groups=groups)
-        return (a.flatten(1) @ matrix.flatten(1)).reshape(count, *out)
-    return F.conv_transpose2d(a, weight, stride=stride, dilation=dilation, groups=groups)
+    if count <= 2 * cells or cells * math.prod(out) > 2**22:
+        return None
+    every = torch.eye(cells, dtype=a.dtype, device=a.device).reshape(cells, *patch)
+    matrix = F.conv_transpose2d(every, weight, stride=stride, dilation=dilation, groups=groups)
+    return (a.flatten(1) @ matrix.flatten(1)).reshape(count, *out)
 
 
 FOLDED = 2**27
