@@ -47,6 +47,7 @@ from benchmarks import (
     warm,
 )
 from benchmarks.inputs import Images, cifar10, mnist
+from benchmarks.origin import timed_options
 from benchmarks.timing import Time, machine
 
 OTHERS = {
@@ -73,19 +74,11 @@ PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
-    )
-    parser.add_argument("--out", type=Path, help="files to write, without ending (default: results/bench_<device>)")
+    parser = timed_options("", __doc__, seconds=0.5, measured="measurement")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each measurement")
     parser.add_argument("--quick", action="store_true", help="small batches only")
     parser.add_argument("--warm", type=int, metavar="N", default=0, help="compile with N processes first")
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
     parser.add_argument("--render", type=Path, metavar="JSON", help="only draw table and plot of an earlier run")
     return parser.parse_args(words)
 

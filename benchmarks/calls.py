@@ -8,7 +8,6 @@ same run. The result is written after every row.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import wball
 from benchmarks.inputs import Images, cifar10, disturbed, mnist
 from benchmarks.launches import counted
-from benchmarks.origin import environment, keep
+from benchmarks.origin import begun, keep, timed_options
 from benchmarks.peers import Absent, released_projection
 from benchmarks.timing import peak_memory
 
@@ -169,11 +168,7 @@ def _timed(call: Call, device: torch.device, samples: list[float]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks calls", description=__doc__)
-    parser.add_argument(
-        "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = timed_options("calls", __doc__, seconds=2.0)
     parser.add_argument("--images", type=int, default=100, help="images of a batch")
     parser.add_argument("--digits", type=int, nargs="+", default=[128, 1000, 10000], help="batch sizes of the attacks")
     parser.add_argument("--steps", type=int, default=100, help="steps of an attack")
@@ -181,14 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default="levine2020-mnist-flow-0.01", help="network to certify")
     parser.add_argument("--models", type=Path, help="folder with the weights of public models")
     parser.add_argument("--only", help="calls whose name contains this")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on each call")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    parser.add_argument("--out", type=Path, help="default: results/calls_<device>.json")
     given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    out = given.out or Path("results") / f"calls_{device.type}.json"
-    about = environment(given.device, given.data, out) | ({"note": given.note} if given.note else {})
+    device, out, about = begun("calls", given)
     x, y = wball.load_dataset("mnist", given.data, "test") if given.data else wball.load_sample("mnist")
     x, y = x.to(device), y.to(device)
     attacked = wball.load_model("mnist-standard").to(device).eval()

@@ -7,7 +7,6 @@ beyond what was there before, in bytes of the batch; only a GPU counts it. ``<ou
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import wball
 from benchmarks.inputs import disturbed, mnist, scenes
-from benchmarks.origin import environment, keep
+from benchmarks.origin import begun, keep, timed_options
 from benchmarks.timing import peak_memory
 
 BATCHES = (1, 10, 100, 1000, 10000)
@@ -86,19 +85,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks growth", description=__doc__)
-    parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled digits)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = timed_options("growth", __doc__, seconds=1.0)
     parser.add_argument("--batch", type=int, default=BATCHES[-1], help="largest batch")
     parser.add_argument("--side", type=int, default=SIDES[-1], help="largest side of an image")
-    parser.add_argument("--seconds", type=float, default=1.0, help="time spent on each call")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    parser.add_argument("--out", type=Path, help="default: results/growth_<device>.json")
     given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    out = given.out or Path("results") / f"growth_{device.type}.json"
-    about = environment(given.device, given.data, out) | ({"note": given.note} if given.note else {})
+    device, out, about = begun("growth", given)
     rows: list[dict[str, Any]] = []
     for grows, x, window, reg in problems(given.batch, given.side, mnist(given.data, torch.device("cpu")).x):
         for found in row(grows, x.to(device), window, reg, given.seconds, given.seed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,28 @@ import torch
 from wball import provenance
 from wball.ball import WassersteinBall
 from wball.storage.atomic import write_whole
+
+
+def timed_options(name: str, about: str | None, seconds: float, measured: str = "call") -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark that times something."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}".strip(), description=about)
+    parser.add_argument(
+        "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=seconds, help=f"time spent on each {measured}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
+    parser.add_argument("--out", type=Path, help=f"default: results/{name or 'bench'}_<device>.json")
+    return parser
+
+
+def begun(name: str, given: argparse.Namespace) -> tuple[torch.device, Path, dict[str, Any]]:
+    """Where a benchmark with these options runs, the file it writes, and what is recorded about it."""
+    device = torch.device(given.device)
+    out = given.out or Path("results") / f"{name}_{device.type}.json"
+    about = environment(given.device, given.data, out)
+    return device, out, about | ({"note": given.note} if given.note else {})
 
 
 def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:

@@ -6,8 +6,9 @@ used, so that ``wball --help`` need not wait for torch.
 """
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from wball.lazy import submodules
 
 if TYPE_CHECKING:
     from wball._api import *  # noqa: F403
@@ -62,9 +63,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(f"{__name__}.{name}")  # wball.attacks.adapters.onnx, as documentation writes it
+        return submodules(__name__)(name)
     api = import_module("wball._api")
     globals().update({key: getattr(api, key) for key in __all__})
     return globals()[name]

@@ -9,12 +9,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from wball import load_sample
+from wball import kernels, load_sample
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
 from wball.input_sets.rows import Rows
@@ -41,8 +42,19 @@ def test_every_operation_has_a_reference() -> None:
     assert all("torch" in kernels and set(kernels) <= set(dispatch.KERNELS) for kernels in dispatch.OPERATIONS.values())
 
 
-def test_every_operation_has_hard_cases() -> None:
-    assert all(f"test_{operation}" in globals() for operation in dispatch.OPERATIONS)
+def test_every_kernel_is_registered() -> None:
+    folder = Path(kernels.__path__[0])
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(dispatch.OPERATIONS)
+    for operation, served in dispatch.OPERATIONS.items():
+        files = {name for name in ("reference", "cpu", "triton") if (folder / operation / f"{name}.py").exists()}
+        assert {module.rpartition(".")[2] for module in served.values()} == files, operation
+
+
+@pytest.mark.parametrize("operation", dispatch.OPERATIONS)
+def test_every_operation_has_hard_cases_for_each_of_its_kernels(operation: str) -> None:
+    marks = [mark for mark in globals()[f"test_{operation}"].pytestmark if mark.name == "parametrize"]
+    values = {mark.args[0]: list(mark.args[1]) for mark in marks}
+    assert set(dispatch.OPERATIONS[operation]) <= set(values["kernel"]) and len(values["name"]) >= 5
 
 
 @pytest.fixture
@@ -143,7 +155,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton", "tiles"], indirect=True)
+@pytest.mark.parametrize("kernel", [*dispatch.OPERATIONS["entropic_plan"], "tiles"], indirect=True)
 @pytest.mark.parametrize("name", PLANS)
 def test_entropic_plan(kernel: str, name: str) -> None:
     case = PLANS[name]
@@ -241,7 +253,7 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("factors", [False, True], ids=["point", "plan"])
-@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["projected_sinkhorn"]), indirect=True)
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     """Few sweeps: a point is valid wherever they end."""
@@ -296,7 +308,7 @@ MAXIMA = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]), indirect=True)
 @pytest.mark.parametrize("name", MAXIMA)
 def test_linear_maximum(kernel: str, name: str) -> None:
     case = MAXIMA[name]
@@ -377,7 +389,7 @@ INTERPRETED = ("full pixels", "without a box, far away", "pixels that must keep 
 """What the interpreter has the time for. It solves them roughly; a GPU solves all of them, and well."""
 
 
-@pytest.mark.parametrize("kernel", ["torch", "cpu", "triton"], indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["proximal_newton"]), indirect=True)
 @pytest.mark.parametrize("name", EXACT)
 def test_proximal_newton(kernel: str, name: str) -> None:
     interpreted = kernel == "triton" and DEVICE == "cpu"

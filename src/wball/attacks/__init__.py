@@ -1,8 +1,5 @@
 """Attacks: search the ball for an image that the model gets wrong."""
 
-from importlib import import_module
-from typing import Any
-
 from wball.attacks.base import Attack
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
@@ -13,6 +10,7 @@ from wball.attacks.result import AttackResult, AttackStatus
 from wball.attacks.schedule import GrowingRadius
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.standard import StandardAttack
+from wball.lazy import submodules
 
 __all__ = [
     "Attack",
@@ -29,8 +27,4 @@ __all__ = [
     "minimal_radius",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "adapters":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.adapters")
+__getattr__ = submodules(__name__)

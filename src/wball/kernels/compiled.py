@@ -46,9 +46,9 @@ event.register("numba:compile", FirstTime())
 _pool: tuple[int, int, ThreadPoolExecutor] | None = None
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
+def why_not(x: Tensor, moves: Moves | None) -> str | None:
     """Why compiled loops must refuse such images, or ``None``."""
-    if not isinstance(moves, StencilMoves):
+    if not isinstance(moves, StencilMoves | None):
         return "matrix costs are served by the torch kernel only"
     if x.device.type != "cpu":
         return f"the images are on {x.device}, this kernel runs on the CPU"

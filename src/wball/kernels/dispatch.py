@@ -89,8 +89,8 @@ def requested() -> str:
     return name
 
 
-def choose(operation: str, x: Tensor, moves: Moves) -> str:
-    """The name of the kernel that serves these images.
+def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
+    """The name of the kernel that serves these images, or these maps where an operation knows no moves.
 
     A kernel need not have every operation. Where the one asked for runs on these images' device but has no version of
     this operation, torch serves.

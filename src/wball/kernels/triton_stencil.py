@@ -120,20 +120,20 @@ OLDEST = (3, 3)
 """Tuples of tensors, which hold the rings, came with this version of Triton."""
 
 
-def why_not(x: Tensor, moves: Moves) -> str | None:
+def why_not(x: Tensor, moves: Moves | None) -> str | None:
     """Why Triton kernels in float32 must refuse such images, or ``None``."""
     if x.dtype == torch.float64:
         return "the Triton kernels compute in float32, the images are float64"
     return why_not_here(x, moves)
 
 
-def why_not_here(x: Tensor, moves: Moves) -> str | None:
+def why_not_here(x: Tensor, moves: Moves | None) -> str | None:
     """Why Triton kernels in any precision must refuse such images, or ``None``."""
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
         return f"Triton {triton.__version__} is too old, these kernels need {'.'.join(map(str, OLDEST))}"
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton needs a CUDA device, the images are on {x.device} (TRITON_INTERPRET=1 interprets it on the CPU)"
-    if not isinstance(moves, StencilMoves):
+    if not isinstance(moves, StencilMoves | None):
         return "the Triton kernels serve stencil costs, not matrices"
     return None
 

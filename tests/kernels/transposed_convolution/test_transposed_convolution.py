@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from wball.cost import DenseCost
 from wball.kernels import dispatch
 from wball.kernels.transposed_convolution import reference, transposed_convolution
 
@@ -45,10 +46,23 @@ def test_every_kernel_cuts_the_whole_result_to_the_window(
     torch.testing.assert_close(transposed_convolution(a[:0], weight, stride, window), expected[:0])
 
 
-def test_gradients_pass_whatever_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["auto", "cpu", "torch"])
+def test_every_request_is_served_with_gradients_and_in_either_precision(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WBALL_KERNEL", name)
     a, weight = _maps(0.5)
-    for name in ("auto", "cpu", "torch"):
-        monkeypatch.setenv("WBALL_KERNEL", name)
-        out = transposed_convolution(a.requires_grad_(), weight, (2, 2), (0, 0, 10, 13))
-        assert torch.autograd.grad(out.sum(), a)[0].shape == a.shape
-    assert transposed_convolution(a.detach().float(), weight.float(), (2, 2), (0, 0, 10, 13)).dtype == torch.float32
+    out = transposed_convolution(a.requires_grad_(), weight, (2, 2), (0, 0, 10, 13))
+    assert torch.autograd.grad(out.sum(), a)[0].shape == a.shape
+    single = transposed_convolution(a.detach().float(), weight.float(), (2, 2), (0, 0, 10, 13))
+    torch.testing.assert_close(single, out.detach().float())
+
+
+def test_a_kernel_is_chosen_without_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _ = _maps(0.5)
+    assert dispatch.choose("transposed_convolution", a) == "cpu"
+    matrix = DenseCost(1 - torch.eye(24)).arcs(4, 6, a)
+    assert dispatch.why_not("entropic_plan", "cpu", a, matrix) is not None, "matrix costs are refused as before"
+    pytest.importorskip("triton")
+    monkeypatch.setenv("WBALL_KERNEL", "triton")  # which has no such operation: torch serves
+    assert dispatch.choose("transposed_convolution", a) == "torch"

@@ -12,11 +12,6 @@ module                                         what it gives                    
 Each is imported when it is first used; the others' libraries need not be installed.
 """
 
-from importlib import import_module
-from typing import Any
+from wball.lazy import submodules
 
-
-def __getattr__(name: str) -> Any:
-    if name not in ("art", "foolbox", "onnx", "torchattacks"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+__getattr__ = submodules(__name__)

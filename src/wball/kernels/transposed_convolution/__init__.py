@@ -8,11 +8,11 @@ falls on unstable units alone, and only where they help the attacker.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from wball.kernels import dispatch
 
-OPERATION = "transposed_convolution"
 Window = tuple[int, int, int, int]
 
 
@@ -22,8 +22,10 @@ def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], w
     Args:
         a: ``(N, C, h, w)``.
         weight: ``(C, K, i, j)``, of the same precision.
+
+    Gradients pass through torch whatever kernel is asked for: the others record nothing.
     """
-    usable = dispatch.requested() in ("auto", "cpu") and dispatch.why_not(OPERATION, "cpu", a) is None
-    kernel = dispatch.load(OPERATION, "cpu" if usable else "torch")  # torch serves gradients whatever was asked for
-    found: Tensor = kernel.transposed_convolution(a, weight, stride, window)
+    recorded = torch.is_grad_enabled() and (a.requires_grad or weight.requires_grad)
+    name = "torch" if recorded else dispatch.choose("transposed_convolution", a)
+    found: Tensor = dispatch.load("transposed_convolution", name).transposed_convolution(a, weight, stride, window)
     return found
