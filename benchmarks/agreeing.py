@@ -15,10 +15,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +49,28 @@ def contradicts(found: wball.CertificateResult, truth: float) -> bool:
     return (name == "FALSIFIED" and truth > TOLERANCE) or float(found.margin) > truth + TOLERANCE
 
 
-def transport(exact: Any, seed: int, time_limit: float) -> tuple[str, bool, float]:
+def transport(seed: int, time_limit: float) -> tuple[str, bool, float]:
+    exact = referee()
     net, x, y, eps = exact.tiny(seed)
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))  # covers the image: full plans
     pixels, budget = x[0].double().reshape(1, -1).numpy(), float(ball.budget(x))
     truth = exact.exact_margin(exact.affine_maps(net), pixels, int(y), exact.euclidean(*x.shape[2:]), budget)
     found = wball.certify(net, x, y, ball, "complete", time_limit=time_limit)
     return found.status[0].name, contradicts(found, truth), truth
+
+
+def answers(seeds: range, time_limit: float, processes: int) -> Iterator[tuple[str, bool, float]]:
+    """:func:`transport` of each seed, in their order."""
+    if processes == 1:
+        yield from (transport(seed, time_limit) for seed in seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes, _quiet) as pool:
+        yield from pool.imap(partial(transport, time_limit=time_limit), seeds)
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserWarning)
 
 
 def network(seed: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
@@ -84,19 +102,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--networks", type=int, default=2000)
     parser.add_argument("--boxes", type=int, default=50, help="networks over l-inf balls")
     parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--processes", type=int, default=1, help="for the networks over Wasserstein balls")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_agreement.json")
     given = parser.parse_args(arguments)
     exact = referee()
-    warnings.simplefilter("ignore", UserWarning)
+    _quiet()
     about = environment("cpu", None, given.out) | {"time_limit": given.time_limit}
     state: dict[str, Any] = {"transport": {}, "linf": []}
     if given.out.exists():
         state = json.loads(given.out.read_text(encoding="utf-8"))
     done = state["transport"]
     counts = Counter(done.get("answers", {}))
-    for seed in range(done.get("networks", 0), given.networks):
-        name, wrong, truth = transport(exact, seed, given.time_limit)
+    seeds = range(done.get("networks", 0), given.networks)
+    found = answers(seeds, given.time_limit, given.processes)
+    for seed, (name, wrong, truth) in zip(seeds, found, strict=True):
         counts[name] += 1
+        if name == "UNKNOWN":
+            done.setdefault("undecided", []).append({"seed": seed, "margin": truth})
         open_margin = abs(truth) if name == "UNKNOWN" else 0.0
         done.update(
             networks=seed + 1,

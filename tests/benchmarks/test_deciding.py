@@ -21,8 +21,21 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path, capsys: pyt
     assert second["images"][0]["seconds"][:2] == first["images"][0]["seconds"]  # not searched again
     (row,) = second["rows"]
     assert row["images"] == 3 and row["clean"] == pytest.approx(row["broken"] + row["proved"] + row["undecided"])
+    second["settings"]["data"] = "other digits"
+    out.write_text(json.dumps(second))
     with pytest.raises(SystemExit, match="other settings"):
-        deciding.main(["--images", "3", *common, "--time-limit", "6"])
+        deciding.main(["--images", "3", *common])
+
+
+def test_more_time_is_given_to_what_is_undecided() -> None:
+    part = {"status": "CUUM", "seconds": [0.1, 5.0, 9.0, 0.0], "limits": [5.0, 5.0, 9.0, 5.0]}
+    assert deciding.pending(part, 6, 5.0) == [4, 5]  # new images first
+    assert deciding.pending(part, 4, 5.0) == []
+    assert deciding.pending(part, 4, 9.0) == [1]
+    deciding.put(part, [1], "F", [6.0], 9.0)
+    deciding.put(part, [4, 5], "CU", [0.2, 0.3], 9.0)
+    assert part["status"] == "CFUMCU"
+    assert part["seconds"] == [0.1, 6.0, 9.0, 0.0, 0.2, 0.3] and part["limits"] == [5.0, 9.0, 9.0, 5.0, 9.0, 9.0]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

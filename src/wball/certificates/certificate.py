@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -60,6 +61,7 @@ class CertificateResult(Summarised):
         plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the ball's window.
         method: the relaxation used.
         kernel: the kernel that maximised over the ball.
+        seconds: wall-clock time spent on each image: what serves several images is shared equally by them.
         counterexample: for ``method="complete"``, images like ``x``: where the status is ``FALSIFIED`` a point of the
             ball, checked as an audit does, that the model gives another label; elsewhere the image itself.
         leaves: for ``method="complete"``, per image: where branch and bound certified it, the parts its tree ended in,
@@ -72,7 +74,8 @@ class CertificateResult(Summarised):
     status: tuple[CertificateStatus, ...]
     plans: Plans
     method: Method
-    kernel: str = "torch"
+    kernel: str
+    seconds: Tensor
     counterexample: Tensor | None = None
     leaves: tuple[tuple[Leaf, ...] | None, ...] = ()
 
@@ -157,22 +160,25 @@ def _certify(
     """:func:`certify` with checked arguments and a model that was traced before."""
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
-        return CertificateResult(empty > 0, empty, (), plans, method)
+        return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
     step = batch_size or _images_at_once(x)
     first = first or _first_layer(graph, x, ball, plans)
-    parts, at_centre = [], []
+    parts, at_centre, times = [], [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
+        start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
         parts.append(part.margin(method, 30 if steps is None else steps, reg))
         at_centre.append(clean)
+        times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
     margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
     certified = (margin > 0) & correct
+    seconds = torch.tensor(times, dtype=torch.float64, device=x.device)
     status = tuple(
         CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    found = CertificateResult(certified, margin, status, plans, method, first.kernel)
+    found = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
     return found if method != "complete" else _decide(model, graph, x, y, ball, found, time_limit)
 
 
@@ -187,14 +193,15 @@ def _decide(
 ) -> CertificateResult:
     """Branch and bound for the images that are not certified yet."""
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
-    counterexample = x.clone()
+    counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
-    for index in torch.tensor(left, dtype=torch.long, device=x.device).split(16 if x.is_cuda else 1):
-        search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x))
+    for index in torch.tensor(left, dtype=torch.long, device=x.device).split(512 if x.is_cuda else 1):
+        search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x), _searched(x))
         answer = search.decide(x[index], y[index])
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
+        seconds[index] += answer.seconds
         for n, k in enumerate(index.tolist()):
             leaves[k] = answer.leaves[n]
             if answer.proved[n] or answer.broken[n]:
@@ -206,6 +213,7 @@ def _decide(
         status=tuple(status),
         counterexample=counterexample,
         leaves=tuple(leaves),
+        seconds=seconds,
     )
 
 
@@ -361,6 +369,11 @@ def _images_at_once(x: Tensor) -> int:
     if x.is_cuda:
         return min(512, max(2, _free(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
+
+
+def _searched(x: Tensor) -> int:
+    """Images that branch and bound searches together: their classes have anchors and gains of their own."""
+    return min(64, max(1, _free(x.device) // (2**21 * x[0].numel()))) if x.is_cuda else 1
 
 
 def _numbers_at_once(x: Tensor) -> int:

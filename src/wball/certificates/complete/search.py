@@ -3,6 +3,7 @@ r"""Branch and bound: decide for each image whether its label holds all over the
 Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes; optimised slopes;
 bounds tightened under the margin (:mod:`wball.certificates.condition`), round after round; a strong attack; and the
 tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open nodes a step, worst first.
+On a GPU, where an attack on many images takes hardly longer than on a few, all images are attacked first.
 Problems whose relaxation is a small linear program are bounded by that instead
 (:mod:`wball.certificates.complete.program`). At every step of the tree the point of the ball that is worst for the
 relaxation is tried as an adversarial example. What is found is kept at any time, so stopping early costs answers and
@@ -58,17 +59,24 @@ POSITIVE = torch.finfo(torch.float64).tiny
 
 @dataclass
 class Answer:
-    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too large to keep."""
+    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too large to keep.
+
+    ``seconds`` is the time spent on each: what serves several images is shared equally by those it was spent on.
+    """
 
     margin: Tensor
     proved: Tensor
     broken: Tensor
     counterexample: Tensor
     leaves: list[tuple[Leaf, ...] | None]
+    seconds: Tensor
 
 
 class Search:
-    """Decides images of one model and ball; ``limit`` is in seconds an image, on average of those searched together."""
+    """Decides images of one model and ball, ``group`` of them searched together.
+
+    ``limit`` is in seconds an image, on average of those that are open together.
+    """
 
     def __init__(
         self,
@@ -78,32 +86,45 @@ class Search:
         plans: Plans,
         limit: float,
         numbers: int,
+        group: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
-        self.numbers, self.clock, self.deadline = numbers, clock, math.inf
+        self.numbers, self.group, self.clock, self.deadline = numbers, group, clock, math.inf
         self.first: FirstLayer | None = None
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
     def decide(self, x: Tensor, y: Tensor) -> Answer:
-        """Images that the model gets right, in one group."""
+        """Images that the model gets right."""
         self.deadline = self.clock() + self.limit * x.shape[0]
+        self.since = self.clock()
         nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
         self.x, self.y = x, y
-        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), [None] * x.shape[0])
-        self._attack("fast")
-        left = (~self.answer.broken).nonzero()[:, 0]
-        if left.numel() and not self._late():
-            self._prove(left)
-            self._keep_leaves()
+        leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
+        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), leaves, torch.zeros_like(lowest))
+        everyone = torch.arange(x.shape[0], device=x.device)
+        for version in ("fast", "standard") if x.is_cuda else ("fast",):
+            self._attack(version, everyone)
+        for left in (~self.answer.broken).nonzero()[:, 0].split(self.group):
+            self.deadline = self.clock() + float((self.limit - self.answer.seconds[left]).sum())
+            if not self._late():
+                self._prove(left)
+                self._keep_leaves(left)
         return self.answer
+
+    def _spent(self, image: Tensor) -> None:
+        """The time since the last call was spent on these images."""
+        now = self.clock()
+        image = image.unique()
+        self.answer.seconds[image] += (now - self.since) / max(1, image.shape[0])
+        self.since = now
 
     # ---- attacks
 
-    def _attack(self, version: str) -> None:
-        left = (~self.answer.broken & ~self.answer.proved).nonzero()[:, 0]
+    def _attack(self, version: str, image: Tensor) -> None:
+        left = image[~self.answer.broken[image] & ~self.answer.proved[image]]
         if left.numel() == 0 or self._late():
             return
         attack = StandardAttack(self.ball.take(left), version)  # type: ignore[arg-type]
@@ -114,6 +135,7 @@ class Search:
         except RuntimeError:  # work in place may leave a model without gradients: bounds alone decide then
             return
         self._consider(left, points)
+        self._spent(left)
 
     def _consider(self, image: Tensor, z: Tensor) -> None:
         """Keep points that the model gets wrong and that pass the audit."""
@@ -131,9 +153,9 @@ class Search:
 
     # ---- proofs
 
-    def _keep_leaves(self) -> None:
+    def _keep_leaves(self, left: Tensor) -> None:
         image, other = self.image.tolist(), self.other.tolist()
-        for k in self.answer.proved.nonzero()[:, 0].tolist():
+        for k in left[self.answer.proved[left]].tolist():
             found = [self.closed.leaves(n, other[n]) for n, i in enumerate(image) if i == k]
             whole = [part for part in found if part is not None]
             self.answer.leaves[k] = tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
@@ -164,6 +186,7 @@ class Search:
         self.closed = Closed(self.graph.relaxed())
         self.worst = torch.full_like(self.value, math.inf)  # margin of the worst point tried as an example, by problem
         self._settle(left)
+        self._spent(left)
         if image.numel() == 0:
             return
         anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
@@ -175,7 +198,8 @@ class Search:
         else:
             problems, nodes = self._tighten(problems, improve(problems, problems.start(), ROOT_STEPS, 0.3))
             self._settle(left)
-            self._attack("standard")
+            if not x.is_cuda:
+                self._attack("standard", left)
             self._tree(problems, nodes, None)
         self._settle(left)
 
@@ -202,16 +226,18 @@ class Search:
 
     def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Bounds where the margin is not positive, as long as that helps some problem."""
+        self._spent(self.image[problems.index])
         problems, nodes = self._note(problems, nodes)
         for _ in range(MOST_ROUNDS):
             if not len(nodes) or self._late():
                 break
-            before = nodes.bound
+            before, image = nodes.bound, self.image[problems.index]
             tighter, empty = self._tightened(problems, nodes)
             found = improve(tighter, tighter.start(), ROOT_STEPS, 0.3)
             found.bound = torch.where(empty, math.inf, torch.maximum(found.bound, before))
             gained = bool((found.bound - before > PROGRESS * before.abs()).any())
             problems, nodes = self._note(tighter, found)
+            self._spent(image)
             if not gained:
                 break
         return problems, nodes
@@ -249,6 +275,8 @@ class Search:
         dead = torch.zeros(len(problems), dtype=torch.bool, device=self.x.device)  # cannot be decided by splits
         floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
         nodes = nodes.kept()
+        images = self.image[problems.index[nodes.problem.unique()]].unique()
+        self.deadline = min(self.deadline, self.clock() + float((self.limit - self.answer.seconds[images]).sum()))
         while len(nodes) and not self._late():
             pick, rest = _turn(nodes, batch, len(problems), self.capacity)
             now, nodes = nodes.take(pick).working(), nodes.take(rest)
@@ -267,6 +295,7 @@ class Search:
             nodes = nodes.plus(children.kept())
             over = dead | self.answer.broken[self.image[problems.index]]
             nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
+            self._spent(self.image[problems.index[now.problem]])
         floor = floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin")
         broken = self.answer.broken[self.image[problems.index]]
         known = self.value[problems.index]
