@@ -94,6 +94,7 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     plain = certify(net, x, y, ball, "crown")
     hurried = certify(net, x, y, ball, "complete", time_limit=1e-9)
     assert float(hurried.margin) >= float(plain.margin)
+    assert 0 < float(hurried.seconds.sum()) < 60
     assert hurried.status[0] in (plain.status[0], CertificateStatus.UNKNOWN)
     with pytest.raises(ValueError, match="time_limit"):
         certify(net, x, y, ball, "complete", time_limit=0.0)
