@@ -20,18 +20,13 @@ def attack(
     files: options.ModelFiles,
     pictures: options.DataChoice,
     eps: options.OneEps = 0.1,
-    target: Annotated[
-        int | None, typer.Option(min=0, help="class that images should be predicted as", rich_help_panel=options.ATTACK)
-    ] = None,
+    target: Annotated[int | None, options.attack_option(min=0, help="class that images should be predicted as")] = None,
     cost: options.GroundCost,
     attack: options.AttackName = "dual-averaging",
     steps: options.Steps = None,
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="file for the images, .safetensors", rich_help_panel=options.OUTPUT),
-    ] = None,
+    out: Annotated[Path | None, options.output_option("--out", "-o", help="file for the images, .safetensors")] = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> int:

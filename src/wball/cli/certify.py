@@ -21,8 +21,7 @@ def certify(
     files: options.ModelFiles,
     pictures: options.DataChoice,
     eps: Annotated[
-        str,
-        typer.Option("--eps", "-e", metavar="X,...", help="radii, separated by commas", rich_help_panel=options.THREAT),
+        str, options.threat_option("--eps", "-e", metavar="X,...", help="radii, separated by commas")
     ] = "0.005,0.01,0.02",
     cost: options.GroundCost,
     method: options.Certificate = "anchored",
@@ -32,8 +31,7 @@ def certify(
     device: options.Device = "auto",
     seed: options.Seed = 0,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="file for accuracies and margins, .json", rich_help_panel=options.OUTPUT),
+        Path | None, options.output_option("--out", "-o", help="file for accuracies and margins, .json")
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,

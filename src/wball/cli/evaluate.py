@@ -27,42 +27,31 @@ def evaluate(
     pictures: options.DataChoice,
     eps: options.Eps = None,
     minimal: Annotated[
-        bool,
-        typer.Option(
-            "--minimal",
-            help="find each image's minimal radius, up to the largest --eps",
-            rich_help_panel=options.THREAT,
-        ),
+        bool, options.threat_option("--minimal", help="find each image's minimal radius, up to the largest --eps")
     ] = False,
     cost: options.GroundCost,
     attack: options.AttackName = "standard",
     steps: options.Steps = None,
     certify: Annotated[
-        bool,
-        typer.Option(
-            "--certify", help="also compute certified accuracy (slow on a CPU)", rich_help_panel=options.ATTACK
-        ),
+        bool, options.attack_option("--certify", help="also compute certified accuracy (slow on a CPU)")
     ] = False,
     method: options.Certificate = "anchored",
     require: Annotated[
         list[str] | None,
-        typer.Option(
+        options.output_option(
             "--require",
             metavar="EPS:ACCURACY",
             help="end with exit code 7 unless robust accuracy is this high: 0.1:0.8, or certified:0.05:0.6; repeatable",
-            rich_help_panel=options.OUTPUT,
         ),
     ] = None,
     exact: Annotated[
-        bool,
-        typer.Option("--exact", help="verify every distance by exact transport, not only a sample of them"),
+        bool, typer.Option("--exact", help="verify every distance by exact transport, not only a sample of them")
     ] = False,
     device: options.Device = "auto",
     seed: options.Seed = 0,
     batch_size: options.Batch = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="folder for results (default: out/MODEL)", rich_help_panel=options.OUTPUT),
+        Path | None, options.output_option("--out", "-o", help="folder for results (default: out/MODEL)")
     ] = None,
     overwrite: options.Overwrite = False,
     report: options.Report = True,

@@ -39,9 +39,7 @@ def show(context: typer.Context, file: File = BOARD) -> int:
 @board.command(cls=Command)
 def add(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="models (see `wball models`), or cards")],
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets")
-    ] = None,
+    data_dir: options.AnyDataDir = None,
     models: Annotated[Path | None, typer.Option(envvar="WBALL_MODELS", help="folder of public weights")] = None,
     images: Annotated[int | None, typer.Option("--images", "--limit", "-n", min=1, help="number of images")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="20 images, fast attack; the numbers mean little")] = False,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,149 +27,60 @@ def complete_models(incomplete: str) -> list[str]:
     return [name for name in (*list_models(), *public_models(), *architectures()) if name.startswith(incomplete)]
 
 
-Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL...", help=MODEL_HELP, autocompletion=complete_models, show_default=False)
+def _in(panel: str) -> Callable[..., Any]:
+    """An option that ``--help`` lists under this heading."""
+    return partial(typer.Option, rich_help_panel=panel)
+
+
+data_option, threat_option, attack_option, output_option = map(_in, (MODEL_AND_DATA, THREAT, ATTACK, OUTPUT))
+_model = partial(typer.Argument, help=MODEL_HELP, autocompletion=complete_models, show_default=False)
+
+Models = Annotated[list[str], _model(metavar="MODEL...")]
+OneModel = Annotated[str, _model(metavar="MODEL")]
+_weights = "weights (.safetensors, .pth) to load into the model; repeat it to compare checkpoints"
+Weights = Annotated[list[Path] | None, data_option("--weights", "-w", metavar="FILE", help=_weights)]
+_architecture = "what a file of weights is loaded into: a name from `wball models`, or mine.py:function"
+Architecture = Annotated[str | None, data_option(metavar="NAME", help=_architecture)]
+Names = Annotated[list[str] | None, data_option("--name", help="name of the model in results; repeat it for several")]
+_mean = "the model expects (image - mean) / std: means by channel, such as 0.485,0.456,0.406"
+Mean = Annotated[str | None, data_option(metavar="X,...", help=_mean)]
+Std = Annotated[str | None, data_option(metavar="X,...", help="standard deviations by channel, with --mean")]
+_data = "sample or cifar10-sample (bundled), mnist, fashion-mnist, cifar10, a folder, .npz file, mine.py:function"
+Data = Annotated[str, data_option("--data", "-d", help=_data)]
+DataDir = Annotated[Path, data_option("--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets")]
+AnyDataDir = Annotated[
+    Path | None, typer.Option("--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets")
 ]
-OneModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models, show_default=False)
-]
-Weights = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--weights",
-        "-w",
-        metavar="FILE",
-        help="weights (.safetensors, .pth) to load into the model; repeat it to compare checkpoints",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-Architecture = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="what a file of weights is loaded into: a name from `wball models`, or mine.py:function",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-Names = Annotated[
-    list[str] | None,
-    typer.Option("--name", help="name of the model in results; repeat it for several", rich_help_panel=MODEL_AND_DATA),
-]
-Mean = Annotated[
-    str | None,
-    typer.Option(
-        metavar="X,...",
-        help="the model expects (image - mean) / std: means by channel, such as 0.485,0.456,0.406",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-Std = Annotated[
-    str | None,
-    typer.Option(metavar="X,...", help="standard deviations by channel, with --mean", rich_help_panel=MODEL_AND_DATA),
-]
-Data = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        "-d",
-        help="sample or cifar10-sample (bundled), mnist, fashion-mnist, cifar10, a folder, .npz file, mine.py:function",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-DataDir = Annotated[
-    Path,
-    typer.Option(
-        "--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets", rich_help_panel=MODEL_AND_DATA
-    ),
-]
-Split = Annotated[str, typer.Option(help="test or train", rich_help_panel=MODEL_AND_DATA)]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        "--limit",
-        "-n",
-        min=1,
-        help="number of images to use: a random sample with all classes in proportion",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-First = Annotated[
-    int | None, typer.Option("--first", min=1, help="use only the first N images", rich_help_panel=MODEL_AND_DATA)
-]
-Size = Annotated[
-    int | None,
-    typer.Option(min=1, help="resize the images of a folder to this height and width", rich_help_panel=MODEL_AND_DATA),
-]
-Resize = Annotated[
-    int | None,
-    typer.Option(
-        "--resize",
-        min=1,
-        help="resize the shorter side of a folder's images to this, keeping proportions",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
+Split = Annotated[str, data_option(help="test or train")]
+_limit = "number of images to use: a random sample with all classes in proportion"
+Limit = Annotated[int | None, data_option("--limit", "-n", min=1, help=_limit)]
+First = Annotated[int | None, data_option("--first", min=1, help="use only the first N images")]
+Size = Annotated[int | None, data_option(min=1, help="resize the images of a folder to this height and width")]
+_resize = "resize the shorter side of a folder's images to this, keeping proportions"
+Resize = Annotated[int | None, data_option("--resize", min=1, help=_resize)]
 Crop = Annotated[
-    int | None,
-    typer.Option(
-        "--crop",
-        min=1,
-        help="cut a square of this side out of the middle of each image",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
+    int | None, data_option("--crop", min=1, help="cut a square of this side out of the middle of each image")
 ]
-SkipBad = Annotated[
-    bool,
-    typer.Option(
-        "--skip-bad",
-        help="leave out images that cannot be read or have another size, and say how many",
-        rich_help_panel=MODEL_AND_DATA,
-    ),
-]
-Grey = Annotated[
-    bool, typer.Option("--grey", help="read the images of a folder as greyscale", rich_help_panel=MODEL_AND_DATA)
-]
-Eps = Annotated[
-    str | None,
-    typer.Option(
-        "--eps",
-        "-e",
-        metavar="X,...",
-        help="radii, separated by commas (default: round numbers where accuracy falls)",
-        rich_help_panel=THREAT,
-    ),
-]
-OneEps = Annotated[float, typer.Option("--eps", "-e", min=0.0, help="radius", rich_help_panel=THREAT)]
-Window = Annotated[
-    int,
-    typer.Option(min=1, help="mass moves within a window of this many pixels (odd)", rich_help_panel=THREAT),
-]
-Power = Annotated[
-    float, typer.Option("--p", min=0.0, help="a move costs its distance to the power p", rich_help_panel=THREAT)
-]
-Mass = Annotated[
-    str, typer.Option(help="unit of eps: relative (times the image's mass) or absolute", rich_help_panel=THREAT)
-]
-AttackName = Annotated[
-    str, typer.Option("--attack", "-a", metavar="NAME", help=", ".join(ATTACKS), rich_help_panel=ATTACK)
-]
-Steps = Annotated[
-    int | None, typer.Option(min=1, help="gradient steps, for attacks with such a setting", rich_help_panel=ATTACK)
-]
+_skip = "leave out images that cannot be read or have another size, and say how many"
+SkipBad = Annotated[bool, data_option("--skip-bad", help=_skip)]
+Grey = Annotated[bool, data_option("--grey", help="read the images of a folder as greyscale")]
+_eps = "radii, separated by commas (default: round numbers where accuracy falls)"
+Eps = Annotated[str | None, threat_option("--eps", "-e", metavar="X,...", help=_eps)]
+OneEps = Annotated[float, threat_option("--eps", "-e", min=0.0, help="radius")]
+Window = Annotated[int, threat_option(min=1, help="mass moves within a window of this many pixels (odd)")]
+Power = Annotated[float, threat_option("--p", min=0.0, help="a move costs its distance to the power p")]
+Mass = Annotated[str, threat_option(help="unit of eps: relative (times the image's mass) or absolute")]
+AttackName = Annotated[str, attack_option("--attack", "-a", metavar="NAME", help=", ".join(ATTACKS))]
+Steps = Annotated[int | None, attack_option(min=1, help="gradient steps, for attacks with such a setting")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="random seed")]
 Batch = Annotated[int | None, typer.Option("--batch-size", min=1, help="images per batch (default: set by device)")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print only errors", rich_help_panel=OUTPUT)]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="print the result as JSON and nothing else", rich_help_panel=OUTPUT)
-]
-Certificate = Annotated[
-    str, typer.Option(metavar="NAME", help="certificate: interval, dual, crown, anchored, alpha-crown, complete")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="discard earlier results in the folder", rich_help_panel=OUTPUT)
-]
-Report = Annotated[bool, typer.Option(help="write report.html", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, output_option("--quiet", "-q", help="print only errors")]
+AsJson = Annotated[bool, output_option("--json", help="print the result as JSON and nothing else")]
+_certificate = "certificate: interval, dual, crown, anchored, alpha-crown, complete"
+Certificate = Annotated[str, typer.Option(metavar="NAME", help=_certificate)]
+Overwrite = Annotated[bool, output_option("--overwrite", help="discard earlier results in the folder")]
+Report = Annotated[bool, output_option(help="write report.html")]
 
 
 @dataclass(frozen=True)

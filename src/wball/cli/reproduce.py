@@ -27,12 +27,7 @@ def reproduce(
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a trial of a few minutes; not for publication")] = False,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets (--quick: bundled digits)"
-        ),
-    ] = None,
+    data_dir: options.AnyDataDir = None,
     models: Annotated[
         Path | None, typer.Option(help="folder of trained models that are not bundled: NAME/NAME.safetensors")
     ] = None,
@@ -72,9 +67,7 @@ def reproduce(
 @command
 def bench(
     device: options.Device = "auto",
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", envvar="WBALL_DATA", help="folder with downloaded data sets")
-    ] = None,
+    data_dir: options.AnyDataDir = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="files to write, without suffix")] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="seconds per measurement")] = 2.0,
     quick: Annotated[bool, typer.Option("--quick", help="small batches only")] = False,

@@ -20,30 +20,27 @@ def train(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")],
     model: Annotated[
         str | None,
-        typer.Option(
+        options.data_option(
             "--model",
             "-m",
             metavar="MODEL",
             help="your own network, mine.py or mine.py:function, instead of the preset's",
-            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
+        options.data_option(
             "--data",
             "-d",
             help="your own training images instead of the preset's: a folder with one folder per class, an .npz file, "
             "or mine.py:function",
-            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
     test_data: Annotated[
         str | None,
-        typer.Option(
+        options.data_option(
             "--test-data",
             help="images to measure accuracy on, named as in --data (default: nothing is measured on your own data)",
-            rich_help_panel=options.MODEL_AND_DATA,
         ),
     ] = None,
     size: options.Size = None,
