@@ -14,6 +14,7 @@ from benchmarks.timing import Machine, measure, peak_memory
 from wball import WassersteinBall
 from wball.cost import GridCost
 from wball.kernels.dispatch import KernelError, load, why_not
+from wball.kernels.entropic_plan import PlanRequest
 from wball.moves import Moves
 
 WARM_UP = 15
@@ -39,10 +40,10 @@ def step_of(kernel: Any, x: Tensor, eps: float, window: int, seed: int, steps: i
         steps = WARM_UP if x.numel() <= 2**20 else 4
     for k in range(steps):
         b = b + 3 * smooth_gradients(x, seed + k)
-        plan = kernel.entropic_plan(x, b, budget, moves, (0.0, 1.0), psi=psi, q=q)
+        plan = kernel.entropic_plan(PlanRequest(x, b, budget, moves, (0.0, 1.0), psi=psi, q=q))
         psi, q = plan.psi, plan.q
     b = b + 3 * smooth_gradients(x, seed + steps)
-    return lambda: kernel.entropic_plan(x, b, budget, moves, (0.0, 1.0), psi=psi, q=q)
+    return lambda: kernel.entropic_plan(PlanRequest(x, b, budget, moves, (0.0, 1.0), psi=psi, q=q))
 
 
 def oracles(

@@ -123,7 +123,7 @@ def _sweep_row(
     box = (0.0, 1.0) if boxed else None
 
     def run() -> Any:
-        return kernel.projected_sinkhorn(x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol)
+        return kernel.projected_sinkhorn(Projection(x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol))
 
     answer = run()
     return {

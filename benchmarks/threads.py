@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.inputs import disturbed, mnist
 from benchmarks.timing import Time
+from wball.kernels.projected_sinkhorn import Projection
 
 BATCH, STEP, TOL = 100, 0.1, 1e-4
 ROUNDS = 3
@@ -96,7 +97,9 @@ def main(data: Path | None) -> None:
     budget, moves, psi = ball.budget(x), ball.cost.arcs(28, 28, x), torch.full_like(mass, 0.1)
 
     def sweeps() -> None:
-        cpu.projected_sinkhorn(x, w, budget, moves, (0.0, 1.0), mass / images.reg, u=w - x, psi=psi, tol=TOL)
+        cpu.projected_sinkhorn(
+            Projection(x, w, budget, moves, (0.0, 1.0), mass / images.reg, u=w - x, psi=psi, tol=TOL)
+        )
 
     sides: dict[str, Any] = {OURS: sweeps, PUBLIC: lambda: ball.project(x, w, reg=images.reg, tol=TOL)}
     try:

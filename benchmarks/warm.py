@@ -8,6 +8,8 @@ from multiprocessing import get_context
 
 import torch
 
+from wball.kernels.projected_sinkhorn import Projection
+
 Task = tuple[str, tuple[int, int, int], int]
 """Kind of work, shape of an image, window."""
 
@@ -47,10 +49,10 @@ def compile_one(task: Task, device: str) -> str:
         ball = WassersteinBall(0.1)
         mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[1:], x)
         for box in ((0.0, 1.0), None):
-            projected_sinkhorn(
+            projected_sinkhorn(Projection(
                 x, x.flip(-1), ball.budget(x), moves, box, mass / 1000,
                 u=x.flip(-1) - x, psi=torch.full_like(mass, 0.1), max_iter=3,
-            )  # fmt: skip
+            ))  # fmt: skip
     if x.is_cuda:
         torch.cuda.synchronize()
     return f"compiled: {kind} {shape} window {window}, {time.perf_counter() - started:.0f} s"

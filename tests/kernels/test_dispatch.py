@@ -14,7 +14,7 @@ from wball.ball import LinfBall, WassersteinBall
 from wball.certificates import certify
 from wball.cost import DenseCost, GridCost
 from wball.kernels import dispatch
-from wball.kernels.entropic_plan import EntropicPlan, entropic_plan
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan
 from wball.solvers.oracle import TransportOracle
 
 MOVES = GridCost(3).arcs(4, 4, torch.zeros(()))
@@ -27,7 +27,7 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def solve(x: torch.Tensor) -> EntropicPlan:
     budget = 0.1 * x.double().flatten(1).sum(1)
-    return entropic_plan(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
+    return entropic_plan(PlanRequest(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x)))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from wball.kernels import dispatch
 from wball.kernels.books import Best, Problem, Tolerance
 from wball.kernels.columns import Linear, Quadratic
 from wball.kernels.entropic_path import entropic_path
-from wball.kernels.entropic_plan import EntropicPlan
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.pull_back import PulledBack
 from wball.kernels.row_maximum import row_maximum
@@ -163,10 +163,10 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     mass = x.double().sum((2, 3))
     budget = case.eps * mass.sum(1)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(
+    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(PlanRequest(
         x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
         sweeps=case.sweeps, newton=case.newton,
-    )  # fmt: skip
+    ))  # fmt: skip
     # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes mass.
     assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
@@ -188,11 +188,12 @@ def test_pull_back(kernel: str, name: str) -> None:
     mass = x.double().sum((2, 3))
     budget, one = case.eps * mass.sum(1), torch.ones(len(x), dtype=torch.float64, device=DEVICE)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    plan: EntropicPlan = dispatch.load("entropic_plan", "torch").entropic_plan(
+    request = PlanRequest(
         x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
         sweeps=case.sweeps, newton=case.newton,
     )  # fmt: skip
-    point: PulledBack = dispatch.load("pull_back", kernel).pull_back(x, b, plan, budget, one, moves, case.box)
+    plan: EntropicPlan = dispatch.load("entropic_plan", "torch").entropic_plan(request)
+    point: PulledBack = dispatch.load("pull_back", kernel).pull_back(request, plan, budget, one)
     assert all(bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.scale, point.kappa))
     assert bool(((point.z.double().sum((2, 3)) - mass).abs() <= 2e-6 * mass).all()), "mass"
     assert bool((point.cost <= budget).all()) and bool(((point.scale >= 0) & (point.scale <= 1)).all()), "budget"
@@ -262,10 +263,10 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     mass = x.double().sum((2, 3))
     budget, tau = case.eps * mass.sum(1), mass.sum(1) / case.reg
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    found: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", kernel).projected_sinkhorn(
+    found: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", kernel).projected_sinkhorn(Projection(
         x, w, budget, moves, case.box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=1e-3, max_iter=12,
         factors=factors,
-    )  # fmt: skip
+    ))  # fmt: skip
     left = ~torch.isfinite(found.gap)  # to others, where potentials are too wide for a plan in float64
     assert factors or not bool(left.any())
     point = torch.where(left.view(-1, 1, 1, 1), x.to(found.z), found.z)

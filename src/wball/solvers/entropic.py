@@ -25,7 +25,7 @@ from torch import Tensor
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, projected_sinkhorn
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, projected_sinkhorn
 from wball.kernels.pull_back.reference import balanced
 from wball.moves import Moves
 from wball.plan import FactoredPlan, Plan
@@ -42,10 +42,10 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
     x, budget, spend = problem.x, problem.budget, problem.spendable()
     grid, target, tau = as_images(x), as_images(w), problem.mass / reg
     moves = problem.moves(grid)
-    answer = projected_sinkhorn(
+    answer = projected_sinkhorn(Projection(
         grid, target, spend, moves, problem.box, tau,
         u=target - grid, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=True,
-    )  # fmt: skip
+    ))  # fmt: skip
     gap = answer.gap.clamp(min=0)
     solved = gap <= answer.allowed
     if spend is not budget:
@@ -133,11 +133,11 @@ class EntropicProjection:
     def __call__(self, w: Tensor) -> OraclePoint:
         target = w.detach().float().reshape(self._grid.shape)
         box = None if self.mode == "paper" else self.problem.box
-        answer = projected_sinkhorn(
+        answer = projected_sinkhorn(Projection(
             self._grid, target, self.budget, self._moves, box, self._tau,
             u=target - self._grid if self._u is None else self._u, psi=self._psi,
             tol=self._tol, max_iter=self._max_iter,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._u, self._psi = answer.u, answer.psi.double()
         if self.mode == "paper":
             single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)

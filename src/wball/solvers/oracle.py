@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from wball.inputs import result_dtype
-from wball.kernels.entropic_plan import entropic_plan
+from wball.kernels.entropic_plan import PlanRequest, entropic_plan
 from wball.kernels.pull_back import pull_back
 from wball.plan import FactoredPlan
 from wball.solvers.problem import TransportProblem
@@ -73,14 +73,13 @@ class TransportOracle:
 
     def __call__(self, b: Tensor) -> OraclePoint:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
-        raw = self.budget * self._kappa
-        box = self.problem.box
-        plan = entropic_plan(
-            self._grid, potentials, raw, self._moves, box,
+        request = PlanRequest(
+            self._grid, potentials, self.budget * self._kappa, self._moves, self.problem.box,
             psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton,
         )  # fmt: skip
+        plan = entropic_plan(request)
         self._psi, self._q = plan.psi, plan.q
-        point = pull_back(self._grid, potentials, plan, self.budget, self._kappa, self._moves, box)
+        point = pull_back(request, plan, self.budget, self._kappa)
         self._kappa = point.kappa
         proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale)
         return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)

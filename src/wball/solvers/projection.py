@@ -26,7 +26,7 @@ from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
-from wball.kernels.projected_sinkhorn import projected_sinkhorn
+from wball.kernels.projected_sinkhorn import Projection, projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan
@@ -209,11 +209,11 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
     mass = grid.flatten(1).sum(1)
     still = per_image((budget <= 0) | (mass <= 0), grid)
     if dispatch.choose("projected_sinkhorn", grid.float(), moves) == "triton":
-        answer = projected_sinkhorn(
+        answer = projected_sinkhorn(Projection(
             grid.float(), target.float(), budget, moves, None, (mass / reg).float(),
             u=(target - grid).float(), psi=torch.full_like(mass, 0.1).float(),
             tol=max(tol, SWEEP_TOL), max_iter=max_iter,
-        )  # fmt: skip
+        ))  # fmt: skip
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
             point=as_given(point, x, problem.box),

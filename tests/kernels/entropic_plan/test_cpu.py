@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wball.cost import GridCost, StencilCost
-from wball.kernels.entropic_plan import EntropicPlan, entropic_plan, reference
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan, reference
 from wball.moves import StencilMoves
 
 cpu = pytest.importorskip("wball.kernels.entropic_plan.cpu")
@@ -54,7 +54,7 @@ class Case:
         psi = torch.full_like(budget, 3.0, dtype=dtype)
         module = cpu if kernel == "cpu" else reference
         plan: EntropicPlan = module.entropic_plan(
-            x.to(dtype), b.to(dtype), budget, moves, self.box, psi=psi, q=q.to(dtype)
+            PlanRequest(x.to(dtype), b.to(dtype), budget, moves, self.box, psi=psi, q=q.to(dtype))
         )
         return plan
 
@@ -152,7 +152,7 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
 
     def solve(part: slice) -> EntropicPlan:
         state = {"psi": torch.ones(len(x[part])), "q": torch.zeros_like(x[part])}
-        return entropic_plan(x[part], b[part], budget[part], moves, (0.0, 1.0), **state)
+        return entropic_plan(PlanRequest(x[part], b[part], budget[part], moves, (0.0, 1.0), **state))
 
     assert torch.equal(solve(slice(None)).z[3:4], solve(slice(3, 4)).z)
 
@@ -162,8 +162,8 @@ def test_strided_and_tracked_inputs() -> None:
     b = torch.randn(2, 1, 9, 9, requires_grad=True)
     budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(9, 9, x)
     state = {"psi": torch.ones(2), "q": torch.zeros(2, 1, 9, 9)}
-    got = cpu.entropic_plan(x, b, budget, moves, (0.0, 1.0), **state)
-    expected = reference.entropic_plan(x, b.detach(), budget, moves, (0.0, 1.0), **state)
+    got = cpu.entropic_plan(PlanRequest(x, b, budget, moves, (0.0, 1.0), **state))
+    expected = reference.entropic_plan(PlanRequest(x, b.detach(), budget, moves, (0.0, 1.0), **state))
     assert error(got.z, expected.z) <= 1e-5
     assert (state["q"] == 0).all() and (state["psi"] == 1).all()
 
@@ -174,6 +174,6 @@ def test_nothing_is_compiled_twice() -> None:
     budget = torch.tensor(0.3)
     for dtype in (torch.float32, torch.float64):
         state = {"psi": torch.ones(()).expand(3), "q": torch.zeros(()).expand(x.shape)}
-        cpu.entropic_plan(x.to(dtype), x, budget.expand(3), moves, (0, 1), **state)
-        cpu.entropic_plan(x.to(dtype), x, budget.repeat(3), few, None, **state)
+        cpu.entropic_plan(PlanRequest(x.to(dtype), x, budget.expand(3), moves, (0, 1), **state))
+        cpu.entropic_plan(PlanRequest(x.to(dtype), x, budget.repeat(3), few, None, **state))
     assert len(cpu._plan_images.signatures) == 1

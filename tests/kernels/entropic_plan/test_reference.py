@@ -13,13 +13,13 @@ from torch import Tensor
 from problems import Problem, arc_list, random_problems
 from wball.ball import WassersteinBall
 from wball.cost import GridCost
-from wball.kernels.entropic_plan import EntropicPlan, entropic_plan
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan
 
 
 def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: int) -> EntropicPlan:
     psi, q = torch.full((x.shape[0],), 10.0, dtype=x.dtype), torch.zeros_like(x)
     moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
-    return entropic_plan(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options)
+    return entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options))
 
 
 def cost_matrix(ball: WassersteinBall, height: int, width: int) -> NDArray[np.float64]:
@@ -133,7 +133,7 @@ def test_warm_start_continues_where_the_last_call_ended() -> None:
     ball, x, b = problem.ball, problem.x, 5 * problem.g
     moves = ball.cost.arcs(8, 8, x)
     plan = solve(ball, x, b, sweeps=20)
-    again = entropic_plan(x, b, ball.budget(x), moves, ball.box, psi=plan.psi, q=plan.q, sweeps=0)
+    again = entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=plan.psi, q=plan.q, sweeps=0))
     torch.testing.assert_close(again.z, plan.z, atol=1e-6, rtol=0)
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from wball.cost import GridCost, GroundCost, StencilCost
-from wball.kernels.entropic_plan import EntropicPlan, reference, triton_tiles
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, reference, triton_tiles
 from wball.kernels.entropic_plan import triton as triton_plan
 from wball.moves import Moves
 
@@ -82,8 +82,10 @@ def solve(case: Case, kernel: object, dtype: torch.dtype, *, sweeps: int = 3, ne
     x, b, budget, moves = case.problem()
     x, b = x.to(dtype), b.to(dtype)
     psi = torch.full_like(budget, 10.0, dtype=dtype)
-    plan = kernel.entropic_plan(  # type: ignore[attr-defined]
-        x, b, budget, moves, case.box, psi=psi, q=torch.zeros_like(x), sweeps=sweeps, newton=newton
+    plan = kernel.entropic_plan(
+        PlanRequest(  # type: ignore[attr-defined]
+            x, b, budget, moves, case.box, psi=psi, q=torch.zeros_like(x), sweeps=sweeps, newton=newton
+        )
     )
     assert isinstance(plan, EntropicPlan)
     return plan
@@ -180,8 +182,8 @@ def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
     x, b, budget, moves = case.problem()
     x, b = x.to(dtype), b.to(dtype)
     psi, q = torch.full((1,), 10.0, device=DEVICE), torch.zeros_like(b, dtype=torch.float32)
-    half = triton_plan.entropic_plan(x, b, budget, moves, UNIT, psi=psi, q=q)
-    single = triton_plan.entropic_plan(x.float(), b.float(), budget, moves, UNIT, psi=psi, q=q)
+    half = triton_plan.entropic_plan(PlanRequest(x, b, budget, moves, UNIT, psi=psi, q=q))
+    single = triton_plan.entropic_plan(PlanRequest(x.float(), b.float(), budget, moves, UNIT, psi=psi, q=q))
     assert half.z.dtype == torch.float32
     assert torch.equal(half.z, single.z) and torch.equal(half.cost, single.cost)
 
@@ -190,7 +192,9 @@ def test_warm_start_is_used() -> None:
     case = Case((1, 1, 5, 5), scale=3.0)
     x, b, budget, moves = case.problem()
     first = solve(case, triton_plan, torch.float32)
-    again = triton_plan.entropic_plan(x, b, budget, moves, UNIT, psi=first.psi, q=first.q, sweeps=0, newton=0)
+    again = triton_plan.entropic_plan(
+        PlanRequest(x, b, budget, moves, UNIT, psi=first.psi, q=first.q, sweeps=0, newton=0)
+    )
     assert torch.equal(again.psi, first.psi) and torch.equal(again.q, first.q)
     assert float((again.z - first.z).abs().max()) <= 1e-6
 
@@ -199,7 +203,7 @@ def test_empty_batch_and_double_precision() -> None:
     x = torch.zeros((0, 1, 4, 4), device=DEVICE)
     none = x.new_zeros(0)
     moves = GridCost(3).arcs(4, 4, x)
-    plan = triton_plan.entropic_plan(x, x, none, moves, UNIT, psi=none, q=x)
+    plan = triton_plan.entropic_plan(PlanRequest(x, x, none, moves, UNIT, psi=none, q=x))
     assert plan.z.shape == x.shape and plan.cost.shape == (0,)
     assert "float64" in (triton_plan.why_not(x.double(), moves) or "")
 
@@ -228,7 +232,7 @@ def test_memory_is_a_few_batches_at_any_window(
                 monkeypatch.setattr(module, name, Idle())
     x = torch.rand(shape, device=DEVICE)
     mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[2:], x)
-    triton_plan.entropic_plan(x, x, mass, moves, UNIT, psi=mass, q=x)  # what is made once
+    triton_plan.entropic_plan(PlanRequest(x, x, mass, moves, UNIT, psi=mass, q=x))  # what is made once
     with Count():
-        triton_plan.entropic_plan(x, x, mass, moves, UNIT, psi=mass, q=x)
+        triton_plan.entropic_plan(PlanRequest(x, x, mass, moves, UNIT, psi=mass, q=x))
     assert 4 * x.numel() < Count.total / 4 <= 8 * x.numel()

@@ -12,7 +12,7 @@ from torch import Tensor
 from wball import WassersteinBall
 from wball.cost import GridCost, StencilCost
 from wball.kernels import dispatch
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
 from wball.plan import FactoredPlan
 
 cpu = pytest.importorskip("wball.kernels.projected_sinkhorn.cpu")
@@ -54,10 +54,10 @@ class Case:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.sum((1, 2, 3))
         moves = self.cost.arcs(*self.shape[2:], x)
-        answer: ProjectedSinkhorn = (cpu if kernel == "cpu" else reference).projected_sinkhorn(
+        answer: ProjectedSinkhorn = (cpu if kernel == "cpu" else reference).projected_sinkhorn(Projection(
             x, w, self.ball.budget(x), moves, self.box, mass / self.reg,
             u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter, factors=factors,
-        )  # fmt: skip
+        ))  # fmt: skip
         return answer
 
 
@@ -165,7 +165,9 @@ def test_a_saturated_image_ends_within_the_tolerance() -> None:
     w = x + 0.1 * torch.randn(x.shape, generator=random)
     ball, mass, moves = WassersteinBall(0.05), x.sum((1, 2, 3)), GridCost().arcs(32, 32, x)
     ours = cpu.projected_sinkhorn(
-        x, w, ball.budget(x), moves, (0.0, 1.0), mass / 1000, u=w - x, psi=torch.full_like(mass, 0.1), tol=1e-4
+        Projection(
+            x, w, ball.budget(x), moves, (0.0, 1.0), mass / 1000, u=w - x, psi=torch.full_like(mass, 0.1), tol=1e-4
+        )
     )
     assert bool((ours.gap <= ours.allowed).all())
     x[..., 8:20, 8:20] = 1.0
@@ -177,10 +179,10 @@ def test_warm_start_takes_fewer_sweeps() -> None:
     case = Case((1, 1, 8, 8), reg=1000.0)
     x, w = case.images()
     first = case.solve("cpu", torch.float32, 1e-5)
-    again = cpu.projected_sinkhorn(
+    again = cpu.projected_sinkhorn(Projection(
         x, w, case.ball.budget(x), case.cost.arcs(8, 8, x), case.box, x.sum((1, 2, 3)) / case.reg,
         u=first.u, psi=first.psi, tol=1e-5,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert int(again.n_iter[0]) < int(first.n_iter[0]) // 2
     assert bool((again.gap <= again.allowed).all())
 
@@ -200,7 +202,16 @@ def test_batch_threads_and_strides_change_nothing() -> None:
     strided = (t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)[7:8].requires_grad_() for t in (x, w, w - x))
     image, target, u = strided
     one = cpu.projected_sinkhorn(
-        image, target, case.ball.budget(x)[7:8], moves, case.box, mass[7:8] / case.reg, u=u, psi=torch.full((1,), 0.1)
+        Projection(
+            image,
+            target,
+            case.ball.budget(x)[7:8],
+            moves,
+            case.box,
+            mass[7:8] / case.reg,
+            u=u,
+            psi=torch.full((1,), 0.1),
+        )
     )
     assert torch.equal(one.z, answers[0].z[7:8])
     assert len(cpu._project_images.signatures) == 1, "nothing is compiled twice"

@@ -14,7 +14,7 @@ from torch import Tensor
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, StencilCost
 from wball.kernels import projected_sinkhorn
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
 from wball.plan import FactoredPlan
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
@@ -54,10 +54,10 @@ class Case:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.double().sum((1, 2, 3))
         moves = self.ball.cost.arcs(*self.shape[2:], x)
-        return kernel.projected_sinkhorn(
+        return kernel.projected_sinkhorn(Projection(
             x, w, self.ball.budget(x), moves, self.box, mass / self.reg,
             u=w - x, psi=torch.full_like(mass, 0.1), tol=tol, max_iter=max_iter, factors=factors,
-        )  # fmt: skip
+        ))  # fmt: skip
 
 
 CASES = [
@@ -157,10 +157,10 @@ def test_kernel_stops_early_with_a_valid_point() -> None:
     first = case.solve(triton_projection, torch.float32, 1e-6, max_iter=2)
     assert int(first.n_iter[0]) == 2 and float(first.gap[0]) > float(first.allowed[0])
     assert bool((first.cost <= case.ball.budget(x) * (1 + 1e-6)).all())
-    again = triton_projection.projected_sinkhorn(
+    again = triton_projection.projected_sinkhorn(Projection(
         x, w, case.ball.budget(x), case.ball.cost.arcs(5, 6, x), case.box, x.sum((1, 2, 3)) / case.reg,
         u=first.u, psi=first.psi, tol=1e-6, max_iter=2,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert float(again.gap[0]) < float(first.gap[0])
 
 

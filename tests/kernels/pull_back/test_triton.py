@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wball.cost import GridCost
-from wball.kernels.entropic_plan import EntropicPlan
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import PulledBack, reference
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
@@ -33,7 +33,8 @@ def pulled(name: str, x: Tensor, b: Tensor, plan: EntropicPlan) -> PulledBack:
     moved = EntropicPlan(*(getattr(plan, n).to(DEVICE) for n in ("z", "cost", "net_cost", "psi", "q", "keep", "give")))
     one = torch.ones(3, dtype=torch.float64, device=DEVICE)
     moves = GridCost(5).arcs(*x.shape[2:], x.to(DEVICE))
-    point: PulledBack = kernel.pull_back(x.to(DEVICE), b.to(DEVICE), moved, one, one, moves, (0.0, 1.0))
+    request = PlanRequest(x.to(DEVICE), b.to(DEVICE), one, moves, (0.0, 1.0), psi=moved.psi, q=moved.q)
+    point: PulledBack = kernel.pull_back(request, moved, one, one)
     return PulledBack(*(getattr(point, n).cpu() for n in FIELDS))
 
 

@@ -22,7 +22,7 @@ No tensor with one entry per arc exists: every pass loops over the moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor
 
@@ -39,6 +39,34 @@ If it counts on nothing, the bound ``x_j + inflow_j <= hi`` holds for any outflo
 also takes away far more than the little that is then left over. Plans are linear in ``keep``, so where rows need no
 repair (``lo <= 0``) the answer lies between the last two: just far enough on the way to hold the box.
 """
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The feasible plan that ``b`` proposes at a cost of about ``budget``.
+
+    Attributes:
+        x: images in the box, float32 or float64, ``(B, C, H, W)``.
+        b: potentials, like ``x``. Only differences inside a channel's window matter.
+        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will do.
+        moves: the moves of the ground cost on these images.
+        box: ``(lo, hi)`` or ``None``.
+        psi: starting price per image, ``(B,)``.
+        q: starting box potentials, like ``x`` (zeros without a box).
+        sweeps: coordinate steps on the box potentials; none without a box.
+        newton: at most so many Newton steps after each of them.
+    """
+
+    x: Tensor
+    b: Tensor
+    budget: Tensor
+    moves: Moves
+    box: tuple[float, float] | None
+    _: KW_ONLY
+    psi: Tensor
+    q: Tensor
+    sweeps: int = 3
+    newton: int = 12
 
 
 @dataclass(frozen=True)
@@ -68,32 +96,8 @@ class EntropicPlan:
     kernel: str = ""
 
 
-def entropic_plan(
-    x: Tensor,
-    b: Tensor,
-    budget: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-    *,
-    psi: Tensor,
-    q: Tensor,
-    sweeps: int = 3,
-    newton: int = 12,
-) -> EntropicPlan:
-    """The feasible plan that ``b`` proposes at a cost of about ``budget``.
-
-    Args:
-        x: images in the box, float32 or float64, ``(B, C, H, W)``.
-        b: potentials, like ``x``. Only differences inside a channel's window matter.
-        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will do.
-        moves: the moves of the ground cost on these images.
-        box: ``(lo, hi)`` or ``None``.
-        psi: starting price per image, ``(B,)``.
-        q: starting box potentials, like ``x`` (zeros without a box).
-        sweeps: coordinate steps on the box potentials.
-        newton: at most so many Newton steps after each of them.
-    """
-    name = dispatch.choose("entropic_plan", x, moves)
-    solve = dispatch.load("entropic_plan", name).entropic_plan
-    plan: EntropicPlan = solve(x, b, budget, moves, box, psi=psi, q=q, sweeps=sweeps, newton=newton)
+def entropic_plan(request: PlanRequest) -> EntropicPlan:
+    """The plan, by whichever kernel serves such images."""
+    name = dispatch.choose("entropic_plan", request.x, request.moves)
+    plan: EntropicPlan = dispatch.load("entropic_plan", name).entropic_plan(request)
     return replace(plan, kernel=name)

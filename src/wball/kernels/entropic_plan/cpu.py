@@ -24,15 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.compiled import why_not as why_not
-from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
+from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
 from wball.kernels.factors import EXACT, SUMS, TINY, Box, Factors, Flat, Schedule, correlate, receive, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.price import narrowed, smooth_step
-from wball.moves import StencilMoves
 
 # Rows of the working memory; the rings follow.
 _X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP = range(13)
@@ -51,20 +49,9 @@ class _Settings(NamedTuple):
     cost_tol: float
 
 
-def entropic_plan(
-    x: Tensor,
-    b: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    box: tuple[float, float] | None,
-    *,
-    psi: Tensor,
-    q: Tensor,
-    sweeps: int = 3,
-    newton: int = 12,
-) -> EntropicPlan:
+def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    stencil, shape = stencil_of(moves), tuple(x.shape)
+    x, box, stencil, shape = request.x, request.box, stencil_of(request.moves), tuple(request.x.shape)
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     rounding = 4 * torch.finfo(x.dtype).eps
@@ -73,14 +60,14 @@ def entropic_plan(
     settings = _Settings(
         Box(lo, hi, slack, rounding, TINY),  # a row may send no more than it has, but for rounding
         Schedule(counted, np.zeros_like(counted)),
-        sweeps if box is not None else 0,
-        newton,
+        request.sweeps if box is not None else 0,
+        request.newton,
         COST_TOL,
     )
-    given = [t.detach().to(x.dtype).numpy() for t in (x, b, q)]
+    given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, request.q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
-    price = psi.detach().to(torch.float64).contiguous().numpy().copy()
-    limit = budget.detach().to(torch.float64).contiguous().numpy()
+    price = request.psi.detach().to(torch.float64).contiguous().numpy().copy()
+    limit = request.budget.detach().to(torch.float64).contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 
     def work(start: int, stop: int) -> None:
@@ -95,7 +82,7 @@ def entropic_plan(
             )  # fmt: skip
             out[:, part] = result
 
-    split(shape[0], work, entries=math.prod(shape[1:]) * len(moves))
+    split(shape[0], work, entries=math.prod(shape[1:]) * len(request.moves))
     z, q_new, keep, give = (torch.from_numpy(a) for a in out)
     tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(price).to(x.dtype))
     return EntropicPlan(z, *tensors, q_new, keep, give, balanced=True)

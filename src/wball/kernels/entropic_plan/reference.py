@@ -7,29 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
+from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
 from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
-from wball.moves import Moves
 
 
-def entropic_plan(
-    x: Tensor,
-    b: Tensor,
-    budget: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-    *,
-    psi: Tensor,
-    q: Tensor,
-    sweeps: int = 3,
-    newton: int = 12,
-) -> EntropicPlan:
+def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    lo, hi = box if box is not None else (0.0, math.inf)
-    budget, moves = budget.to(torch.float64), moves.like(x)
+    x, b, q, newton = request.x, request.b, request.q, request.newton
+    lo, hi = request.box if request.box is not None else (0.0, math.inf)
+    budget, moves = request.budget.to(torch.float64), request.moves.like(x)
     rings = ring_sums(b + q, moves)
-    psi = solve_price(x, rings, moves.ring_cost, budget, psi.to(x.dtype), newton, lambda psi: COST_TOL)
-    for _ in range(sweeps if box is not None else 0):
+    psi = solve_price(x, rings, moves.ring_cost, budget, request.psi.to(x.dtype), newton, lambda psi: COST_TOL)
+    for _ in range(request.sweeps if request.box is not None else 0):
         plan = PlanRows(x, b + q, psi, rings, moves)
         z = plan.columns().clamp(min=1e-12)
         # The upper bound on the shift only matters for lo > 0, where an emptied column could ask for infinity.

@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan
+from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
 from wball.kernels.entropic_plan.triton_tiles import Box, Tensors, limits, plan_by_tiles
 from wball.kernels.triton_flows import (
     exchange,
@@ -43,33 +42,27 @@ from wball.kernels.triton_stencil import (
     warps,
 )
 from wball.kernels.triton_stencil import why_not as why_not
-from wball.moves import StencilMoves
 
 _REPAIRS = tl.constexpr(len(REPAIR_COUNTED))
 
 
-def entropic_plan(
-    x: Tensor,
-    b: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    box: tuple[float, float] | None,
-    *,
-    psi: Tensor,
-    q: Tensor,
-    sweeps: int = 3,
-    newton: int = 12,
-) -> EntropicPlan:
+def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    batch = x.shape[0]
-    table = stencil(moves, x)
-    given = x.contiguous(), b.contiguous(), budget.to(torch.float64), psi, q.contiguous()
+    x, box, batch = request.x, request.box, request.x.shape[0]
+    table = stencil(request.moves, x)
+    given = (
+        x.contiguous(),
+        request.b.contiguous(),
+        request.budget.to(torch.float64),
+        request.psi,
+        request.q.contiguous(),
+    )
     images = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device)  # z, q, keep, give
     numbers = torch.empty((2, batch), dtype=torch.float64, device=x.device)  # cost, net cost
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
     run = _on_chip if table.values <= MAX_ON_CHIP else plan_by_tiles
     if batch:
-        run(table, given, (*images, psi_out, *numbers), box, sweeps if box is not None else 0, newton)
+        run(table, given, (*images, psi_out, *numbers), box, request.sweeps if box is not None else 0, request.newton)
     z, q_out, keep, give = images
     return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
 

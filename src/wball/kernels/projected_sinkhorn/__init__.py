@@ -33,12 +33,57 @@ amount, so a small share of it is enough.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor
 
 from wball.kernels import dispatch
 from wball.moves import Moves
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Points to project onto balls around images, at temperature ``tau`` (``m / lambda`` in image units).
+
+    Attributes:
+        x: images in the box, float32 or float64, ``(B, C, H, W)``.
+        w: points to project, like ``x``.
+        budget: cost that may be spent per image, ``(B,)``. Not positive: the point is ``x``.
+        moves: the moves of the ground cost on these images.
+        box: ``(lo, hi)`` or ``None``.
+        tau: temperature per image, ``(B,)``, positive where the image has mass.
+        u: starting potential, like ``x``; ``w - x`` is a good one.
+        psi: starting price, ``(B,)``.
+        tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
+            ``d = 1/2 |w - z|^2``.
+        max_iter: at most so many sweeps per image.
+        factors: whether to return the plan. It is then the plan of point, cost and gap in float64: to the last bit, and
+            for gaps that float32 does not resolve. Images that a kernel leaves to others have an infinite gap.
+    """
+
+    x: Tensor
+    w: Tensor
+    budget: Tensor
+    moves: Moves
+    box: tuple[float, float] | None
+    tau: Tensor
+    _: KW_ONLY
+    u: Tensor
+    psi: Tensor
+    tol: float = 1e-4
+    max_iter: int = 500
+    factors: bool = False
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The box of columns, which are not negative."""
+        return (max(float(self.box[0]), 0.0), float(self.box[1])) if self.box is not None else (0.0, math.inf)
+
+    @property
+    def unit(self) -> float:
+        """What rounding of a full pixel is relative to."""
+        return max(1.0, self.ends[1]) if self.box is not None and math.isfinite(self.ends[1]) else 1.0
 
 
 @dataclass(frozen=True)
@@ -73,40 +118,8 @@ class ProjectedSinkhorn:
     kernel: str = ""
 
 
-def projected_sinkhorn(
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-    tau: Tensor,
-    *,
-    u: Tensor,
-    psi: Tensor,
-    tol: float = 1e-4,
-    max_iter: int = 500,
-    factors: bool = False,
-) -> ProjectedSinkhorn:
-    """The entropic projection of ``w`` at temperature ``tau`` (``m / lambda`` in image units).
-
-    Args:
-        x: images in the box, float32 or float64, ``(B, C, H, W)``.
-        w: points to project, like ``x``.
-        budget: cost that may be spent per image, ``(B,)``. Not positive: the point is ``x``.
-        moves: the moves of the ground cost on these images.
-        box: ``(lo, hi)`` or ``None``.
-        tau: temperature per image, ``(B,)``, positive where the image has mass.
-        u: starting potential, like ``x``; ``w - x`` is a good one.
-        psi: starting price, ``(B,)``.
-        tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
-            ``d = 1/2 |w - z|^2``.
-        max_iter: at most so many sweeps per image.
-        factors: whether to return the plan. It is then the plan of point, cost and gap in float64: to the last bit, and
-            for gaps that float32 does not resolve. Images that a kernel leaves to others have an infinite gap.
-    """
-    name = dispatch.choose("projected_sinkhorn", x, moves)
-    solve = dispatch.load("projected_sinkhorn", name).projected_sinkhorn
-    answer: ProjectedSinkhorn = solve(
-        x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol, max_iter=max_iter, factors=factors
-    )
+def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
+    """The entropic projections, by whichever kernel serves such images."""
+    name = dispatch.choose("projected_sinkhorn", problem.x, problem.moves)
+    answer: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", name).projected_sinkhorn(problem)
     return replace(answer, kernel=name)

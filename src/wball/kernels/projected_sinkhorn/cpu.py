@@ -23,8 +23,7 @@ from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, memory, reference, sweeps
-from wball.moves import StencilMoves
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, memory, reference, sweeps
 
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
@@ -67,37 +66,25 @@ class _Answer(NamedTuple):
     factors: Any
 
 
-def projected_sinkhorn(
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    box: tuple[float, float] | None,
-    tau: Tensor,
-    *,
-    u: Tensor,
-    psi: Tensor,
-    tol: float = 1e-4,
-    max_iter: int = 500,
-    factors: bool = False,
-) -> ProjectedSinkhorn:
+def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`.
 
     With ``factors`` images that would have to be continued in logs are left with an infinite gap.
     """
-    stencil, shape = stencil_of(moves), tuple(x.shape)
-    lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
+    x, factors = problem.x, problem.factors
+    stencil, shape = stencil_of(problem.moves), tuple(x.shape)
+    lo, hi = problem.ends
     dtype = torch.float64 if factors else x.dtype
-    slack = reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK
-    slack *= max(1.0, hi if math.isfinite(hi) else 1.0)
+    slack = problem.unit * (reference.SLACK if dtype == torch.float32 else reference.EXACT_SLACK)
     settings = _Settings(
         Box(lo, hi, slack, 0.0, slack),
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
-        float(tol), reference.PARTS, max(max_iter, 1),
+        float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
     )  # fmt: skip
-    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, w, u)]
-    single = [t.detach().to(torch.float64).contiguous().numpy() for t in (budget, tau, psi)]
+    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, problem.u)]
+    numbers_of = (problem.budget, problem.tau, problem.psi)
+    single = [t.detach().to(torch.float64).contiguous().numpy() for t in numbers_of]
     out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)
     wide = np.zeros(shape[0], dtype=np.bool_)
@@ -115,7 +102,7 @@ def projected_sinkhorn(
             _project_images(problems, stencil.arrays, settings, scratch, past, answers)
             out[:, part] = result
 
-    split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(moves))
+    split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(problem.moves))
     z, potential = (torch.from_numpy(a) for a in out)
     cost, psi_out, objective, gap, allowed, residual = torch.from_numpy(numbers).unbind(1)
     answer = ProjectedSinkhorn(
@@ -127,28 +114,16 @@ def projected_sinkhorn(
         keep, give = torch.from_numpy(plan).unbind(1)
         return replace(answer, keep=keep, give=give)
     if wide.any():
-        _continue_in_logs(answer, torch.from_numpy(wide), x, w, budget, moves, box, tau, tol, max_iter)
+        _continue_in_logs(answer, torch.from_numpy(wide), problem)
     return answer
 
 
-def _continue_in_logs(
-    answer: ProjectedSinkhorn,
-    wide: Tensor,
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    box: tuple[float, float] | None,
-    tau: Tensor,
-    tol: float,
-    max_iter: int,
-) -> None:
+def _continue_in_logs(answer: ProjectedSinkhorn, wide: Tensor, problem: Projection) -> None:
     """Let the torch version take over for the images in ``wide``, from where they are, and put its answers in place."""
     taken = answer.n_iter[wide]
-    rest = reference.projected_sinkhorn(
-        x[wide], w[wide], budget[wide], moves, box, tau[wide],
-        u=answer.u[wide], psi=answer.psi[wide], tol=tol, max_iter=max(max_iter - int(taken.max()), 1),
-    )  # fmt: skip
+    mine = {name: getattr(problem, name)[wide] for name in ("x", "w", "budget", "tau")}
+    left = max(problem.max_iter - int(taken.max()), 1)
+    rest = reference.projected_sinkhorn(replace(problem, **mine, u=answer.u[wide], psi=answer.psi[wide], max_iter=left))
     for field in fields(answer):
         value = getattr(answer, field.name)
         if isinstance(value, Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from wball.batch import per_image
 from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.moves import Moves
 
 MOMENTUM = 0.95
@@ -55,25 +54,10 @@ def wright_omega(y: Tensor) -> Tensor:
     return torch.exp(v)
 
 
-def projected_sinkhorn(
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-    tau: Tensor,
-    *,
-    u: Tensor,
-    psi: Tensor,
-    tol: float = 1e-4,
-    max_iter: int = 500,
-    factors: bool = False,
-) -> ProjectedSinkhorn:
+def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    work = torch.float64 if factors else x.dtype
-    x, w, tau, u, psi = (given.to(work) for given in (x, w, tau, u, psi))
-    answer = _Search(x, w, budget.to(torch.float64), moves.like(x), box, tau, tol).run(u, psi, max_iter)
-    return answer if factors else replace(answer, keep=None, give=None)
+    answer = _Search(problem).run(problem.max_iter)
+    return answer if problem.factors else replace(answer, keep=None, give=None)
 
 
 class _Priced(PlanRows):
@@ -88,25 +72,20 @@ class _Priced(PlanRows):
 
 
 class _Search:
-    def __init__(
-        self,
-        x: Tensor,
-        w: Tensor,
-        budget: Tensor,
-        moves: Moves,
-        box: tuple[float, float] | None,
-        tau: Tensor,
-        tol: float,
-    ) -> None:
-        self.x, self.w, self.budget, self.moves, self.tol = x, w, budget, moves, tol
-        self.boxed = box is not None
-        self.lo, self.hi = (max(box[0], 0.0), box[1]) if box is not None else (0.0, math.inf)
-        self.single = (budget <= 0) | (image_sums(x) <= 0)
+    def __init__(self, problem: Projection) -> None:
+        dtype = torch.float64 if problem.factors else problem.x.dtype
+        self.x, self.w, self.u, self.psi = (t.to(dtype) for t in (problem.x, problem.w, problem.u, problem.psi))
+        self.budget, self.moves, self.tol = problem.budget.to(torch.float64), problem.moves.like(self.x), problem.tol
+        self.boxed = problem.box is not None
+        self.lo, self.hi = problem.ends
+        self.slack = problem.unit * (SLACK if dtype == torch.float32 else EXACT_SLACK)
+        self.single = (self.budget <= 0) | (image_sums(self.x) <= 0)
+        tau = problem.tau.to(dtype)
         self.tau = torch.where(self.single, torch.ones_like(tau), tau)
-        self.resolution = RESOLUTION * torch.finfo(x.dtype).eps
+        self.resolution = RESOLUTION * torch.finfo(dtype).eps
 
-    def run(self, u: Tensor, psi: Tensor, max_iter: int) -> ProjectedSinkhorn:
-        x, scale = self.x, per_image(self.tau, self.x)
+    def run(self, max_iter: int) -> ProjectedSinkhorn:
+        x, u, psi, scale = self.x, self.u, self.psi, per_image(self.tau, self.x)
         beta, price = u / scale, psi / self.tau
         last, streak = beta, torch.zeros_like(price)
         done = self.single.clone()
@@ -238,9 +217,8 @@ class _Search:
 
     def _into_box(self, rows: _Priced) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Factors that keep the box, and what each pixel then sends and receives."""
-        slack = SLACK if self.x.dtype == torch.float32 else EXACT_SLACK
-        slack *= max(1.0, self.hi if math.isfinite(self.hi) else 1.0)
-        keep, give, sent, received = into_box(rows, self.lo, self.hi, Repair(*SCHEDULE, slack, 0.0, slack))
+        how = Repair(*SCHEDULE, self.slack, 0.0, self.slack)
+        keep, give, sent, received = into_box(rows, self.lo, self.hi, how)
         return keep, give, give * sent, keep * received
 
 

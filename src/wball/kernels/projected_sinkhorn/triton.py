@@ -13,7 +13,6 @@ potentials wider than float64's range are beyond it; such images come back with 
 # mypy: ignore-errors
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, reference
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
     RANGE,
@@ -38,7 +37,7 @@ from wball.kernels.triton_stencil import (
     warps,
     why_not_here,
 )
-from wball.moves import Moves, StencilMoves
+from wball.moves import Moves
 
 MAX_VALUES = 16384
 """Larger images do not fit in one program."""
@@ -62,25 +61,13 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return why_not_here(x, moves) or too_large(x, MAX_VALUES)
 
 
-def projected_sinkhorn(
-    x: Tensor,
-    w: Tensor,
-    budget: Tensor,
-    moves: StencilMoves,
-    box: tuple[float, float] | None,
-    tau: Tensor,
-    *,
-    u: Tensor,
-    psi: Tensor,
-    tol: float = 1e-4,
-    max_iter: int = 500,
-    factors: bool = False,
-) -> ProjectedSinkhorn:
+def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    table = stencil(moves, x)
+    x, box, tol = problem.x, problem.box, problem.tol
+    table = stencil(problem.moves, x)
     batch, device = x.shape[0], x.device
-    lo, hi = (max(float(box[0]), 0.0), float(box[1])) if box is not None else (0.0, math.inf)
-    doubly = factors or x.dtype == torch.float64
+    lo, hi = problem.ends
+    doubly = problem.factors or x.dtype == torch.float64
     gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
     z, u_out = torch.empty((2, *x.shape), dtype=out, device=device)
@@ -92,17 +79,17 @@ def projected_sinkhorn(
     n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     (staged,) = table.stage(1, batch, device, work)
-    x, w, budget = x.contiguous(), w.contiguous(), budget.to(torch.float64)
-    rough, unit = max(ROUGH_SHARE * tol, ROUGH_TOL) if doubly else tol, 1.0 if box is None else max(1.0, hi)
+    x, w, budget = x.contiguous(), problem.w.contiguous(), problem.budget.to(torch.float64)
+    rough = max(ROUGH_SHARE * tol, ROUGH_TOL) if doubly else tol
     for first in (True, False) if batch else ():
         exact = doubly and not first
-        start = (u.contiguous(), psi) if first else (u_out, psi_out)
+        start = (problem.u.contiguous(), problem.psi) if first else (u_out, psi_out)
         _projection_kernel[(batch,)](
-            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
+            x, w, budget, problem.tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
             staged if exact else staged.view(torch.float32), wide,
             table.offset, table.exact_price if exact else table.price,
-            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * unit,
-            tol if exact else rough, max_iter, batch,
+            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * problem.unit,
+            tol if exact else rough, problem.max_iter, batch,
             # Where few sweeps are made the moves are looped over, which is faster to compile.
             **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact,
             REPAIRED=box is not None or not (first or exact),
@@ -110,7 +97,7 @@ def projected_sinkhorn(
         )  # fmt: skip
     objective, gap, allowed, cost, residual, scale = numbers
     answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long())
-    if not factors:
+    if not problem.factors:
         return answer
     return replace(answer, keep=keep, give=give if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
 

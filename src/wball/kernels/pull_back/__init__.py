@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from wball.kernels import dispatch
-from wball.kernels.entropic_plan import EntropicPlan
-from wball.moves import Moves
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 
 KAPPA = (0.5, 8.0)
 """How far the raw budget may leave the ball's: below 1 where the Newton steps end above what was asked for."""
@@ -51,26 +50,15 @@ class PulledBack:
     chosen: Tensor
 
 
-def pull_back(
-    x: Tensor,
-    b: Tensor,
-    plan: EntropicPlan,
-    budget: Tensor,
-    kappa: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
     """The point of the ball that ``plan`` proposes. An image on which a kernel failed stays where it is.
 
     Args:
-        x: images in the box, ``(B, C, H, W)``.
-        b: the potentials the plan was asked for with, like ``x``.
+        request: what the plan was asked for with.
         plan: the plan, with its box potentials.
         budget: what may be spent, per image, float64.
         kappa: what the raw budget was multiplied with, per image, float64.
-        moves: the moves of the ground cost on these images.
-        box: ``(lo, hi)`` or ``None``.
     """
-    solve = dispatch.load("pull_back", dispatch.choose("pull_back", x, moves)).pull_back
-    point: PulledBack = solve(x, b, plan, budget, kappa, moves, box)
+    name = dispatch.choose("pull_back", request.x, request.moves)
+    point: PulledBack = dispatch.load("pull_back", name).pull_back(request, plan, budget, kappa)
     return point

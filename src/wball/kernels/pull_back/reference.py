@@ -5,23 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wball.kernels.entropic_plan import EntropicPlan
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
-from wball.moves import Moves
 
 
-def pull_back(
-    x: Tensor,
-    b: Tensor,
-    plan: EntropicPlan,
-    budget: Tensor,
-    kappa: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
+    x, b, box = request.x, request.b, request.box
     chosen = b + plan.q
-    size = chosen.flatten(1).abs().amax(1) + plan.psi.to(b) * moves.dearest
+    size = chosen.flatten(1).abs().amax(1) + plan.psi.to(b) * request.moves.dearest
     doubt = (DOUBT * torch.finfo(b.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
     slack = (budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
     kappa = (kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.entropic_plan import EntropicPlan
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
 from wball.kernels.triton_stencil import MAX_ON_CHIP, kernel, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
@@ -27,16 +27,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return _why_not(x, moves) or too_large(x, MAX_ON_CHIP) or many
 
 
-def pull_back(
-    x: Tensor,
-    b: Tensor,
-    plan: EntropicPlan,
-    budget: Tensor,
-    kappa: Tensor,
-    moves: Moves,
-    box: tuple[float, float] | None,
-) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
+    x, b, box = request.x, request.b, request.box
     batch, channels, height, width = x.shape
     z, chosen = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device)
     cost, scale, kappa_out = torch.empty((3, batch), dtype=torch.float64, device=x.device)
@@ -45,7 +38,7 @@ def pull_back(
         _pull_kernel[(batch,)](
             x.contiguous(), b.contiguous(), plan.z.contiguous(), plan.q.contiguous(), plan.psi, plan.net_cost,
             budget.to(torch.float64), kappa, z, chosen, cost, scale, kappa_out,
-            float(moves.dearest), *(box or (float("-inf"), float("inf"))),
+            float(request.moves.dearest), *(box or (float("-inf"), float("inf"))),
             C=channels, SIZE=height * width, BLOCK=block, num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
     return PulledBack(z, cost, scale, kappa_out, chosen)
