@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
-from wball.certificates.complete import Leaf, Search
+from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
@@ -191,7 +191,11 @@ def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLaye
 def _decide(
     model: nn.Module, graph: Graph, x: Tensor, y: Tensor, ball: Ball, found: CertificateResult, time_limit: float
 ) -> CertificateResult:
-    """Branch and bound for the images that are not certified yet."""
+    """Branch and bound for the images that are not certified yet.
+
+    Parts of a tree name units of the network as it was traced, so there are none if it had to be written otherwise.
+    """
+    same, graph = graph, splittable(graph, x)
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
     counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
@@ -203,7 +207,7 @@ def _decide(
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] += answer.seconds
         for n, k in enumerate(index.tolist()):
-            leaves[k] = answer.leaves[n]
+            leaves[k] = answer.leaves[n] if graph is same else None
             if answer.proved[n] or answer.broken[n]:
                 status[k] = CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED
     return replace(

@@ -1,6 +1,7 @@
 """Complete verification: branch and bound over the signs of units, for every ball with an input set."""
 
 from wball.certificates.complete.leaves import Leaf
+from wball.certificates.complete.rewriting import splittable
 from wball.certificates.complete.search import Answer, Search
 
-__all__ = ["Answer", "Leaf", "Search"]
+__all__ = ["Answer", "Leaf", "Search", "splittable"]

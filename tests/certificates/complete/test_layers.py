@@ -1,0 +1,103 @@
+"""Complete verification takes every layer of the table: proofs at small radii, counterexamples at large ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wball
+from wball.certificates import CertificateStatus, certified_radius, certify
+from wball.certificates.complete import splittable
+from wball.certificates.tracing import trace
+
+LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.max_pool2d": lambda h: torch.max_pool2d(h.relu(), 2),
+    "F.max_pool2d": lambda h: F.max_pool2d(h, 2),
+    "leaky_relu": lambda h: F.leaky_relu(h, 0.1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "clamp": lambda h: h.clamp(-0.2, 0.3),
+    "relu6": lambda h: F.relu6(10 * h) / 10,
+}
+
+
+class Small(nn.Module):
+    """A convolution, the layer, and a linear layer with biases that make every class possible."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.first = LAYERS[layer], nn.Conv2d(1, 4, 3, padding=1)
+        with torch.no_grad():
+            self.first.weight.mul_(3.0)
+        self.last = nn.Linear(self.layer(self.first(torch.zeros(1, 1, 6, 6))).numel(), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.layer(self.first(x)).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda h: F.max_pool2d(h, 2),
+        lambda h: F.max_pool2d(h, (3, 2), stride=1, dilation=(1, 2)),
+        lambda h: F.max_pool2d(h.relu(), 3, 2, padding=1),
+        lambda h: F.max_pool2d(h.relu(), 4, 3, padding=2, ceil_mode=True),
+        lambda h: F.max_pool2d(h - 5.0, 3, 2, padding=1),  # zeros would win: left as it is
+        lambda h: F.max_pool2d(h.relu(), 2, 2, ceil_mode=True),
+        lambda h: h.clamp(-0.2, 0.3),
+        lambda h: h.clamp(min=0.1),
+        lambda h: h.clamp(max=0.1),
+        lambda h: h.clamp(None, math.inf),
+        F.relu6,
+    ],
+)
+def test_pooling_and_clamps_written_with_relus_are_the_same_function(layer: Callable[[Tensor], Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Conv2d(2, 3, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return layer(4 * self.first(x)).flatten(1)
+
+    net, x = Net().double().eval(), torch.rand(5, 2, 7, 7, dtype=torch.float64)
+    graph = splittable(trace(net, x), x)
+    torch.testing.assert_close(graph.logits(x), net(x), rtol=0, atol=1e-12)
+
+
+def digits() -> Tensor:
+    return torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)).mul(1.6).sub(0.6).clamp(min=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_is_proved_and_falsified(layer: str) -> None:
+    net, x = Small(layer).eval(), digits()
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.02)
+    radius = certified_radius(net, x, y, ball, "crown", rounds=6)
+    assert bool((radius > 0).all())
+    further = ball.at(1.15 * radius)  # beyond what linear bounds prove, still out of an attacker's reach
+    proof = certify(net, x, y, further, "complete", time_limit=5.0)
+    assert all(status is CertificateStatus.CERTIFIED for status in proof.status), proof.status
+    for seed in range(3):
+        z = further.sample(x, generator=torch.Generator().manual_seed(seed))
+        logits = net(z).double()
+        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+        assert bool((margin > 0).all())
+    wide = ball.at(4.0)
+    broken = certify(net, x, y, wide, "complete", time_limit=5.0)
+    assert broken.counterexample is not None
+    found = [k for k, status in enumerate(broken.status) if status is CertificateStatus.FALSIFIED]
+    assert found, broken.status
+    assert wball.audit(wide.take(torch.tensor(found)), x[found], broken.counterexample[found]).all_valid
+    assert not bool((net(broken.counterexample[found]).argmax(1) == y[found]).any())
