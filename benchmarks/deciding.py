@@ -5,7 +5,7 @@ proved and undecided, and seconds an image: the median, the mean and the worst. 
 :func:`wball.load_model`. On a GPU images are searched together, and the time of every step is shared by the images it
 was spent on. The file is written after every batch; if interrupted, rerun the same command to resume. With a larger
 ``--time-limit`` a rerun tries again what is undecided, and nothing else.
-Next to it ``.png`` shows the share that is proved against the time spent on each image.
+``--plot`` draws the share that is proved against the time spent on each image.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ def resumed(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def plot(path: Path, images: list[dict[str, Any]]) -> None:
     """Share of all images that is proved within a time, one curve for each model and radius."""
-    try:
-        import matplotlib
-    except ImportError:
-        return
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -118,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds after which no batch is begun")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_mnist.json")
+    parser.add_argument("--plot", type=Path, help="file of the figure")
     given = parser.parse_args(arguments)
     begun = time.monotonic()
     x, y = wball.load_dataset("mnist", given.data) if given.data else wball.load_sample("mnist")
@@ -145,7 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
                 keep(given.out, {"environment": about, "settings": settings, "rows": rows, "images": images})
             if part["status"]:
                 print(row(part), flush=True)
-    plot(given.out.with_suffix(".png"), images)
+    if given.plot is not None:
+        plot(given.plot, images)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,10 @@ def euclidean(height: int, width: int, p: float = 1.0) -> np.ndarray:
     return ((r[:, None] - r) ** 2 + (c[:, None] - c) ** 2) ** (p / 2)
 
 
+class Unsolved(RuntimeError):
+    """The solver gave up."""
+
+
 class _Program:
     """A mixed-integer linear program, grown variable by variable."""
 
@@ -49,15 +53,17 @@ class _Program:
         data = [(v, i, k) for i, row in enumerate(self.rows) for k, v in row.items()]
         values, i, k = zip(*data, strict=True)
         matrix = csr_array((values, (i, k)), shape=(len(self.rows), len(self.low)))
-        result = milp(
-            cost,
-            constraints=LinearConstraint(matrix, self.row_low, self.row_high),
-            bounds=Bounds(np.array(self.low), np.array(self.high)),
-            integrality=np.array(self.binary),
-            options={"mip_rel_gap": 0.0},
-        )
-        assert result.status == 0, result.message
-        return float(result.fun), np.asarray(result.x)
+        for presolve in (True, False):  # HiGHS sometimes fails to bring a solution back through its presolve
+            result = milp(
+                cost,
+                constraints=LinearConstraint(matrix, self.row_low, self.row_high),
+                bounds=Bounds(np.array(self.low), np.array(self.high)),
+                integrality=np.array(self.binary),
+                options={"mip_rel_gap": 0.0, "presolve": presolve},
+            )
+            if result.status == 0:
+                return float(result.fun), np.asarray(result.x)
+        raise Unsolved(result.message)
 
 
 def exact_margin(

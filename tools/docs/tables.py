@@ -248,6 +248,51 @@ def proving(path: Path) -> list[Table]:
     return [Table(["certified", *(f"eps {eps:g}" for eps in radii)], body) for radii, body in rows.items()]
 
 
+def decided(path: Path) -> list[Table]:
+    """What complete verification says about the images of each model at each radius, and what it takes."""
+    head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
+    cells = [
+        [
+            f"`{row['model']}`",
+            f"{row['eps']:g}",
+            f"{row['images']:,}",
+            *(percent(row[key]) for key in ("clean", "broken", "proved")),
+            f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
+            f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
+        ]
+        for row in _content(path)["rows"]
+    ]
+    return [Table([*head, "an image takes (median / mean / worst)"], cells)]
+
+
+def agreed(path: Path) -> list[Table]:
+    """Answers of complete verification beside those of mixed-integer programs, and the times of both."""
+    content = _content(path)
+    found, boxes = content["transport"], content["linf"]
+    answers = found["answers"]
+    wrong = sum(row["contradicts"] for row in boxes)
+    halves = [sorted(row[key] for row in boxes)[len(boxes) // 2] for key in ("seconds", "seconds_milp")]
+    cells = [
+        [
+            "Wasserstein balls",
+            f"{found['networks']:,}",
+            *(f"{answers.get(name, 0):,}" for name in ("CERTIFIED", "FALSIFIED", "UNKNOWN")),
+            str(found["contradictions"]),
+            None,
+            None,
+        ],
+        [
+            "l-inf balls",
+            f"{len(boxes):,}",
+            *(str(sum(row["answer"] == name for row in boxes)) for name in ("CERTIFIED", "FALSIFIED", "UNKNOWN")),
+            str(wrong),
+            *(f"{value:.2f} s" for value in halves),
+        ],
+    ]
+    head = ["random networks over", "networks", "certified", "falsified", "unknown", "contradictions"]
+    return [Table([*head, "median time", "of the programs"], cells)]
+
+
 def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
     """What one image costs at each size, and what whole curves took."""
     oracles: dict[str, Row] = {}
@@ -402,6 +447,8 @@ TABLES = {
     "cpu-threads": Source(threads, "bench_cpu.json"),
     "cpu-targets": Source(targets, "bench_cpu.json"),
     "certified": Source(certified, "paper/certificates.json"),
+    "decided": Source(decided, "complete_mnist.json"),
+    "agreed": Source(agreed, "complete_agreement.json"),
     "defences": Source(defended, "paper/defences.json"),
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),
     "epochs": Source(epochs, "epochs.json"),

@@ -108,11 +108,25 @@ class Search:
         for version in ("fast", "standard") if x.is_cuda else ("fast",):
             self._attack(version, everyone)
         for left in (~self.answer.broken).nonzero()[:, 0].split(self.group):
-            self.deadline = self.clock() + float((self.limit - self.answer.seconds[left]).sum())
-            if not self._late():
-                self._prove(left)
-                self._keep_leaves(left)
+            self._search(left)
         return self.answer
+
+    def _search(self, left: Tensor) -> None:
+        """Decide a group of images; in halves if they do not fit into a GPU's memory together."""
+        self.deadline = self.clock() + float((self.limit - self.answer.seconds[left]).sum())
+        if self._late() or left.shape[0] == 0:
+            return
+        try:
+            self._prove(left)
+            self._keep_leaves(left)
+            return
+        except torch.OutOfMemoryError:
+            if left.shape[0] == 1:
+                raise
+        torch.cuda.empty_cache()
+        self._spent(left)
+        for half in left.chunk(2):
+            self._search(half[~self.answer.broken[half] & ~self.answer.proved[half]])
 
     def _spent(self, image: Tensor) -> None:
         """The time since the last call was spent on these images."""
