@@ -163,13 +163,16 @@ def _certify(
         return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
     step = batch_size or _images_at_once(x)
     first = first or _first_layer(graph, x, ball, plans)
-    parts, at_centre, times = [], [], []
+    parts, at_centre, known, times = [], [], [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
         parts.append(part.margin(method, 30 if steps is None else steps, reg))
         at_centre.append(clean)
+        if method == "complete":
+            left = ((parts[-1] <= 0) & (clean > 0)).nonzero()[:, 0]
+            known.append(part.bounds.take(left))
         times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
     margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
     certified = (margin > 0) & correct
@@ -179,7 +182,7 @@ def _certify(
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
     found = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
-    return found if method != "complete" else _decide(model, graph, x, y, ball, found, time_limit)
+    return found if method != "complete" else _decide(model, graph, x, y, ball, found, Bounds.join(known), time_limit)
 
 
 def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLayer:
@@ -189,9 +192,16 @@ def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLaye
 
 
 def _decide(
-    model: nn.Module, graph: Graph, x: Tensor, y: Tensor, ball: Ball, found: CertificateResult, time_limit: float
+    model: nn.Module,
+    graph: Graph,
+    x: Tensor,
+    y: Tensor,
+    ball: Ball,
+    found: CertificateResult,
+    known: Bounds,
+    time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for the images that are not certified yet.
+    """Branch and bound for the images that are not certified yet, of whose units bounds are ``known``.
 
     Parts of a tree name units of the network as it was traced, so there are none if it had to be written otherwise.
     """
@@ -200,9 +210,10 @@ def _decide(
     counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
-    for index in torch.tensor(left, dtype=torch.long, device=x.device).split(512 if x.is_cuda else 1):
+    for some in torch.arange(len(left), device=x.device).split(512 if x.is_cuda else 1):
+        index = torch.tensor(left, dtype=torch.long, device=x.device)[some]
         search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x), _searched(x))
-        answer = search.decide(x[index], y[index])
+        answer = search.decide(x[index], y[index], known.take(some) if graph is same else None)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] += answer.seconds
@@ -363,9 +374,10 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _free(device: torch.device) -> int:
-    """Bytes of a GPU that can still be had, those in the allocator's cache included."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
+    """Bytes of a GPU that this process can still have, those in the allocator's cache included."""
+    taken, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - taken
+    return int(min(allowed, free + torch.cuda.memory_reserved(device) - taken))
 
 
 def _images_at_once(x: Tensor) -> int:
@@ -394,7 +406,7 @@ class _Problem:
         self.graph, self.x, self.y, self.ball, self.plans, self.clean = graph, x, y, ball, plans, clean
         self.first, self.centre = first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
-        self.budget = _numbers_at_once(x)
+        self.budget, self.bounds = _numbers_at_once(x), Bounds()
 
     def relaxation(self, source: InputSet, method: Method, reg: float, left: Tensor | None = None) -> Relaxation:
         if method == "dual":
@@ -408,7 +420,7 @@ class _Problem:
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
         relaxation = self.relaxation(source, method, reg)
-        bounds = relaxation.bound_all(self.x.shape[0], self.like)
+        self.bounds = bounds = relaxation.bound_all(self.x.shape[0], self.like)
         margins = relaxation.margins(self.y, bounds, self.like)
         if method in ("interval", "dual"):
             return margins.amin(1)

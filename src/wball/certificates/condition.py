@@ -46,16 +46,20 @@ class Condition:
     fall: Tensor
 
     @torch.no_grad()
-    def maximum(self, source: InputSet, rows: Rows, charged: Charged, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
-        """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the magnitudes it adds."""
+    def maximum(
+        self, source: InputSet, rows: Rows, charged: Charged, known: Tensor, rounds: int = ROUNDS
+    ) -> tuple[Tensor, Tensor]:
+        """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the magnitudes it adds.
+
+        ``known``, what the maximum is over all images, gives multipliers their scale.
+        """
         rows = rows.dense(tuple(self.rows.coeff.shape[1:]))
         charges = total_charges(source, rows, charged)  # once: they are the same for every multiplier
         single = rows.like(rows.coeff.float())
         lighter = None if charges is None else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
-        gamma = torch.zeros_like(self.constant[rows.image])
-        best = self._at(gamma, source, single, lighter, TRIAL_ROUNDS)
-        rise = best - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
-        unit = rise.clamp(min=0) / self.fall[rows.image]
+        rise = known - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
+        unit = (rise.clamp(min=0) / self.fall[rows.image]).nan_to_num(0.0, 0.0, 0.0)
+        gamma, best = torch.zeros_like(unit), torch.full_like(unit, math.inf)
         for times in TIMES:
             trial = times * unit
             value = self._at(trial, source, single, lighter, TRIAL_ROUNDS)

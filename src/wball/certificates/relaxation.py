@@ -109,6 +109,15 @@ class Bounds:
         """The bounds of a subset of the images."""
         return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
 
+    @staticmethod
+    def join(parts: list[Bounds]) -> Bounds:
+        """The bounds of several groups of images, one after the other."""
+        lower, upper = (
+            {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
+            for sides in ([part.lower for part in parts], [part.upper for part in parts])
+        )
+        return Bounds(lower, upper)
+
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
         """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
         self.lower[position] = lower.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()  # NaN is no bound
@@ -240,8 +249,12 @@ class Relaxation:
         choice: Choice | None = None,
         record: bool = False,
         rounds: int = ROUNDS,
+        known: Tensor | None = None,
     ) -> Bound:
-        """A sound lower bound of each row over the value of operation ``target``, evaluated in float64."""
+        """A sound lower bound of each row over the value of operation ``target``, evaluated in float64.
+
+        ``known`` are bounds of the rows that hold already, which a condition needs.
+        """
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
@@ -251,7 +264,9 @@ class Relaxation:
         if self.condition is None:
             largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
         else:
-            largest, more = self.condition.maximum(self.source, at_input.like(-at_input.coeff), charged, rounds)
+            assert known is not None
+            least = constant - known
+            largest, more = self.condition.maximum(self.source, at_input.like(-at_input.coeff), charged, least, rounds)
             size = size + more
         size = size + largest.abs()
         for part in scale:
@@ -509,7 +524,8 @@ class Relaxation:
             if ascent is not None:
                 bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
             else:
-                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
+                known = torch.where(sign[index] > 0, low[here], -up[here])
+                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds, known=known)
             if gains is not None:
                 gains.add(here // size, here % size, bound.at_input, bound.charged, bound.constant)
             below = sign[index] > 0

@@ -31,7 +31,7 @@ from wball.certificates.complete.program import Program
 from wball.certificates.condition import Condition, condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
-from wball.certificates.relaxation import Relaxation
+from wball.certificates.relaxation import Bounds, Relaxation
 from wball.input_sets import InputSet, Plans, TransportSet
 from wball.input_sets.charges import Anchor
 from wball.input_sets.rows import Rows
@@ -95,13 +95,13 @@ class Search:
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
-    def decide(self, x: Tensor, y: Tensor) -> Answer:
-        """Images that the model gets right."""
+    def decide(self, x: Tensor, y: Tensor, known: Bounds | None = None) -> Answer:
+        """Images that the model gets right; ``known`` bounds of their units need not be found again."""
         self.deadline = self.clock() + self.limit * x.shape[0]
         self.since = self.clock()
         nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
-        self.x, self.y = x, y
+        self.x, self.y, self.known = x, y, known
         leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
         self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), leaves, torch.zeros_like(lowest))
         everyone = torch.arange(x.shape[0], device=x.device)
@@ -188,7 +188,7 @@ class Search:
         source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
         like = torch.zeros(0, dtype=torch.float32, device=x.device)
         relaxation = self._relaxation(source, x)
-        bounds = relaxation.bound_all(left.shape[0], like)
+        bounds = relaxation.bound_all(left.shape[0], like) if self.known is None else self.known.take(left)
         anchored = isinstance(source, TransportSet)
         if anchored:
             for position in self.graph.relaxed():
