@@ -11,7 +11,6 @@ was spent on. The file is written after every batch; if interrupted, rerun the s
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from benchmarks.origin import environment, keep
+from benchmarks.origin import earlier, environment, keep
 from wball.certificates import CertificateStatus
 
 
@@ -72,17 +71,6 @@ def put(part: dict[str, Any], some: list[int], letters: str, took: list[float], 
     part["status"] = "".join(status)
 
 
-def resumed(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run with the same settings left behind, image by image."""
-    if not path.exists():
-        return []
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if before["settings"] != settings:
-        raise SystemExit(f"{path} was made with other settings, {before['settings']}: choose another --out")
-    images: list[dict[str, Any]] = before["images"]
-    return images
-
-
 def plot(path: Path, images: list[dict[str, Any]]) -> None:
     """Share of all images that is proved within a time, one curve for each model and radius."""
     import matplotlib
@@ -123,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
     about = environment(given.device, given.data, given.out)
     settings = {"data": "mnist test" if given.data else "bundled digits"}
-    images = resumed(given.out, settings)
+    images: list[dict[str, Any]] = earlier(given.out, settings=settings).get("images", [])
     step = 1 if given.device == "cpu" else given.batch
     for name in given.models:
         model = wball.load_model(name, root=given.weights) if given.weights else wball.load_model(name)

@@ -50,3 +50,14 @@ def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
 def keep(path: Path, content: dict[str, Any]) -> None:
     """Write a result that grows row by row: a run that is killed leaves the rows before, whole."""
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def earlier(path: Path, **settings: Any) -> dict[str, Any]:
+    """What an earlier run with the same settings left in the file, to go on from; empty if there is none."""
+    if not path.exists():
+        return {}
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, wanted in settings.items():
+        if before.get(name) != wanted:
+            raise SystemExit(f"{path} was made with {name} {before.get(name)!r}, not {wanted!r}: choose another --out")
+    return before

@@ -47,6 +47,35 @@ def _one_by_one(net: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda z: net(torch.stack([decoded(image) for image in z]))
 
 
+def _unique(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    """torch has no derivative for ``unique`` and says so."""
+
+    def model(z: Tensor) -> Tensor:
+        values, place = torch.unique((z * 16).round(), return_inverse=True)
+        return net(values[place] / 16)
+
+    return model
+
+
+def _from_a_book(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    levels = torch.linspace(0, 1, 5)
+    book = torch.cartesian_prod(levels, levels)
+
+    def model(z: Tensor) -> Tensor:
+        pairs = z.reshape(len(z), -1, 2)
+        return net(book[torch.cdist(pairs, book[None]).argmin(2)].view_as(z))
+
+    return model
+
+
+def _inferred(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    def model(z: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return net(z)
+
+    return model
+
+
 MASKS: dict[str, Wrap] = {
     "8 bits": lambda net: lambda z: net((z * 255).round() / 255),
     "3 bits": lambda net: lambda z: net(torch.floor(z * 8) / 8),
@@ -76,6 +105,14 @@ MASKS: dict[str, Wrap] = {
     "buckets": lambda net: lambda z: net(torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15),
     "quantised tensors": lambda net: lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize()),
     "ranks": lambda net: lambda z: net(z).argsort(1).argsort(1).float(),
+    "bits of bytes": lambda net: lambda z: net(((z * 255).int() & 0xE0).float() / 255),
+    "bits of floats": lambda net: lambda z: net((z.view(torch.int32) & -(2**21)).view(torch.float32)),
+    "one-hot code": lambda net: (
+        lambda z: net(F.one_hot((z * 15).round().long(), 16).float() @ torch.linspace(0, 1, 16))
+    ),
+    "unique values": _unique,
+    "patches from a book": _from_a_book,
+    "inference mode": _inferred,
 }
 OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy", "ranks")
 """Masks whose outputs are replaced by the scores behind them."""
@@ -239,7 +276,7 @@ def test_scores_that_leave_a_gpu_are_found(net: nn.Module, images: Tensor) -> No
     assert view.is_useful and view.clear and not view.own
 
 
-@pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph"])
+@pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph", "unique values"])
 def test_the_standard_attack_sees_through(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     ball, model = WassersteinBall(0.3), MASKS[name](net)
     with torch.no_grad():

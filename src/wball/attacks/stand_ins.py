@@ -11,14 +11,16 @@ sigmoid of ``a - b``, saturating functions for ones whose slope does not vanish.
 (booleans, integers) carry their stand-in along as a shadow, and whatever is computed from them has one, too, until it
 is a floating-point number again. Images that leave torch and come back changed (through NumPy or PIL) are treated as
 if they had not changed, and so are results inside torch that rise with their argument and have lost its gradient (an
-entry of a table, the number of a bucket).
+entry of a table, the number of a bucket), and whatever looks like the image after its gradient was lost (a one-hot code
+and back, the nearest patches of a book).
 
 Outputs that saturate (a softmax, a sigmoid), or that only name the class with the largest score, are replaced by what
 the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. The class stays
 the model's own, also where rounding makes it another than that of the scores.
 
-Operations are caught where Python calls torch, also under ``no_grad``. What a model does elsewhere (scripted or
-compiled modules, an ``autograd.Function`` of its own) stays as it is; :mod:`wball.attacks.detours` goes around that.
+Operations are caught where Python calls torch, also under ``no_grad`` and in inference mode. What a model does
+elsewhere (scripted or compiled modules, an ``autograd.Function`` of its own) stays as it is;
+:mod:`wball.attacks.detours` goes around that.
 """
 
 from __future__ import annotations
@@ -117,17 +119,17 @@ def _correlation(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Of two tensors, and the slope of the line that predicts the first from the second."""
     pair = torch.stack([part.detach().flatten().double() for part in (a, b)])
     pair = pair - pair.mean(1, keepdim=True)
-    product, one, two = (float((p * q).sum()) for p, q in ((pair[0], pair[1]), (pair[0], pair[0]), (pair[1], pair[1])))
+    (one, product), (_, two) = (pair @ pair.T).tolist()
     return product / max((one * two) ** 0.5, 1e-300), product / max(two, 1e-300)
 
 
 class _Mode(TorchFunctionMode):
     """Catches calls of torch. ``scores`` are what classes may have been chosen by, first to last."""
 
-    def __init__(self, gradients: bool) -> None:
+    def __init__(self, image: Tensor, gradients: bool) -> None:
         super().__init__()
-        self._gradients = gradients
-        self._left: list[Tensor] = []
+        self._image, self._gradients = image, gradients
+        self._left: list[Tensor] = []  # what has lost its gradient and may come back
         self.scores: list[Tensor] = []
 
     def __torch_function__(
@@ -142,7 +144,7 @@ class _Mode(TorchFunctionMode):
             if _shadow(args[0]).requires_grad:
                 self._left.append(_shadow(args[0]))
             return func(args[0].detach(), *args[1:], **kwargs)
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             if self._left:
                 args = tuple(map(self._come_back, args))
             if func in IN_PLACE:
@@ -161,12 +163,31 @@ class _Mode(TorchFunctionMode):
         return _carry(value, best[2]) if best is not None and best[0] > ALIKE else value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = func(*args, **kwargs)
+        try:
+            value = func(*args, **kwargs)
+        except NotImplementedError:  # torch has no derivative for it
+            value = func(*_detached(args), **kwargs)
+        if type(value) is tuple and not any(map(_followed, value)):
+            return tuple(_alike(part, args) if isinstance(part, Tensor) else part for part in value)
         if not isinstance(value, Tensor) or not args:
             return value
-        with suppress(RuntimeError, TypeError, ValueError, IndexError):  # where a shadow does not fit, there is none
-            value = _stand_in(func, args, kwargs, value)
-        return value if value.requires_grad or hasattr(value, SHADOW) else _alike(value, args)
+        with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            value = _stand_in(func, args, kwargs, value)  # where a shadow does not fit, there is none
+        value = value if _followed(value) else _alike(value, args)
+        if not self._left and not _followed(value) and any(map(_followed, args)):
+            self._left.append(self._image)
+        return value
+
+
+def _followed(value: Any) -> bool:
+    """Whether a gradient follows it, its own or that of its shadow."""
+    return isinstance(value, Tensor) and (value.requires_grad or hasattr(value, SHADOW))
+
+
+def _detached(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_detached, value))
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
@@ -205,6 +226,8 @@ def _stand_in(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], val
         return value
     if func in NOT:
         return _carry(value, 1 - first)
+    if (func in AND or func in OR) and value.dtype != torch.bool:  # of the bits of numbers
+        return value
     if func in AND or func in OR:
         a, b = (_shadow(v).to(first.dtype) for v in args)
         return _carry(value, a * b if func in AND else a + b - a * b)
@@ -240,7 +263,7 @@ class StandIns:
         return self._chosen is not None and self._chosen >= 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        mode = _Mode(torch.is_grad_enabled())
+        mode = _Mode(x, torch.is_grad_enabled())
         with mode:
             logits = ask(self.model, x)
         if self._chosen is None or self._count != len(mode.scores):

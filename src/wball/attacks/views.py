@@ -82,6 +82,17 @@ def _scaled(model: Model, outputs: Tensor) -> Model:
     return Scaled(model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle)))))
 
 
+class Forward:
+    """A model without gradients."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return ask(self.model, x)
+
+
 class Averaged:
     """The mean answer of a model that answers at random (expectation over transformation)."""
 
@@ -169,7 +180,12 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     x, y, ball = x[right], y[right], ball.take(right)
     shaken = _Shaken(_moved(ball, x), y, ball.box)
     own = seen(model)
-    best, cosine = own, shaken.foresight(own, model)
+    try:
+        cosine = shaken.foresight(own, model)
+    except NotImplementedError:  # a step that torch has no derivative for
+        own = seen(Forward(model))
+        cosine = shaken.foresight(own, model)
+    best = own
     clear = CLEAR_IF_RANDOM if random else CLEAR
     open_model = StandIns(model)
     others = _others(model, open_model, x[:1], ball.box) if x.shape[0] else iter(())
