@@ -73,6 +73,7 @@ NOT, AND, OR = (_named(*names) for names in (
     ("logical_and", "bitwise_and", "__and__"),
     ("logical_or", "bitwise_or", "__or__"),
 ))  # fmt: skip
+UNDERIVED = _named("unique", "unique_consecutive", "histc")  # torch raises on the way back
 OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")  # nothing follows a gradient there
 ALIKE = 0.5
 """Correlation with an image that has lost its gradient, above which a tensor of its shape is that image, changed."""
@@ -163,10 +164,7 @@ class _Mode(TorchFunctionMode):
         return _carry(value, best[2]) if best is not None and best[0] > ALIKE else value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            value = func(*args, **kwargs)
-        except NotImplementedError:  # torch has no derivative for it
-            value = func(*_detached(args), **kwargs)
+        value = func(*(map(_detached, args) if func in UNDERIVED else args), **kwargs)
         if type(value) is tuple and not any(map(_followed, value)):
             return tuple(_alike(part, args) if isinstance(part, Tensor) else part for part in value)
         if not isinstance(value, Tensor) or not args:
@@ -185,8 +183,6 @@ def _followed(value: Any) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_detached, value))
     return value.detach() if isinstance(value, Tensor) else value
 
 
