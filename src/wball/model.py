@@ -27,6 +27,8 @@ def ask(model: Model, x: Tensor) -> Tensor:
     parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
     own = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
     logits = read_logits(model, x.to(own, copy=True))
+    if logits.is_inference() and not torch.is_inference_mode_enabled():
+        logits = logits.clone()  # nothing may be computed with it otherwise that has a gradient
     return logits.to(torch.promote_types(logits.dtype, x.dtype))
 
 

@@ -113,8 +113,9 @@ MASKS: dict[str, Wrap] = {
     "unique values": _unique,
     "patches from a book": _from_a_book,
     "inference mode": _inferred,
+    "powers": lambda net: lambda z: net(z) ** 9,
 }
-OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy", "ranks")
+OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy", "ranks", "powers")
 """Masks whose outputs are replaced by the scores behind them."""
 
 
@@ -240,6 +241,29 @@ def test_shattered_gradients_are_averaged(images: Tensor) -> None:
         cosines.append(float((ratio.log().abs()).mean()))
     assert cosines[1] < cosines[0]
     assert torch.equal(Smoothed(shattered, 0.1)(z), shattered(z))
+
+
+def test_a_model_that_rounds_otherwise_in_other_batches_is_not_random(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    """As half precision on a GPU does."""
+    assert not best_view(lambda z: net(z) + 0.01 * len(z), images, labels, WassersteinBall(0.1)).random
+
+
+def test_stand_ins_serve_where_only_a_part_has_no_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """The own gradient of a filter with detached weights is good, but not the whole one."""
+
+    def model(z: Tensor) -> Tensor:
+        return net(z * (1.6 - z).detach())
+
+    view = best_view(model, images, labels, WassersteinBall(0.1))
+    assert not view.own and view.clear and isinstance(view.model, StandIns)
+    assert best_view(net, images, labels, WassersteinBall(0.1)).own
+
+
+def test_a_search_asks_a_model_in_inference_mode(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    found = ScoreSearch(WassersteinBall(0.3), queries=60, progress=False)(_inferred(net), images, labels)
+    assert torch.equal(found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(net, images, labels).images)
 
 
 def test_models_that_switch_at_random_are_noticed(net: nn.Module, images: Tensor, labels: Tensor) -> None:

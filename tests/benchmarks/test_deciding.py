@@ -23,7 +23,7 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path, capsys: pyt
     assert row["images"] == 3 and row["clean"] == pytest.approx(row["broken"] + row["proved"] + row["undecided"])
     second["settings"]["data"] = "other digits"
     out.write_text(json.dumps(second))
-    with pytest.raises(SystemExit, match="other settings"):
+    with pytest.raises(SystemExit, match="made with settings"):
         deciding.main(["--images", "3", *common])
 
 

@@ -66,6 +66,7 @@ FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
 CHOOSE_CLASS = _named(
     *("softmax", "log_softmax", "argmax", "argsort", "sort", "topk", "exp"),
     *("sigmoid", "logsigmoid", "hardsigmoid", "tanh", "hardtanh", "clamp", "clip", "softsign", "erf", "atan", "round"),
+    *("pow", "__pow__", "square", "sinh", "expm1"),
 )
 WHERE = _named("where")
 NOT, AND, OR = (_named(*names) for names in (

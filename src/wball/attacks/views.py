@@ -34,9 +34,10 @@ SHAKEN = (0.02, 0.1, 0.3)
 USEFUL, MOST = 0.3, 0.6
 """Cosine of predicted and measured changes, above which an image's gradient is of use, and the share of images for
 which it must be. Gradients of no use pass the test on a third of the images."""
-CLEAR, CLEAR_IF_RANDOM, WORTH = 0.8, 0.5, 0.1
+CLEAR, CLEAR_IF_RANDOM, WORTH, WORTH_IF_CLEAR = 0.8, 0.5, 0.1, 0.02
 """Mean cosine above which no other gradients are looked for (networks without a mask reach 0.85 to 0.99, unless their
-answers are random), and by how much others must be better."""
+answers are random), and by how much others must be better; stand-ins by less if gradients are clear: they differ only
+where a part of the model has no gradient."""
 CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 """Not every model runs where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
@@ -166,8 +167,9 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     first = x[:LOOKED_AT]
     with torch.no_grad():
         outputs = ask(model, first)
-        again = [ask(model, first)] + [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
-        random = any(bool(answers_differ(outputs[: len(other)], other).any()) for other in again)
+        few = [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]  # other sizes of a batch may round otherwise
+        again = [(outputs, ask(model, first)), *((few[0], other) for other in few[1:])]
+        random = any(bool(answers_differ(one, other).any()) for one, other in again)
         probabilities = are_probabilities(outputs)
 
     def seen(view: Model) -> Model:
@@ -198,9 +200,13 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
                 # 0 and 1; the scores behind it do neither.
                 worth = -WORTH
             elif float(cosine.mean()) >= clear:
-                break
+                if number > 0:
+                    break
+                worth = WORTH_IF_CLEAR
             same = inner is open_model and not open_model.replaces_scores
             other = shaken.foresight(view, model if same else inner)
+        except torch.OutOfMemoryError:
+            raise
         except CANNOT:
             continue
         if float(other.mean()) > float(cosine.mean()) + worth:
@@ -227,6 +233,8 @@ def _others(
     for inner in (open_model, model):
         try:
             places = count_places(inner, one)
+        except torch.OutOfMemoryError:
+            raise
         except CANNOT:
             continue
         yield from ((Tapped(inner, number), inner) for number in range(places))
