@@ -371,6 +371,25 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
+def without_box(p, goal, start, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """The support function without box, where ``u = g`` is optimal; with one, that pair is tried first.
+
+    Returns the steps used and whether that was enough.
+    """
+    share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)
+    upper, price, steps = kink(p, goal.max_iter, share)
+    value, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
+    if value < found[0]:
+        found[0] = value
+        copy(flow, best_flow)
+    if -upper > found[1]:
+        found[1], found[3] = -upper, price
+        copy(start, best_u)
+    found[2] = max(found[2], -upper)
+    return steps, p.hi == math.inf or found[0] - found[1] <= goal.tol * abs(found[0] + offset) + floor
+
+
+@compiled(inner=True)
 def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-def]
     """Rows, columns and moves of an image; fills ``cell`` with the pixel of each column."""
     down, across, price = moves.down, moves.across, moves.price

@@ -52,10 +52,11 @@ class Minimum:
         kernel = dispatch.choose("entropic_path", self.problem.x, self.problem.moves)
         self._improve(kernel, partial(entropic_path, kernel=kernel), (start, tau_start), max_iter)
 
-    def newton_on_device(self, start: Tensor, max_iter: int) -> None:
-        """The exact support function with a box where one program an image solves it, and nothing elsewhere."""
-        if dispatch.choose("proximal_newton", self.problem.x, self.problem.moves) == "triton":
-            self._improve("triton", partial(proximal_newton, kernel="triton"), (start,), max_iter)
+    def newton_for_support(self, start: Tensor, max_iter: int) -> None:
+        """The exact support function with a box, by kernels that take each image by itself; nothing where none does."""
+        kernel = dispatch.choose("proximal_newton", self.problem.x, self.problem.moves)
+        if kernel != "torch":
+            self._improve(kernel, partial(proximal_newton, kernel=kernel), (start,), max_iter)
 
     def newton(self, start: Tensor, max_iter: int, *, warm: bool) -> None:
         """The exact projection. What a kernel leaves undone goes to the next one, from where it stopped."""

@@ -12,9 +12,9 @@ for ``psi >= 0`` on cost and any potential ``u`` on the columns
 
 so ``upper`` is sound at every iteration. Without a box ``u = g`` is optimal and one scalar ``psi`` is left: a convex,
 piecewise linear function whose kink is found exactly, and the maximiser mixes the two plans that meet there so that
-their cost is the budget. With a box the same pair is tried first; images whose pixels it overfills follow the entropic
-path (:mod:`wball.kernels.entropic_path.reference`). On a GPU all take Newton steps
-(:mod:`wball.kernels.proximal_newton`), and the others are for what those leave. Finite ``reg`` is the Conjugate
+their cost is the budget. With a box the same pair is tried first; images whose pixels it overfills take Newton steps
+(:mod:`wball.kernels.proximal_newton`), and what those leave follows the entropic path
+(:mod:`wball.kernels.entropic_path.reference`). Finite ``reg`` is the Conjugate
 Sinkhorn problem: the plan is ``x_i softmax_j(reg g_j - psi C_ij)``, in the units of an image scaled to mass 1.
 """
 
@@ -103,7 +103,7 @@ def _solved(
     goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, tolerance, deadline)
     run = Minimum(goal, _bound(goal))
     if math.isinf(reg) and math.isfinite(goal.columns.hi):
-        run.newton_on_device(scaled, max_iter)
+        run.newton_for_support(scaled, max_iter)
     if math.isfinite(reg) or dispatch.home(dispatch.choose("entropic_path", grid, moves), grid) != grid.device:
         run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
     if math.isinf(reg) or problem.box is not None:

@@ -26,11 +26,11 @@ from wball.kernels.image_rows import (
     copy,
     fill,
     improve,
-    kink,
     lower_bounds,
     opened,
     repaired,
     store,
+    without_box,
 )
 from wball.kernels.price import narrowed, smooth_step
 from wball.moves import Moves, StencilMoves
@@ -417,19 +417,9 @@ def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyp
         p, start, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
         steps, done = 0, False
         if p.linear and images.tau_end[m] == 0.0:
-            # Without box u = g is optimal; with it, that pair is tried first.
-            share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)
-            upper, price, steps = kink(p, goal.max_iter, share)
-            value, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
-            if value < found[0]:
-                found[0] = value
-                copy(flow, best_flow)
-            if -upper > found[1]:
-                found[1], found[3] = -upper, price
-                copy(start, best_u)
-            found[2] = max(found[2], -upper)
-            done = found[0] - found[1] <= goal.tol * abs(found[0] + images.offset[m]) + images.floor[m]
-            done = done or p.hi == math.inf
+            steps, done = without_box(
+                p, goal, start, images.offset[m], images.floor[m], best_flow, best_u, found
+            )  # fmt: skip
         if not done:
             steps += _follow(
                 p, goal, levels, start.copy(), images.tau_start[m], images.tau_end[m], images.offset[m],

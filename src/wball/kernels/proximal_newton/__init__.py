@@ -17,6 +17,9 @@ from the first step on, so that conjugate gradients walk over those alone. Unlik
 temperature to lower. The centre ``pi^k`` moves to the solution of its own step, which converges for any ``sigma``; a
 step that Newton's method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
 
+For the support function columns are linear, ``-g z``: a column sits at its kink ``u = g`` while it is neither full nor
+drained, takes what the plan gives it, and potentials never cross it within a step.
+
 After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal term: both are sound.
 """
 
@@ -34,7 +37,7 @@ def proximal_newton(
     """Improve ``best`` for every image; returns the Newton steps used.
 
     Args:
-        problem: exact, with quadratic columns; the Triton kernel takes linear ones in a box, too.
+        problem: exact. The torch kernel takes quadratic columns only, Triton linear ones in a box.
         start: column potentials to start from.
         max_iter: Newton steps.
         best: what is known, improved in place.

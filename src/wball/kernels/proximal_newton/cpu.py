@@ -22,6 +22,7 @@ from wball.kernels.image_rows import (
     opened,
     repaired,
     store,
+    without_box,
 )
 from wball.kernels.proximal_newton import settings
 from wball.moves import Moves, StencilMoves
@@ -36,6 +37,7 @@ class _Settings(NamedTuple):
     """:data:`wball.kernels.proximal_newton.settings.ALL`, and whether the start is warm."""
 
     first: float
+    first_linear: float
     warmer: float
     growth: float
     quick: int
@@ -47,6 +49,7 @@ class _Settings(NamedTuple):
     cg_tol: float
     cg_max: int
     damping: float
+    damping_linear: float
     halvings: int
     least: float
     most: float
@@ -55,82 +58,138 @@ class _Settings(NamedTuple):
     warm: bool
 
 
+class _Shares(NamedTuple):
+    """The moves in use, row after row: how many, which, and the share of each."""
+
+    count: Any  # (R,)
+    move: Any  # (R, K)
+    part: Any  # (R, K)
+
+
 class _Step(NamedTuple):
-    """The proximal step of one image: its length, and the shares it starts from."""
+    """The proximal step of one image: its length, the shares it starts from, and where moves end (outside: beyond)."""
 
     sigma: float
-    centre: Any  # (R, K)
+    centre: _Shares
+    end: Any  # (R, K)
 
 
 def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    method = _Settings(*settings.ALL, warm)._replace(first=settings.FIRST * (settings.WARM if warm else 1.0))
+    method = _Settings(*settings.ALL, warm)
     return improve(_solve_images, method, problem, start, problem.tau, max_iter, best)  # there are no temperatures
 
 
 @compiled(inner=True)
-def _project_row(row):  # type: ignore[no-untyped-def]
-    """The threshold ``t`` with ``sum max(0, row - t) = 1``: Newton's method from the left, where it is monotone."""
-    top = -math.inf
-    for k in range(row.size):
-        top = max(top, row[k])
+def _threshold(values, count, top):  # type: ignore[no-untyped-def]
+    """The ``t`` with ``sum max(0, values - t) = 1``: Newton's method from the left, where it is monotone."""
     t, used = top - 1.0, 0
     while True:
-        total, count = 0.0, 0
-        for k in range(row.size):
-            if row[k] > t:
-                total += row[k]
-                count += 1
-        if count == used or count == 0:
+        total, above = 0.0, 0
+        for i in range(count):
+            if values[i] > t:
+                total += values[i]
+                above += 1
+        if above == used or above == 0:
             return t
-        used = count
-        t = max(t, (total - 1.0) / count)
+        used = above
+        t = max(t, (total - 1.0) / above)
 
 
 @compiled(inner=True)
-def _column(p, j, u):  # type: ignore[no-untyped-def]
+def _column(w, u, lo, hi):  # type: ignore[no-untyped-def]
     """The column at potential ``u``, its curvature, and ``min 1/2 (w - z)^2 + u z``."""
-    free = p.target[j] - u
+    free = w - u
     # Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there.
-    z = max(min(free, p.hi), p.lo) if p.lo > 0.0 else min(free, p.hi)
-    return z, 1.0 if free < p.hi and (free > p.lo or p.lo <= 0.0) else 0.0, 0.5 * (p.target[j] - z) ** 2 + u * z
+    z = max(min(free, hi), lo) if lo > 0.0 else min(free, hi)
+    return z, 1.0 if free < hi and (free > lo or lo <= 0.0) else 0.0, 0.5 * (w - z) ** 2 + u * z
+
+
+@compiled(inner=True)
+def _linear_column(g, u, come, lo, hi):  # type: ignore[no-untyped-def]
+    """Likewise for ``min (u - g) z`` where the plan puts ``come``.
+
+    It sits at its kink ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
+    """
+    free = g - u
+    if free > 0.0 or free == 0.0 and come > hi:
+        return hi, -free * hi
+    if free < 0.0 or come < lo:
+        return lo, -free * lo
+    return come, 0.0
+
+
+@compiled(inner=True, fastmath={"contract", "nsz", "nnan", "reassoc"})
+def _scores(gain, ends, a, toll, row):  # type: ignore[no-untyped-def]
+    """What each move of row ``a`` gains, and the largest of these numbers."""
+    top = -math.inf
+    for k in range(toll.size):
+        row[k] = gain[ends[a, k]] - toll[k]
+        top = max(top, row[k])
+    return top
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
-def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares, columns and gradient; returns the dual, its derivative in ``psi``, how far the plan moved, and what
-    that costs."""
+def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def]
+    """Fill shares and gradient; returns the dual, its derivative in ``psi``, how far the plan moved, and what that
+    costs.
+
+    A row looks at all of its moves once: those that could be in use are within 1 of the best, and they are few.
+    """
     n_rows, n_moves = p.end.shape
-    fill(columns, 0.0)
-    cost, rows, moved, pull, sigma = 0.0, 0.0, 0.0, 0.0, step.sigma
+    n, sigma, ends = u.size, step.sigma, step.end
+    held_count, held_move, held_part = step.centre.count, step.centre.move, step.centre.part
+    counts, move, parts = shares.count, shares.move, shares.part
+    mass, price, target, lo, hi, linear = p.mass, p.price, p.target, p.lo, p.hi, p.linear
+    gain, toll, row = np.empty(n + 1), np.empty(n_moves), np.empty(n_moves)
+    near, values, held = np.empty(n_moves, np.int64), np.empty(n_moves), np.zeros(n_moves)
+    for j in range(n):
+        gain[j] = sigma * u[j]
+        gradient[j] = 0.0
+    gain[n] = -math.inf
+    for k in range(n_moves):
+        toll[k] = sigma * (psi * price[k])
+    cost, rows, moved, pull = 0.0, 0.0, 0.0, 0.0
     for a in range(n_rows):
-        row, centre, end = share[a], step.centre[a], p.end[a]
-        for k in range(n_moves):
-            row[k] = centre[k] + sigma * (u[end[k]] - psi * p.price[k]) if end[k] >= 0 else -math.inf
-        t = _project_row(row)
-        value, away, paid, m = 0.0, 0.0, 0.0, p.mass[a]
-        for k in range(n_moves):
-            part = row[k] - t
+        top = _scores(gain, ends, a, toll, row)
+        for i in range(held_count[a]):
+            k = held_move[a, i]
+            held[k] = held_part[a, i]
+            row[k] += held[k]
+            top = max(top, row[k])
+        count = 0
+        for k in range(n_moves):  # without branches
+            near[count], values[count] = k, row[k]
+            count += int(row[k] > top - 1.0)
+        t = _threshold(values, count, top)
+        value, away, paid, m, used = 0.0, 0.0, 0.0, mass[a], 0
+        for i in range(count):
+            part = values[i] - t
             if part > 0.0:
-                j = end[k]
-                row[k] = part
-                value += (u[j] - psi * p.price[k]) * part
-                paid += p.price[k] * part
-                columns[j] += m * part
-                part -= centre[k]
-            else:
-                row[k] = 0.0
-                part = centre[k]
-            away += part * part
+                k = near[i]
+                move[a, used], parts[a, used] = k, part
+                used += 1
+                value += (u[ends[a, k]] - psi * price[k]) * part
+                paid += price[k] * part
+                gradient[ends[a, k]] -= m * part
+                away += (part - held[k]) ** 2
+        counts[a] = used
+        for i in range(held_count[a]):
+            k = held_move[a, i]
+            away += held[k] ** 2 if row[k] <= t else 0.0
+            held[k] = 0.0
         cost += m * paid
         rows += m * (value - away / (2.0 * sigma))
         pull += m * away / (2.0 * sigma)
         moved += m * m * away
     dual = p.beyond - psi * p.budget - rows
-    for j in range(u.size):
-        z, _, value = _column(p, j, u[j])
+    for j in range(n):
+        if linear:
+            z, value = _linear_column(target[j], u[j], -gradient[j], lo, hi)
+        else:
+            z, _, value = _column(target[j], u[j], lo, hi)
         dual += value
-        gradient[j] = z - columns[j]
+        gradient[j] += z
     slope = cost - p.budget
     if psi <= 0.0 and slope <= 0.0:
         slope = 0.0
@@ -138,15 +197,33 @@ def _evaluate(p, step, u, psi, share, columns, gradient):  # type: ignore[no-unt
 
 
 @compiled(inner=True)
-def _normalise(p, share):  # type: ignore[no-untyped-def]
+def _normalise(p, shares):  # type: ignore[no-untyped-def]
     """Rows that sum to 1 up to rounding, wherever their thresholds were rounded to."""
-    for a in range(share.shape[0]):
+    count, move, part = shares.count, shares.move, shares.part
+    for a in range(count.size):
         total = 0.0
-        for k in range(share.shape[1]):
-            total += share[a, k]
-        sound = 0.5 < total < 2.0
-        for k in range(share.shape[1]):
-            share[a, k] = share[a, k] / total if sound else 1.0 if k == p.stay else 0.0
+        for i in range(count[a]):
+            total += part[a, i]
+        if 0.5 < total < 2.0:
+            for i in range(count[a]):
+                part[a, i] /= total
+        else:
+            count[a], move[a, 0], part[a, 0] = 1, p.stay, 1.0
+
+
+@compiled(inner=True)
+def _write(shares, out):  # type: ignore[no-untyped-def]
+    """The shares of all moves."""
+    count, move, part = shares.count, shares.move, shares.part
+    fill(out, 0.0)
+    for a in range(count.size):
+        for i in range(count[a]):
+            out[a, move[a, i]] = part[a, i]
+
+
+@compiled(inner=True)
+def _shares(shape):  # type: ignore[no-untyped-def]
+    return _Shares(np.zeros(shape[0], np.int64), np.empty(shape, np.int64), np.empty(shape))
 
 
 @compiled(inner=True)
@@ -168,25 +245,26 @@ def _range(values):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
-def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: ignore[no-untyped-def]
+def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner; returns that of ``psi``."""
     n_rows, n_moves = p.end.shape
     n = u.size
+    ends, prices, mass, target, lo, hi, sigma = p.end, p.price, p.mass, p.target, p.lo, p.hi, step.sigma
+    counts, move, stop = shares.count, shares.move, p.stop
     first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
     price, weight, inverse = np.empty(n_rows * n_moves), np.empty(n_rows), np.empty(n_rows)
-    diagonal, column = np.zeros(n), np.empty(n)
+    diagonal, column, moving, linear = np.zeros(n), np.empty(n), np.empty(n), p.linear
     used, count, curvature = 0, 0, 0.0
     first[0] = 0
     for a in range(n_rows):
-        ways, total, square = 0, 0.0, 0.0
-        for k in range(n_moves):
-            if share[a, k] > 0.0:
-                end[count + ways], price[count + ways] = p.end[a, k], p.price[k]
-                total += p.price[k]
-                square += p.price[k] * p.price[k]
-                ways += 1
+        ways, total, square = counts[a], 0.0, 0.0
         if ways > 1:  # rows with one move have no choice
-            stiff = step.sigma * p.mass[a]
+            for i in range(ways):
+                k = move[a, i]
+                end[count + i], price[count + i] = ends[a, k], prices[k]
+                total += prices[k]
+                square += prices[k] * prices[k]
+            stiff = sigma * mass[a]
             for e in range(count, count + ways):
                 diagonal[end[e]] += stiff * (1.0 - 1.0 / ways)
             curvature += stiff * (square - total * total / ways)
@@ -196,10 +274,13 @@ def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: i
             first[used] = count
     largest = 1e-300
     for j in range(n):
-        column[j] = _column(p, j, u[j])[1]
+        # Linear columns have no curvature, and those at their kinks do not move.
+        column[j] = 0.0 if linear else _column(target[j], u[j], lo, hi)[1]
+        moving[j] = 1.0 if not linear or u[j] != target[j] or gradient[j] != 0.0 else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    ridge = max(1e-12 * largest, settings.damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
+    damping = settings.damping_linear if linear else settings.damping
+    ridge = max(1e-12 * largest, damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 
@@ -216,7 +297,7 @@ def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: i
         size += r[j] * q[j]
     goal = settings.cg_tol * settings.cg_tol * size
     for _ in range(settings.cg_max):
-        if p.stop[0] != 0:
+        if stop[0] != 0:
             break
         for j in range(n):
             h[j] = column[j] * q[j]
@@ -234,6 +315,7 @@ def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: i
             h_psi = 0.0
         curve = q_psi * h_psi
         for j in range(n):
+            h[j] *= moving[j]
             curve += q[j] * h[j]
         if not (curve > 0.0 and size > goal):
             break
@@ -256,18 +338,18 @@ def _direction(p, step, settings, u, psi, share, gradient, slope, d):  # type: i
 
 
 @compiled(inner=True)
-def _first_price(p, step, u, share, columns, gradient):  # type: ignore[no-untyped-def]
+def _first_price(p, step, u, shares, gradient):  # type: ignore[no-untyped-def]
     """About the price at which the first step's plan costs the budget, from above."""
     low, high = 0.0, 0.0
     for attempt in range(80):
-        if _evaluate(p, step, u, high, share, columns, gradient)[1] <= 0.0:
+        if _evaluate(p, step, u, high, shares, gradient)[1] <= 0.0:
             break
         low, high = high, 4.0 * high if attempt > 0 else 1e-3 * _range(u)
     for _ in range(30):
         if high - low <= 0.02 * high or p.stop[0] != 0:
             break
         middle = 0.5 * (low + high)
-        if _evaluate(p, step, u, middle, share, columns, gradient)[1] > 0.0:
+        if _evaluate(p, step, u, middle, shares, gradient)[1] > 0.0:
             low = middle
         else:
             high = middle
@@ -275,26 +357,40 @@ def _first_price(p, step, u, share, columns, gradient):  # type: ignore[no-untyp
 
 
 @compiled(inner=True)
-def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
     """One image from ``u`` and ``psi`` (negative if unknown). ``found``: primal, dual, hard bound, and its price."""
     n, shape = u.size, p.end.shape
-    columns, gradient, share = np.empty(n), np.empty(n), np.empty(shape)
-    new_u, new_columns, new_gradient, new_share = np.empty(n), np.empty(n), np.empty(n), np.empty(shape)
-    d, z, flow, centre, steps = np.empty(n), np.empty(n), np.empty(shape), np.zeros(shape), 0
-    for a in range(p.mass.size):
-        centre[a, p.stay] = 1.0
-    sigma = settings.first / _range(u)
-    least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre), 0, math.inf
+    gradient, shares, new_u, new_gradient, new_shares = (
+        np.empty(n),
+        _shares(shape),
+        np.empty(n),
+        np.empty(n),
+        _shares(shape),
+    )
+    d, z, flow, share, centre, steps = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape), _shares(shape), 0
+    _normalise(p, centre)  # all stays
+    end = np.empty(shape, np.uint32)
+    ends, target, linear, noise = p.end, p.target, p.linear, 0.0
+    if linear:  # this dual is a difference of sums, which round in proportion to their own size
+        for a in range(p.mass.size):
+            noise += p.mass[a] * abs(target[p.home[a]])
+    for a in range(shape[0]):
+        for k in range(shape[1]):
+            end[a, k] = ends[a, k] if ends[a, k] >= 0 else n
+    sigma = (settings.first_linear if linear else settings.first) / _range(u)
+    if settings.warm:
+        sigma *= settings.warmer
+    least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre, end), 0, math.inf
     if psi < 0.0:
-        psi = _first_price(p, step, u, share, columns, gradient)
+        psi = _first_price(p, step, u, shares, gradient)
     while steps < goal.max_iter:
-        dual, slope, moved, pull = _evaluate(p, step, u, psi, share, columns, gradient)
+        dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
         solved, taken, ascends = False, 0, True
         while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
             solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
             if solved:
                 break
-            d_psi = _direction(p, step, settings, u, psi, share, gradient, slope, d)
+            d_psi = _direction(p, step, settings, u, psi, shares, gradient, slope, d)
             steps += 1
             taken += 1
             # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
@@ -305,11 +401,12 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 promised = slope * (new_psi - psi)
                 for j in range(n):
                     new_u[j] = u[j] + length * d[j]
+                    if linear:  # on its side of the kink
+                        drained = u[j] > target[j] or u[j] == target[j] and gradient[j] > 0.0
+                        new_u[j] = max(new_u[j], target[j]) if drained else min(new_u[j], target[j])
                     promised += gradient[j] * (new_u[j] - u[j])
-                new_dual, new_slope, new_moved, new_pull = _evaluate(
-                    p, step, new_u, new_psi, new_share, new_columns, new_gradient
-                )
-                if new_dual >= dual + 1e-4 * promised - 1e-14 * abs(dual):
+                new_dual, new_slope, new_moved, new_pull = _evaluate(p, step, new_u, new_psi, new_shares, new_gradient)
+                if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + noise):
                     ascends = True
                     break
                 # Where the slope along the direction vanishes, were it linear between here and there.
@@ -319,19 +416,20 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
                 length *= min(max(rise / (rise - bend), 0.1), 0.5) if bend < 0.0 else 0.5
             if ascends:
                 u, new_u = new_u, u
-                columns, new_columns = new_columns, columns
                 gradient, new_gradient = new_gradient, gradient
-                share, new_share = new_share, share
+                shares, new_shares = new_shares, shares
                 psi, dual, slope, moved, pull = new_psi, new_dual, new_slope, new_moved, new_pull
 
-        _normalise(p, share)
+        _normalise(p, shares)
         bound, _ = lower_bounds(p, u, psi, 0.0)
         if bound > found[1]:
             found[1], found[3] = bound, psi
             copy(u, best_u)
         found[2] = max(found[2], bound)
         if solved:
-            copy(share, centre)
+            copy(shares.count, centre.count)
+            copy(shares.move, centre.move)
+            copy(shares.part, centre.part)
             if taken <= settings.quick:
                 sigma = min(sigma * settings.growth, settings.most / _range(u))
             elif taken > settings.slow:
@@ -342,14 +440,15 @@ def _solve(p, goal, settings, u, psi, floor, best_flow, best_u, found):  # type:
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
         last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
-        if last or rest <= settings.promising * (goal.tol * found[0] + floor):
+        if last or rest <= settings.promising * (goal.tol * abs(found[0] + offset) + floor):
+            _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
             if primal < found[0]:
                 found[0] = primal
                 copy(flow, best_flow)
-        if last or found[0] - found[1] <= goal.tol * found[0] + floor:
+        if last or found[0] - found[1] <= goal.tol * abs(found[0] + offset) + floor:
             break
-        step = _Step(sigma, centre)
+        step = _Step(sigma, centre, end)
     return steps
 
 
@@ -358,6 +457,11 @@ def _solve_images(images, moves, goal, settings, known):  # type: ignore[no-unty
     cell = np.empty(images.x[0].size, dtype=np.int64)
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
-        psi = found[3] if settings.warm else -1.0
-        known.n_iter[m] = _solve(p, goal, settings, u, psi, images.floor[m], best_flow, best_u, found)
+        psi, steps, done = found[3] if settings.warm else -1.0, 0, False
+        offset, floor = images.offset[m], images.floor[m]
+        if p.linear:
+            steps, done = without_box(p, goal, u, offset, floor, best_flow, best_u, found)
+        if not done:
+            steps += _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found)
+        known.n_iter[m] = steps
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

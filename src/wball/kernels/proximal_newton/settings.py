@@ -1,20 +1,21 @@
 """Settings of the proximal Newton method, the same for every kernel."""
 
-FIRST = 0.3
-"""The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much."""
+FIRST, FIRST_LINEAR = 0.3, 3.0
+"""The first ``sigma``, in units of 1 / range of ``u``: shares then move by about so much. Where columns are linear the
+first potentials are those without a box, and most rows are content with them."""
 WARM = 8.0
 """What the first ``sigma`` is multiplied by where ``u`` is the solution of a similar problem."""
-GROWTH, QUICK, SLOW, SHRINK = 1.7, 6, 12, 4.0
+GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
 """``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more than ``SLOW``;
 it shrinks after steps that were not solved."""
 INNER = 20
 """Newton steps at most for one proximal step."""
 SETTLED, SPENT = 0.1, 0.02
 """A step is solved when the columns' residual is this fraction of what the plan moved, and the cost is that near."""
-CG_TOL, CG_MAX = 1e-2, 300
-DAMPING = 1e-3
+CG_TOL, CG_MAX = 3e-2, 300
+DAMPING, DAMPING_LINEAR = 1e-2, 0.3
 """Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
-else leave directions without curvature."""
+else leave directions without curvature, and linear columns have none of their own."""
 HALVINGS = 25
 LEAST = 1e-9
 """Below this multiple of the first ``sigma`` an image is given up."""
@@ -27,6 +28,6 @@ PROMISING = 1.5
 mends what the plan breaks of box and budget, costs more than a step and never narrows the gap."""
 
 ALL = (
-    FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
-    PATIENCE, PROMISING,
+    FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING,
+    DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING,
 )  # fmt: skip

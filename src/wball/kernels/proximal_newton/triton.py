@@ -48,8 +48,8 @@ TILE = 1024
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-(FIRST, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, HALVINGS, LEAST, MOST,
- PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
+(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, DAMPING_LINEAR,
+ HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
@@ -322,7 +322,8 @@ def _direction(
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
-    ridge = tl.maximum(1e-12 * largest, DAMPING * size / (tl.sqrt(columns) * _range(u, reached)))
+    damping = DAMPING_LINEAR if LINEAR else DAMPING
+    ridge = tl.maximum(1e-12 * largest, damping * size / (tl.sqrt(columns) * _range(u, reached)))
     ridge = tl.maximum(ridge, 1e-300)
     own = curved + ridge + through
     # Columns' constants are read again in every step: registers are for what changes.
@@ -442,7 +443,7 @@ def _solve_kernel(
     span = _range(u, reached)
     zero = budget * 0.0
     none = tl.max(rows.to(tl.int32), 0) * 0
-    sigma = tl.where(warm != 0, FIRST * WARM, zero + FIRST) / span
+    sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
     least = LEAST * sigma
     best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
     psi = tl.where(warm != 0, best_psi, zero)
