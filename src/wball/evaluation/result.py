@@ -26,7 +26,6 @@ from wball.evaluation.trust import (
     decide,
 )
 from wball.storage.files import read_json, read_tensors, sealed, unsealed, write_json, write_tensors
-from wball.storage.names import printable
 from wball.storage.pixels import as_bytes, as_pixels
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 FORMAT = "wball-evaluation/1"
 RESULTS, EXAMPLES, EXHIBIT = "results.json", "examples.safetensors", "exhibit.safetensors"
 
-REPORT_WRITERS: list[Callable[..., Path]] = []
-"""What writes reports: :mod:`wball.report` enters itself here, because evaluations are data and import no reports."""
+VIEWS: dict[str, Callable[..., Any]] = {}
+"""How evaluations are shown: :mod:`wball.report` enters itself here. Evaluations are data and import no reports."""
 
 PLAN, EXACT = 1, 2
 """Places in :data:`PROOFS`."""
@@ -312,63 +311,23 @@ class Evaluation(Summarised):
 
     def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
         """Write the report, one HTML file that needs nothing else; ``others`` are compared with this evaluation."""
-        if not REPORT_WRITERS:
-            raise RuntimeError("reports are not loaded: import wball.report first (import wball does)")
-        return REPORT_WRITERS[-1]([self, *others], path, title=title)
+        written: Path = _view("report")([self, *others], path, title=title)
+        return written
 
     def table(self) -> Table:
         """The accuracies for a terminal."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        heading = printable(f"{self.name}: {len(self)} images of {self.settings['data']['name']}")
-        table = Table(title=escape(heading), title_justify="left")
-        table.add_column(f"eps ({printable(self.unit)})", justify="right")
-        table.add_column("accuracy", justify="right")
-        table.add_column("95 % interval", justify="right")
-        proved = self.settings["certify"] is not None
-        if proved:
-            table.add_column("certified", justify="right")
-        table.add_column("broken", justify="right")
-        for point in self.curve():
-            row = [f"{point.eps:g}" if point.eps else "0 (clean)", f"{100 * point.accuracy:.1f} %"]
-            row += ["{:.1f}-{:.1f} %".format(*(100 * end for end in point.interval))]
-            row += [f"{100 * point.certified:.1f} %"] if proved and point.certified is not None else []
-            table.add_row(*row, str(point.broken))
+        table: Table = _view("table")(self)
         return table
 
     def verdict(self) -> str:
         """The audit in a sentence or two."""
-        audit = self.audit_summary()
-        said = f"audit: {audit['valid']} of {audit['checked']} examples valid (mass, box and distance)"
-        if audit["rejected"]:
-            said += f"; {audit['rejected']} rejected and not counted"
-        if audit["contradictions"]:
-            said += f"; CONTRADICTION between proof and example on images {audit['contradictions'][:5]}"
-        if proofs := audit["certificates"]:
-            said += (
-                f"\ncertificates proved again by the independent checker: {proofs['confirmed']} of {proofs['checked']}"
-            )
-            if proofs["unfollowed"]:
-                said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
-        if audit["valid"] and self.settings["ball"]["kind"] == "WassersteinBall":
-            said += f"\ndistances {self.proved_how()}"
-        if not self.reliable:
-            codes = ", ".join(sorted({warning.code for warning in self.warnings})) or "claims did not hold"
-            said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"
-        return said
+        return str(_view("verdict")(self))
 
-    def proved_how(self) -> str:
-        """How the distances of the valid examples were proved, in words."""
-        audit = self.audit_summary()
-        plan, exact, both = audit["proved_by_plan"], audit["exact_transport"], audit["both"]
-        if plan == both == 0:
-            return f"proved by exact transport: {exact}"
-        wrong = len(audit["disagreements"])
-        return (
-            f"proved by plan: {plan + both}, by exact transport alone: {exact - both}; "
-            f"sampled exact check: {both}, disagreements: {wrong}"
-        )
+
+def _view(name: str) -> Callable[..., Any]:
+    if name not in VIEWS:
+        raise RuntimeError("reports are not loaded: import wball.report first (import wball does)")
+    return VIEWS[name]
 
 
 def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from wball.evaluation.result import REPORT_WRITERS, Evaluation
+from wball.evaluation.result import VIEWS, Evaluation
+from wball.report import terminal
 
 if TYPE_CHECKING:
     from wball.evaluation.trust import Requirement
@@ -93,4 +94,4 @@ def _for_script(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-REPORT_WRITERS.append(write_report)
+VIEWS.update(report=write_report, table=terminal.table, verdict=terminal.verdict)
