@@ -107,39 +107,23 @@ class Call:
         if single and self._tracked(first):
             if func in functions.IDENTITIES or functions.attribute(func) == "data":
                 return self.inputs[0]
-            if func in functions.DROPOUTS:
-                return self._dropout()
-            if func in functions.RESHAPES:
-                same = self.shape == self.before[0]
-                return self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
-            if func in functions.RELUS:
-                return Activation(self.name, self.inputs, self.shape, 0.0)
-            if func in functions.LEAKY_RELUS:
-                return self._leaky_relu()
-            if func in functions.CURVES:
-                return self._curve(functions.CURVES[func])
-            if func in functions.CLAMPS:
-                return self._clamp(functions.CLAMPS[func])
-            if func in functions.MAX_POOLS:
-                return self._max_pool()
-            if func in functions.POOLS:
-                return self._average_pool()
-            if func in functions.LINEARS:
-                return self._linear()
-            if func in functions.CONVOLUTIONS:
-                return self._convolution()
-            if func in functions.NORMS:
-                return self._batch_norm()
-        if any(
-            func in table
-            for table in (functions.PLUS, functions.MINUS, functions.FROM, functions.TIMES, functions.OVER)
-        ):
+            for table, read in _READERS:
+                if func in table:
+                    return read(self)
+        if any(func in table for table in functions.ARITHMETIC):
             return self._arithmetic()
         if func in functions.JOINS or (single and (func in functions.LINEAR_FUNCTIONS or func in functions.SIGNED)):
             return self._generic(signed=func in functions.SIGNED)
         raise self.refuse()
 
     # ---- single kinds
+
+    def _reshape(self) -> Op | int:
+        same = self.shape == self.before[0]
+        return self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
+
+    def _relu(self) -> Op:
+        return Activation(self.name, self.inputs, self.shape, 0.0)
 
     def _dropout(self) -> int:
         settings = self.bound("input", p=0.5, training=True, inplace=False)
@@ -153,13 +137,14 @@ class Call:
             raise self.refuse(f"the negative slope must be in [0, 1], got {slope}")
         return Activation(self.name, self.inputs, self.shape, slope)
 
-    def _curve(self, kind: str) -> Op:
+    def _curve(self) -> Op:
         settings = self.bound("input", inplace=False, approximate="none")
         if settings["approximate"] != "none":
             raise self.refuse("an approximation has other bounds")
-        return Curved(self.name, self.inputs, self.shape, kind)
+        return Curved(self.name, self.inputs, self.shape, functions.CURVES[self.func])
 
-    def _clamp(self, kind: str) -> Op:
+    def _clamp(self) -> Op:
+        kind = functions.CLAMPS[self.func]
         if kind == "relu6":
             self.bound("input", inplace=False)
             ends: tuple[Any, Any] = (0.0, 6.0)
@@ -330,6 +315,22 @@ class Call:
             raise UnsupportedModule(f"{self.title} mixes images of a batch")
         if not bool((((at + there) / 2 - middle).abs() <= size).all()):
             raise UnsupportedModule(f"{self.title} is not affine in what it reads")
+
+
+_READERS: tuple[tuple[dict[Any, str], Callable[[Call], Op | int]], ...] = (
+    (functions.DROPOUTS, Call._dropout),
+    (functions.RESHAPES, Call._reshape),
+    (functions.RELUS, Call._relu),
+    (functions.LEAKY_RELUS, Call._leaky_relu),
+    (functions.CURVES, Call._curve),
+    (functions.CLAMPS, Call._clamp),
+    (functions.MAX_POOLS, Call._max_pool),
+    (functions.POOLS, Call._average_pool),
+    (functions.LINEARS, Call._linear),
+    (functions.CONVOLUTIONS, Call._convolution),
+    (functions.NORMS, Call._batch_norm),
+)
+"""Functions of one argument that depends on the image, and who reads the other arguments."""
 
 
 class _Slot:

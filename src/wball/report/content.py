@@ -111,7 +111,7 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
         "headline": headline,
         "interval": headline.interval,
         "median": median,
-        "transport": ball["kind"] == "WassersteinBall",
+        "transport": "cost" in ball,
         "bounds": bounded,
         "reliable": e.reliable,
         "by_class": by_class(e, at),
@@ -139,7 +139,7 @@ def _attack(attack: dict[str, Any]) -> str:
 
 def _threat(ball: dict[str, Any]) -> str:
     box = "no box" if ball.get("box") is None else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
-    if ball["kind"] != "WassersteinBall":
+    if "cost" not in ball:
         return f"{ball['kind']}, {box}"
     if ball["cost"] == "grid":
         moves = f"moves within {ball['window']} × {ball['window']} pixels, charged by distance"
