@@ -31,7 +31,7 @@ class Flat(NamedTuple):
     n: int
     shift: Any
     back: Any
-    price: Any
+    fee: Any
     first: int
 
 
@@ -87,14 +87,14 @@ def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[
 
 
 @compiled(inner=True, fastmath=SUMS)
-def correlate_logs(out, here, there, factor, pad, n, shift, price, psi, first):  # type: ignore[no-untyped-def]
+def correlate_logs(out, here, there, factor, pad, n, shift, fee, psi, first):  # type: ignore[no-untyped-def]
     """``out[i] = sum_k exp(here[i] + there[i + shift[k]] - psi price[k]) * factor[i + shift[k]]``."""
     o, h = out[pad : pad + n], here[pad : pad + n]
     for i in range(n):
         o[i] = 0.0
-    for k in range(first, price.size):
-        if price[k] < math.inf:
-            s, toll = pad + shift[k], psi * price[k]
+    for k in range(first, fee.size):
+        if fee[k] < math.inf:
+            s, toll = pad + shift[k], psi * fee[k]
             t, f = there[s : s + n], factor[s : s + n]
             for i in range(n):
                 o[i] += exp(h[i] + t[i] - toll) * f[i]
@@ -105,7 +105,7 @@ def receive(f, flat, weight, psi, first, logs):  # type: ignore[no-untyped-def]
     """``received``: what each pixel would get by the moves from ``first`` on if ``keep`` were 1."""
     pad, n = flat.pad, flat.n
     if logs:
-        correlate_logs(f.received, f.e, f.a, f.give, pad, n, flat.back, flat.price, psi, first)
+        correlate_logs(f.received, f.e, f.a, f.give, pad, n, flat.back, flat.fee, psi, first)
         return
     a, e, give = f.a[pad : pad + n], f.e[pad : pad + n], f.give[pad : pad + n]
     received, scaled = f.received[pad : pad + n], f.tmp[pad : pad + n]
@@ -121,7 +121,7 @@ def send(f, flat, weight, psi, logs):  # type: ignore[no-untyped-def]
     """``sent``: what each pixel would send if ``give`` were 1."""
     pad, n = flat.pad, flat.n
     if logs:
-        correlate_logs(f.sent, f.a, f.e, f.keep, pad, n, flat.shift, flat.price, psi, flat.first)
+        correlate_logs(f.sent, f.a, f.e, f.keep, pad, n, flat.shift, flat.fee, psi, flat.first)
         return
     a, e, keep = f.a[pad : pad + n], f.e[pad : pad + n], f.keep[pad : pad + n]
     sent, scaled = f.sent[pad : pad + n], f.tmp[pad : pad + n]

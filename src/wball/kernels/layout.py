@@ -35,8 +35,8 @@ class MoveTables(NamedTuple):
 
     rows: NDArray[np.int64]
     columns: NDArray[np.int64]
-    price: NDArray[np.float64]  # inf for moves that only fill up a ring
-    price_back: NDArray[np.float64]  # of the reverse move, inf if there is none
+    fee: NDArray[np.float64]  # what each move costs; inf for moves that only fill up a ring
+    fee_back: NDArray[np.float64]  # of the reverse move, inf if there is none
     ring_cost: NDArray[np.float64]
     ring: NDArray[np.int64]  # where each ring begins, and where the last ends
 
@@ -55,14 +55,14 @@ class Stencil:
             places += ring + [-1] * (-len(ring) % GROUP)
             rows += [(0, 0, math.inf, math.inf)] * (len(places) - len(rows))
             edges.append(len(rows))
-        down, across, price, back = zip(*rows, strict=True)
+        down, across, fee, back = zip(*rows, strict=True)
         self.radius = (max(map(abs, down)), max(map(abs, across)))
         self.rings = len(rings)
         self.places = np.asarray(places)  # in the moves as given; -1 for those that fill up
         self.arrays = MoveTables(
             np.asarray(down),
             np.asarray(across),
-            np.asarray(price, dtype=np.float64),
+            np.asarray(fee, dtype=np.float64),
             np.asarray(back, dtype=np.float64),
             np.asarray([moves.costs[ring[0]] for ring in rings], dtype=np.float64),
             np.asarray(edges),

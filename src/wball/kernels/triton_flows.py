@@ -18,11 +18,11 @@ _ROUNDING = tl.constexpr(4 * 2.0**-23)
 
 @triton.jit
 def flows(
-    ptr, place, own, toward: tl.constexpr, psi, prices, offset_ptr, price_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PRICED: tl.constexpr = False,
+    ptr, place, own, toward: tl.constexpr, psi, fees, offset_ptr, fee_ptr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
     """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays, each times its cost
-    if ``PRICED``.
+    if ``PAID``.
 
     With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
     leaves.
@@ -30,13 +30,13 @@ def flows(
     total = tl.zeros(place.shape, own.dtype)
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
         for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL):
-            price = tl.load(price_ptr + k)
+            fee = tl.load(fee_ptr + k)
             value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
-            flow = value * tl.exp(-psi * price) if LINEAR else tl.exp(value + own - psi * price)
-            total += price * flow if PRICED else flow
+            flow = value * tl.exp(-psi * fee) if LINEAR else tl.exp(value + own - psi * fee)
+            total += fee * flow if PAID else flow
     else:
         for d in tl.static_range(1, len(ENDS) - 1):
-            toll = psi * prices[d]
+            toll = psi * fees[d]
             ring = tl.zeros(place.shape, own.dtype)
             if len(OFFSETS) > 0:
                 for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
@@ -47,7 +47,7 @@ def flows(
                     value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
                     ring += value if LINEAR else tl.exp(value + own - toll)
             ring = ring * tl.exp(-toll) if LINEAR else ring
-            total += prices[d] * ring if PRICED else ring
+            total += fees[d] * ring if PAID else ring
     return own * total if LINEAR else total
 
 
@@ -72,12 +72,12 @@ def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.conste
 
 @triton.jit
 def exchange(
-    s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr,
+    s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
-    sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
-    received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+    sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
+    received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
     return sent, received
 
 
@@ -118,7 +118,7 @@ def way_back(before, after, hi, slack, real):
 
 @triton.jit
 def pair_costs(
-    s_ptr, t_ptr, place, s, t, psi, offset_ptr, price_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
+    s_ptr, t_ptr, place, s, t, psi, offset_ptr, fee_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
 ):  # fmt: skip
     """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel.
 
@@ -128,7 +128,7 @@ def pair_costs(
     net = tl.zeros_like(s)
     for k in tl.range(0, PAIRS, loop_unroll_factor=4):
         ahead = place + tl.load(offset_ptr + k)
-        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
+        there, back = tl.load(fee_ptr + 2 * k), tl.load(fee_ptr + 2 * k + 1)
         one_way = back < 0
         back = tl.maximum(back, 0.0)
         if LINEAR:
@@ -151,8 +151,8 @@ def _unstaged(step, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
 
 @triton.jit
 def factored_flows(
-    ptr, factor_ptr, place, index, real, own, toward: tl.constexpr, psi, offset_ptr, price_ptr,
-    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr, PRICED: tl.constexpr = False,
+    ptr, factor_ptr, place, index, real, own, toward: tl.constexpr, psi, offset_ptr, fee_ptr,
+    W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
     """:func:`flows` in logs, each flow times the factor of the pixel at the other end, from an image without halos."""
     total = tl.zeros(place.shape, own.dtype)
@@ -161,26 +161,26 @@ def factored_flows(
         value = tl.load(ptr + place + step)
         there = real & (value > float("-inf"))  # halos and empty rows have nothing
         factor = tl.load(factor_ptr + index + _unstaged(step, W, RR, RC), mask=there, other=0.0)
-        price = tl.load(price_ptr + k)
-        flow = tl.exp(value + own - psi * price) * factor
-        total += price * flow if PRICED else flow
+        fee = tl.load(fee_ptr + k)
+        flow = tl.exp(value + own - psi * fee) * factor
+        total += fee * flow if PAID else flow
     return total
 
 
 @triton.jit
 def factored_exchange(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, psi, offset_ptr, price_ptr,
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, psi, offset_ptr, fee_ptr,
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """:func:`exchange` in logs, likewise: what is sent and what arrives are the same numbers."""
-    sent = factored_flows(s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, price_ptr, W, RR, RC, MOVES)
-    received = factored_flows(t_ptr, give_ptr, place, index, real, s, -1, psi, offset_ptr, price_ptr, W, RR, RC, MOVES)
+    sent = factored_flows(s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES)
+    received = factored_flows(t_ptr, give_ptr, place, index, real, s, -1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES)
     return sent, received
 
 
 @triton.jit
 def factored_pair_costs(
-    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, keep, give, psi, offset_ptr, price_ptr,
+    s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, keep, give, psi, offset_ptr, fee_ptr,
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """:func:`pair_costs` in logs, likewise."""
@@ -188,7 +188,7 @@ def factored_pair_costs(
     net = tl.zeros_like(s)
     for k in tl.range(0, PAIRS, loop_unroll_factor=4):
         step = tl.load(offset_ptr + k)
-        there, back = tl.load(price_ptr + 2 * k), tl.load(price_ptr + 2 * k + 1)
+        there, back = tl.load(fee_ptr + 2 * k), tl.load(fee_ptr + 2 * k + 1)
         one_way = back < 0
         back = tl.maximum(back, 0.0)
         end = tl.load(s_ptr + place + step)

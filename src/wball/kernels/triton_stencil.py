@@ -58,10 +58,10 @@ class Stencil:
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
         offsets: address offset of each move, for the code; empty for windows that loop over the table.
         offset: the same as a table, int32.
-        price: cost of each move, float32.
-        exact_price: the same in float64.
+        fee: cost of each move, float32.
+        exact_fee: the same in float64.
         pair_offset: offsets of pairs of opposite moves, each pair once.
-        pair_price: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
+        pair_fee: cost there and cost back (negative: no such move), float32, ``(2 * pairs,)``.
     """
 
     shape: tuple[int, int, int]
@@ -69,10 +69,10 @@ class Stencil:
     ends: tuple[int, ...]
     offsets: tuple[int, ...]
     offset: Tensor
-    price: Tensor
-    exact_price: Tensor
+    fee: Tensor
+    exact_fee: Tensor
     pair_offset: Tensor
-    pair_price: Tensor
+    pair_fee: Tensor
 
     @property
     def values(self) -> int:
@@ -106,7 +106,7 @@ class Stencil:
     @property
     def pairs(self) -> int:
         """How many pairs of opposite moves there are."""
-        return self.pair_price.shape[0] // 2 if len(self.ends) > 2 else 0
+        return self.pair_fee.shape[0] // 2 if len(self.ends) > 2 else 0
 
     def stage(
         self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -264,13 +264,13 @@ def extent(values, real):
 
 
 @triton.jit
-def ring_prices(price_ptr, ENDS: tl.constexpr):
+def ring_fees(fee_ptr, ENDS: tl.constexpr):
     """The cost of each ring, as a tuple of scalars (of the first alone where rings are not kept)."""
-    prices = (0.0,)
+    fees = (0.0,)
     if len(ENDS) - 1 <= RINGS_KEPT:
         for d in tl.static_range(1, len(ENDS) - 1):
-            prices = prices + (tl.load(price_ptr + ENDS[d]),)
-    return prices
+            fees = fees + (tl.load(fee_ptr + ENDS[d]),)
+    return fees
 
 
 @triton.jit
@@ -295,21 +295,21 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
 
 
 @triton.jit
-def log_moments(rings, prices, psi):
+def log_moments(rings, fees, psi):
     """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that moves."""
     top = rings[0]
     pivot = tl.zeros_like(top)  # the likeliest cost: moments around it do not cancel
     for d in tl.static_range(1, len(rings)):
-        score = rings[d] - psi * prices[d]
-        pivot = tl.where(score > top, prices[d], pivot)
+        score = rings[d] - psi * fees[d]
+        pivot = tl.where(score > top, fees[d], pivot)
         top = tl.maximum(top, score)
     stay = tl.exp(rings[0] - top)
     moving = tl.zeros_like(top)
     first = -pivot * stay
     second = pivot * pivot * stay
     for d in tl.static_range(1, len(rings)):
-        weight = tl.exp(rings[d] - psi * prices[d] - top)
-        apart = prices[d] - pivot
+        weight = tl.exp(rings[d] - psi * fees[d] - top)
+        apart = fees[d] - pivot
         moving += weight
         first += apart * weight
         second += apart * apart * weight
@@ -335,21 +335,21 @@ def ring_sums(b_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
 
 
 @triton.jit
-def sum_moments(rings, prices, psi):
+def sum_moments(rings, fees, psi):
     """:func:`log_moments` for sums; the normaliser itself instead of its log."""
     best = rings[0]
     pivot = tl.zeros_like(best)
     moving = tl.zeros_like(best)
     for d in tl.static_range(1, len(rings)):
-        weight = rings[d] * tl.exp(-psi * prices[d])
-        pivot = tl.where(weight > best, prices[d], pivot)
+        weight = rings[d] * tl.exp(-psi * fees[d])
+        pivot = tl.where(weight > best, fees[d], pivot)
         best = tl.maximum(best, weight)
         moving += weight
     first = -pivot * rings[0]
     second = pivot * pivot * rings[0]
     for d in tl.static_range(1, len(rings)):
-        weight = rings[d] * tl.exp(-psi * prices[d])
-        apart = prices[d] - pivot
+        weight = rings[d] * tl.exp(-psi * fees[d])
+        apart = fees[d] - pivot
         first += apart * weight
         second += apart * apart * weight
     total = rings[0] + moving
@@ -359,27 +359,27 @@ def sum_moments(rings, prices, psi):
 
 @triton.jit
 def table_moments(
-    s_ptr, place, own, psi, offset_ptr, price_ptr, MOVES: tl.constexpr, LINEAR: tl.constexpr
+    s_ptr, place, own, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr, LINEAR: tl.constexpr
 ):  # fmt: skip
     """The same in one pass over the moves (two in logs), with no rings to remember."""
     top = own
     if not LINEAR:
         for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
-            score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(price_ptr + k)
+            score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(fee_ptr + k)
             top = tl.maximum(top, score)
     moving = tl.zeros_like(own)
     first = tl.zeros_like(own)
     second = tl.zeros_like(own)
     for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
-        price = tl.load(price_ptr + k)
+        fee = tl.load(fee_ptr + k)
         end = tl.load(s_ptr + place + tl.load(offset_ptr + k))
         if LINEAR:
-            weight = end * tl.exp(-psi * price)
+            weight = end * tl.exp(-psi * fee)
         else:
-            weight = tl.exp(end - psi * price - top)
+            weight = tl.exp(end - psi * fee - top)
         moving += weight
-        first += price * weight
-        second += price * price * weight
+        first += fee * weight
+        second += fee * fee * weight
     if LINEAR:
         total = own + moving
         norm = total
@@ -393,15 +393,15 @@ def table_moments(
 
 @triton.jit
 def moments(
-    rings, prices, psi, s_ptr, place, offset_ptr, price_ptr,
+    rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
-        return table_moments(s_ptr, place, rings[0], psi, offset_ptr, price_ptr, ENDS[len(ENDS) - 1], LINEAR)
+        return table_moments(s_ptr, place, rings[0], psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1], LINEAR)
     elif LINEAR:
-        return sum_moments(rings, prices, psi)
+        return sum_moments(rings, fees, psi)
     else:
-        return log_moments(rings, prices, psi)
+        return log_moments(rings, fees, psi)
 
 
 @triton.jit
@@ -416,7 +416,7 @@ def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.cons
 
 @triton.jit
 def solve_price(
-    x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, prices, offset_ptr, price_ptr,
+    x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, fees, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the rows' moments there.
@@ -433,7 +433,7 @@ def solve_price(
     step = tl.where(given_up, steps + 1, 0)
     while step <= steps:
         mean, variance, norm, moved = moments(
-            rings, prices, psi, s_ptr, place, offset_ptr, price_ptr, ENDS, LINEAR
+            rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS, LINEAR
         )  # fmt: skip
         if step < steps:
             cost, slope = sum_two(x * mean, x * variance)

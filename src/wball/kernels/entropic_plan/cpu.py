@@ -66,7 +66,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     )
     given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, request.q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
-    price = request.psi.detach().to(torch.float64).contiguous().numpy().copy()
+    psi = request.psi.detach().to(torch.float64).contiguous().numpy().copy()
     limit = request.budget.detach().to(torch.float64).contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 
@@ -78,13 +78,13 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
             result = np.empty((4, *image.shape))
             _plan_images(
                 image, potential, shift, limit[part], stencil.arrays, settings, scratch,
-                result, price[part], cost[part], net[part],
+                result, psi[part], cost[part], net[part],
             )  # fmt: skip
             out[:, part] = result
 
     split(shape[0], work, entries=math.prod(shape[1:]) * len(request.moves))
     z, q_new, keep, give = (torch.from_numpy(a) for a in out)
-    tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(price).to(x.dtype))
+    tensors = (torch.from_numpy(cost), torch.from_numpy(net), torch.from_numpy(psi).to(x.dtype))
     return EntropicPlan(z, *tensors, q_new, keep, give, balanced=True)
 
 
@@ -93,19 +93,19 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
 
 
 @compiled(inner=True)
-def _weights(price, psi, out):  # type: ignore[no-untyped-def]
+def _weights(fee, psi, out):  # type: ignore[no-untyped-def]
     """``w_k``; 0 for the moves that fill up a ring."""
-    for k in range(price.size):
-        out[k] = math.exp(-psi * price[k]) if price[k] < math.inf else 0.0
+    for k in range(fee.size):
+        out[k] = math.exp(-psi * fee[k]) if fee[k] < math.inf else 0.0
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-def]
+def _rings(work, pad, n, shift, fee, ring, logs):  # type: ignore[no-untyped-def]
     """Per distinct cost, the sum of ``E`` over the moves of that cost."""
     for d in range(ring.size - 1):
         if not logs:
-            ones = np.empty(price.size)
-            _weights(price, 0.0, ones)
+            ones = np.empty(fee.size)
+            _weights(fee, 0.0, ones)
             correlate(work[_RINGS + d], work[_E], pad, n, shift, ones, ring[d], ring[d + 1])
             continue
         out, total = work[_RINGS + d, pad : pad + n], work[_TMP, pad : pad + n]
@@ -115,11 +115,11 @@ def _rings(work, pad, n, shift, price, ring, logs):  # type: ignore[no-untyped-d
         for k in range(ring[d], ring[d + 1]):
             end = work[_E, pad + shift[k] : pad + shift[k] + n]
             for i in range(n):
-                out[i] = max(out[i], end[i]) if price[k] < math.inf else out[i]
+                out[i] = max(out[i], end[i]) if fee[k] < math.inf else out[i]
         for k in range(ring[d], ring[d + 1]):
             end = work[_E, pad + shift[k] : pad + shift[k] + n]
             for i in range(n):
-                total[i] += exp(end[i] - out[i]) if price[k] < math.inf else 0.0
+                total[i] += exp(end[i] - out[i]) if fee[k] < math.inf else 0.0
         for i in range(n):
             out[i] += math.log(total[i])
 
@@ -203,7 +203,7 @@ def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-de
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: ignore[no-untyped-def]
+def _costs(work, pad, n, shift, fee, fee_back, psi, first, logs):  # type: ignore[no-untyped-def]
     """Cost of the plan, and of what is left of it when opposite flows cancel."""
     start, end = work[_A], work[_E]
     give, keep = work[_GIVE], work[_KEEP]
@@ -215,13 +215,13 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
             end[i] = e[i] * keep[i]
     cost, net = 0.0, 0.0
     a0, e0, g0, k0 = start[pad : pad + n], end[pad : pad + n], give[pad : pad + n], keep[pad : pad + n]
-    for k in range(first, price.size):
-        if price[k] == math.inf:
+    for k in range(first, fee.size):
+        if fee[k] == math.inf:
             continue
         o = pad + shift[k]
         a1, e1, g1, k1 = start[o : o + n], end[o : o + n], give[o : o + n], keep[o : o + n]
         moved, left = 0.0, 0.0
-        toll, toll_back = psi * price[k], psi * price_back[k] if price_back[k] < math.inf else -_NOTHING
+        toll, toll_back = psi * fee[k], psi * fee_back[k] if fee_back[k] < math.inf else -_NOTHING
         if not logs:
             w, w_back = math.exp(-toll), math.exp(-toll_back)
             for i in range(n):
@@ -233,20 +233,20 @@ def _costs(work, pad, n, shift, price, price_back, psi, first, logs):  # type: i
                 flow = exp(a0[i] + e1[i] - toll) * g0[i] * k1[i]
                 moved += flow
                 left += max(flow - exp(a1[i] + e0[i] - toll_back) * g1[i] * k0[i], 0.0)
-        cost += price[k] * moved
-        net += price[k] * left
+        cost += fee[k] * moved
+        net += fee[k] * left
     return cost, net
 
 
 @compiled()
 def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  # type: ignore[no-untyped-def]
-    rows, columns, price, ring, sweeps = moves.rows, moves.columns, moves.price, moves.ring, settings.sweeps
+    rows, columns, fee, ring, sweeps = moves.rows, moves.columns, moves.fee, moves.ring, settings.sweeps
     lo, hi = settings.box.lo, settings.box.hi
     rr, rc = 0, 0
     for k in range(rows.size):
         rr, rc = max(rr, abs(rows[k])), max(rc, abs(columns[k]))
     _, channels, full_height, full_width = x.shape
-    weight = np.empty(price.size)
+    weight = np.empty(fee.size)
     for m in range(x.shape[0]):
         top, bottom, left, right = mass_box(x[m])
         moving = bottom > 0 and budget[m] > 0.0
@@ -288,21 +288,21 @@ def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  
                     work[_E, at + j] = s if logs else exp(s - middle)
                     work[_Q, at + j] = p if logs else exp(p)
 
-        p, flat = psi[m], Flat(pad, n, shift, -shift, price, ring[1])
+        p, flat = psi[m], Flat(pad, n, shift, -shift, fee, ring[1])
         factors = Factors(
             work[_X], work[_A], work[_E], work[_KEEP], work[_GIVE], work[_SENT], work[_RECEIVED],
             work[_FIRST], work[_SECOND], work[_TMP],
         )  # fmt: skip
         for sweep in range(sweeps + 1):
             if sweep > 0:
-                _weights(price, p, weight)
+                _weights(fee, p, weight)
                 receive(factors, flat, weight, p, ring[0], logs)
                 _shift_potentials(work, pad, n, lo, hi, logs)
-            _rings(work, pad, n, shift, price, ring, logs)
+            _rings(work, pad, n, shift, fee, ring, logs)
             p = _solve_psi(work, pad, n, p, budget[m], moves.ring_cost, settings.newton, settings.cost_tol, logs)
-        _weights(price, p, weight)
+        _weights(fee, p, weight)
         repair(factors, flat, weight, p, settings.box, settings.schedule, logs)
-        cost[m], net[m] = _costs(work, pad, n, shift, price, moves.price_back, p, ring[1], logs)
+        cost[m], net[m] = _costs(work, pad, n, shift, fee, moves.fee_back, p, ring[1], logs)
         psi[m] = p
 
         for c in range(channels):

@@ -35,7 +35,7 @@ from wball.kernels.triton_stencil import (
     extent,
     kernel,
     pixels,
-    ring_prices,
+    ring_fees,
     solve_price,
     stage_halos,
     stencil,
@@ -73,7 +73,7 @@ def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     for linear in (True, False):  # the second solves what the first notes in `wide`
         _plan_kernel[(batch,)](
-            *given, *out, *staged, wide, table.offset, table.price, table.pair_offset, table.pair_price, 1,
+            *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1,
             *limits(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
             LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block, 128), num_stages=1,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def _plan_kernel(
     x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
     z_out, q_out, keep_out, give_out, psi_out, cost_out, net_out,
     s_ptr, t_ptr, wide_ptr,
-    offset_ptr, price_ptr, pair_offset_ptr, pair_price_ptr,
+    offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
     one, lo, hi, slack, sweeps, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, LINEAR: tl.constexpr,
@@ -110,7 +110,7 @@ def _plan_kernel(
     psi = tl.load(psi_ptr + image).to(tl.float32)
     keep = tl.full([BLOCK], 1.0, tl.float32)
     give = tl.full([BLOCK], 1.0, tl.float32)
-    prices = ring_prices(price_ptr, ENDS)
+    fees = ring_fees(fee_ptr, ENDS)
 
     # s and t are the column and row terms of a move: added in logs, multiplied without.
     s = b + q
@@ -129,7 +129,7 @@ def _plan_kernel(
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
         psi, _, norm, moved = solve_price(
-            x, s, psi, budget, TOL, newton, wide, s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
+            x, s, psi, budget, TOL, newton, wide, s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
         )
         if LINEAR:
             t = x / norm
@@ -140,7 +140,7 @@ def _plan_kernel(
         sent = x * moved
         tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
@@ -155,7 +155,7 @@ def _plan_kernel(
         tl.store(wide_ptr + image, wide.to(tl.int32))
     else:
         # In logs flows are off by the rounding of their exponents: count as sent the very numbers that arrive.
-        sent = flows(s_ptr, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+        sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
 
     z = x - sent + received
     over, under = is_broken(z, x, lo, hi, slack, real)
@@ -166,13 +166,13 @@ def _plan_kernel(
         if LINEAR:
             stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
             next_sent, received = exchange(
-                s_ptr, t_ptr, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR
+                s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
             )
         else:
             _write_factors(keep_out, give_out, tighter, give, real, here)
             next_sent, received = factored_exchange(
                 s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, psi,
-                offset_ptr, price_ptr, W, RR, RC, MOVES,
+                offset_ptr, fee_ptr, W, RR, RC, MOVES,
             )  # fmt: skip
         way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
         way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
@@ -187,12 +187,12 @@ def _plan_kernel(
         stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
         kept, given = with_factors(s, t, keep, give, LINEAR)
         cost, net = pair_costs(
-            s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_price_ptr, PAIRS, LINEAR
+            s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, LINEAR
         )  # fmt: skip
     else:
         cost, net = factored_pair_costs(
             s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, keep, give, psi,
-            pair_offset_ptr, pair_price_ptr, W, RR, RC, PAIRS,
+            pair_offset_ptr, pair_fee_ptr, W, RR, RC, PAIRS,
         )  # fmt: skip
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
     tl.store(net_out + image, tl.sum(tl.where(real, net, 0.0).to(tl.float64), 0))

@@ -33,7 +33,7 @@ from wball.kernels.triton_stencil import (
     make_rings,
     moments,
     newton_step,
-    ring_prices,
+    ring_fees,
     staged_position,
 )
 
@@ -62,7 +62,7 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps
     flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_COUNTED) + 3, batch), dtype=torch.int32, device=device)
     found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
     arrived, _ = flags[-1], broken[0].fill_(1)  # nobody knows before the first exchange
-    moves = (wide, table.offset, table.price)
+    moves = (wide, table.offset, table.fee)
     grid, options = (
         (tiles, batch),
         {**table.constants(), "BLOCK": TILE, "num_warps": 8, "maxnreg": 128, "num_stages": 1},
@@ -99,7 +99,7 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps
             x, psi, s, t, keep, give, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
         )
     _cost_kernel[grid](
-        x, psi, s, t, keep, give, sent, z, cost, net, partial, arrived, wide, table.pair_offset, table.pair_price,
+        x, psi, s, t, keep, give, sent, z, cost, net, partial, arrived, wide, table.pair_offset, table.pair_fee,
         1, lo, hi, **options, PAIRS=table.pairs,
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def _stage_kernel(
 @kernel("one", "step", "newton")
 def _newton_kernel(
     x_ptr, budget_ptr, psi_ptr, bracket_ptr, s_ptr, t_ptr, found_ptr, live_ptr, partial_ptr, arrived_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, step, newton,
+    wide_ptr, offset_ptr, fee_ptr, one, step, newton,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, FIRST: tl.constexpr, TOL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +184,9 @@ def _newton_kernel(
         psi = tl.load(psi_ptr + image)
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         if tl.load(wide_ptr + image) == 0:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
         else:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, price_ptr, ENDS, (), False)
+            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, (), False)
         tl.store(t_ptr + staged + place, t, mask=real)
         if step < newton:
             last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
@@ -204,17 +204,17 @@ def _newton_kernel(
 
 
 @triton.jit
-def _rows(x, psi, s_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
+def _rows(x, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
     """Mean and variance of the rows' costs, and the row terms."""
     rings = make_rings(s_ptr, place, tl.load(s_ptr + place), offset_ptr, ENDS, OFFSETS, LINEAR)
-    prices = ring_prices(price_ptr, ENDS)
-    mean, variance, norm, _ = moments(rings, prices, psi, s_ptr, place, offset_ptr, price_ptr, ENDS, LINEAR)
+    fees = ring_fees(fee_ptr, ENDS)
+    mean, variance, norm, _ = moments(rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS, LINEAR)
     return mean, variance, x / norm if LINEAR else tl.log(x) - norm
 
 
 @kernel("one")
 def _shift_kernel(
-    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, price_ptr, one, lo, hi,
+    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, fee_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ def _shift_kernel(
         live = tl.load(live_ptr + image) != 0
     if live:
         s, stay, received, linear = _columns(
-            psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, price_ptr,
+            psi_ptr + image, s_ptr + staged, t_ptr + staged, wide_ptr + image, place, offset_ptr, fee_ptr,
             ENDS, OFFSETS,
         )  # fmt: skip
         q = tl.load(q_ptr + values + index, mask=real, other=0.0)
@@ -239,18 +239,18 @@ def _shift_kernel(
 
 
 @triton.jit
-def _columns(psi_ptr, s_ptr, t_ptr, wide_ptr, place, offset_ptr, price_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+def _columns(psi_ptr, s_ptr, t_ptr, wide_ptr, place, offset_ptr, fee_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
     """Own column terms, what stays, what arrives, and whether there are no logs."""
     psi = tl.load(psi_ptr)
     s, t = tl.load(s_ptr + place), tl.load(t_ptr + place)
-    prices = ring_prices(price_ptr, ENDS)
+    fees = ring_fees(fee_ptr, ENDS)
     linear = tl.load(wide_ptr) == 0
     if linear:
         stay = t * s
-        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
     else:
         stay = tl.exp(t + s)
-        received = flows(t_ptr, place, s, -1, psi, prices, offset_ptr, price_ptr, ENDS, (), False)
+        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, (), False)
     return s, stay, received, linear
 
 
@@ -297,7 +297,7 @@ def _tightest(x, received, kept, hi):
 @kernel("one")
 def _way_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, kept_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, partial_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, hi, slack,
+    wide_ptr, offset_ptr, fee_ptr, one, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -313,8 +313,8 @@ def _way_kernel(
         received = tl.load(received_ptr + values + index, mask=real, other=0.0)
         keep = _tightest(x, received, kept, hi)
         t = tl.load(t_ptr + staged + place)  # carries `give`
-        prices = ring_prices(price_ptr, ENDS)
-        sent = flows(s_ptr + staged, place, t, 1, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True)
+        fees = ring_fees(fee_ptr, ENDS)
+        sent = flows(s_ptr + staged, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
         way = way_back(x - give * had_sent + kept * received, x - sent + keep * received, hi, slack, real)
         tl.store(partial_ptr + 2 * (image * TILES + tl.program_id(0)), tl.max(way, 0).to(tl.float64))
 
@@ -347,7 +347,7 @@ def _blend_kernel(
 @kernel("one")
 def _exchange_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, received_ptr, broken_ptr, still_broken_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, lo, hi, slack,
+    wide_ptr, offset_ptr, fee_ptr, one, lo, hi, slack,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -359,16 +359,16 @@ def _exchange_kernel(
         give = tl.load(give_ptr + values + index, mask=real, other=1.0)
         linear = tl.load(wide_ptr + image) == 0
         s, t = tl.load(s_ptr + staged + place), tl.load(t_ptr + staged + place)
-        prices = ring_prices(price_ptr, ENDS)
+        fees = ring_fees(fee_ptr, ENDS)
         if linear:
             s, t = _without_factors(s, t, keep, give)
             sent, received = exchange(
-                s_ptr + staged, t_ptr + staged, place, s, t, psi, prices, offset_ptr, price_ptr, ENDS, OFFSETS, True
+                s_ptr + staged, t_ptr + staged, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True
             )
         else:
             sent, received = factored_exchange(
                 s_ptr + staged, t_ptr + staged, keep_ptr + values, give_ptr + values, place, index, real, s, t, psi,
-                offset_ptr, price_ptr, W, RR, RC, ENDS[len(ENDS) - 1],
+                offset_ptr, fee_ptr, W, RR, RC, ENDS[len(ENDS) - 1],
             )  # fmt: skip
         tl.store(sent_ptr + values + index, sent, mask=real)
         tl.store(received_ptr + values + index, received, mask=real)
@@ -380,7 +380,7 @@ def _exchange_kernel(
 @kernel("one")
 def _cost_kernel(
     x_ptr, psi_ptr, s_ptr, t_ptr, keep_ptr, give_ptr, sent_ptr, z_ptr, cost_out, net_out, partial_ptr, arrived_ptr,
-    wide_ptr, offset_ptr, price_ptr, one, lo, hi,
+    wide_ptr, offset_ptr, fee_ptr, one, lo, hi,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -397,12 +397,12 @@ def _cost_kernel(
     tl.store(z_ptr + values + index, tl.minimum(tl.maximum(z, lo), hi), mask=real)
     if tl.load(wide_ptr + image) == 0:
         cost, net = pair_costs(
-            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, price_ptr, PAIRS, True
+            s_ptr + staged, t_ptr + staged, place, s, t, psi, offset_ptr, fee_ptr, PAIRS, True
         )  # fmt: skip
     else:
         cost, net = factored_pair_costs(
             s_ptr + staged, t_ptr + staged, keep_ptr + values, give_ptr + values, place, index, real, s, t, keep, give,
-            psi, offset_ptr, price_ptr, W, RR, RC, PAIRS,
+            psi, offset_ptr, fee_ptr, W, RR, RC, PAIRS,
         )  # fmt: skip
     last, cost, net = _image_sums(
         tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK

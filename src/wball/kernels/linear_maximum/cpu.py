@@ -36,14 +36,14 @@ def linear_maximum(
     )
     shifts = np.array(moves.offsets, dtype=np.int64)
     ring = np.array([moves.distinct.index(cost) for cost in moves.costs], dtype=np.int64)
-    price = np.array(moves.distinct)
+    fee = np.array(moves.distinct)
     numbers, steps = np.empty((len(rows), 3)), np.empty(len(rows), dtype=np.int64)
     z = np.zeros(rows.shape if point else (len(rows), 0, 0, 0))
 
     def work(start: int, stop: int) -> None:
-        _maxima(rows, image, limit, shifts, ring, price, max_iter, start, stop, numbers, steps, z)
+        _maxima(rows, image, limit, shifts, ring, fee, max_iter, start, stop, numbers, steps, z)
 
-    split(len(rows), work, x[:1].numel() * (len(moves) + 4 * len(price)))
+    split(len(rows), work, x[:1].numel() * (len(moves) + 4 * len(fee)))
     upper, psi, cost = torch.from_numpy(numbers).unbind(1)
     maximiser = torch.from_numpy(z).to(a.dtype) if point else None
     return LinearMaximum(psi.to(a.dtype), upper, cost, maximiser, torch.from_numpy(steps))
@@ -63,7 +63,7 @@ class _Found(NamedTuple):
 
 
 @compiled(inner=True, fastmath=FAST)
-def _evaluate(worth, stay, mass, count, price, psi, best, paid):  # type: ignore[no-untyped-def]
+def _evaluate(worth, stay, mass, count, fee, psi, best, paid):  # type: ignore[no-untyped-def]
     """``sum_i x_i max_j (a_j - psi C_ij)`` over the sources left, and what the plan costs."""
     value, cost = 0.0, 0.0
     for start in range(0, count, BLOCK):
@@ -71,13 +71,13 @@ def _evaluate(worth, stay, mass, count, price, psi, best, paid):  # type: ignore
         for s in range(n):
             best[s] = stay[start + s]
             paid[s] = 0.0
-        for k in range(price.shape[0]):
-            drop, fee = psi * price[k], price[k]
+        for k in range(fee.shape[0]):
+            drop, own = psi * fee[k], fee[k]
             for s in range(n):
                 gain = worth[k, start + s] - drop
                 better = gain > best[s]
                 best[s] = gain if better else best[s]
-                paid[s] = fee if better else paid[s]
+                paid[s] = own if better else paid[s]
         for s in range(n):
             value += best[s] * mass[start + s]
             cost += paid[s] * mass[start + s]
@@ -85,16 +85,16 @@ def _evaluate(worth, stay, mass, count, price, psi, best, paid):  # type: ignore
 
 
 @compiled(inner=True, fastmath=FAST)
-def _leave(worth, stay, mass, count, price, psi):  # type: ignore[no-untyped-def]
+def _leave(worth, stay, mass, count, fee, psi):  # type: ignore[no-untyped-def]
     """Drop the sources that stay at ``psi``; how many are left, and what the others are worth."""
     kept, rest = 0, 0.0
     for s in range(count):
         moves = False
-        for k in range(price.shape[0]):
-            moves = moves or worth[k, s] - psi * price[k] > stay[s]
+        for k in range(fee.shape[0]):
+            moves = moves or worth[k, s] - psi * fee[k] > stay[s]
         if moves:
             stay[kept], mass[kept] = stay[s], mass[s]
-            for k in range(price.shape[0]):
+            for k in range(fee.shape[0]):
                 worth[k, kept] = worth[k, s]
             kept += 1
         else:
@@ -103,31 +103,31 @@ def _leave(worth, stay, mass, count, price, psi):  # type: ignore[no-untyped-def
 
 
 @compiled(inner=True, fastmath=FAST)
-def _beyond(far, elsewhere, price, psi):  # type: ignore[no-untyped-def]
+def _beyond(far, elsewhere, fee, psi):  # type: ignore[no-untyped-def]
     """What mass outside the patch is worth and pays."""
     value, cost = 0.0, 0.0
-    first = price.shape[0] - elsewhere.shape[1]
+    first = fee.shape[0] - elsewhere.shape[1]
     for c in range(elsewhere.shape[0]):
         for t in range(elsewhere.shape[1]):
-            gain = far[c] - psi * price[first + t]
+            gain = far[c] - psi * fee[first + t]
             if gain > 0.0:
                 value += gain * elsewhere[c, t]
-                cost += price[first + t] * elsewhere[c, t]
+                cost += fee[first + t] * elsewhere[c, t]
     return value, cost
 
 
 @compiled(inner=True, fastmath=FAST)
-def search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds, tol, best_of, paid):  # type: ignore[no-untyped-def]
+def search(worth, stay, mass, count, fee, far, elsewhere, budget, step, rounds, tol, best_of, paid):  # type: ignore[no-untyped-def]
     """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and the bracket it is in."""
     high, base = 0.0, 0.0
-    for k in range(price.shape[0]):  # a free move is as good as staying, at any price
-        if price[k] == 0.0:
+    for k in range(fee.shape[0]):  # a free move is as good as staying, at any price
+        if fee[k] == 0.0:
             for s in range(count):
                 stay[s] = max(stay[s], worth[k, s])
-    for k in range(price.shape[0]):
-        if price[k] > 0.0:
+    for k in range(fee.shape[0]):
+        if fee[k] > 0.0:
             for s in range(count):
-                high = max(high, (worth[k, s] - stay[s]) / price[k])
+                high = max(high, (worth[k, s] - stay[s]) / fee[k])
     if elsewhere.shape[1]:
         for c in range(far.shape[0]):
             high = max(high, far[c] / step)
@@ -150,17 +150,17 @@ def search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds
             psi = 0.5 * (low + high) if k % 3 == 2 else meet
         else:
             psi = 0.0 if k == rounds - 1 else _DOWN * high
-        value, cost = _evaluate(worth, stay, mass, count, price, psi, best_of, paid)
+        value, cost = _evaluate(worth, stay, mass, count, fee, psi, best_of, paid)
         if elsewhere.shape[1]:
-            more, fees = _beyond(far, elsewhere, price, psi)
-            value, cost = value + more, cost + fees
+            more, spent = _beyond(far, elsewhere, fee, psi)
+            value, cost = value + more, cost + spent
         value += base + budget * psi
         steps += 1
         if value < best:
             best, psi_best, cost_best = value, psi, cost
         if cost > budget:
             low, value_low, cost_low, bracketed = psi, value, cost, True
-            count, rest = _leave(worth, stay, mass, count, price, psi)
+            count, rest = _leave(worth, stay, mass, count, fee, psi)
             base += rest
         else:
             high, value_high, cost_high = psi, value, cost
@@ -172,24 +172,24 @@ def search(worth, stay, mass, count, price, far, elsewhere, budget, step, rounds
 
 
 @compiled(inner=True)
-def _best_move(a, c, r, k, shifts, ring, price, psi):  # type: ignore[no-untyped-def]
+def _best_move(a, c, r, k, shifts, ring, fee, psi):  # type: ignore[no-untyped-def]
     """The cheapest of the best moves out of a pixel."""
     best, choice = a[c, r, k], 0
     for m in range(1, shifts.shape[0]):
         down, across = r + shifts[m, 0], k + shifts[m, 1]
         if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
-            score = a[c, down, across] - psi * price[ring[m]]
+            score = a[c, down, across] - psi * fee[ring[m]]
             if score > best:
                 best, choice = score, m
     return choice
 
 
 @compiled()
-def _maxima(a, x, budget, shifts, ring, price, rounds, start, stop, numbers, steps, z):  # type: ignore[no-untyped-def]
+def _maxima(a, x, budget, shifts, ring, fee, rounds, start, stop, numbers, steps, z):  # type: ignore[no-untyped-def]
     """Whole images: bounds, and where asked for the points that reach them."""
     channels, height, width = a.shape[1:]
     most = channels * height * width
-    worth, stay, mass = np.empty((price.shape[0], most)), np.empty(most), np.empty(most)
+    worth, stay, mass = np.empty((fee.shape[0], most)), np.empty(most), np.empty(most)
     best, paid = np.empty(BLOCK), np.empty(BLOCK)
     far, elsewhere = np.empty(channels), np.empty((channels, 0))
     for n in range(start, stop):
@@ -200,14 +200,14 @@ def _maxima(a, x, budget, shifts, ring, price, rounds, start, stop, numbers, ste
                     if x[n, c, r, k] <= 0.0:
                         continue
                     mass[count], stay[count] = x[n, c, r, k], a[n, c, r, k]
-                    for d in range(price.shape[0]):
+                    for d in range(fee.shape[0]):
                         worth[d, count] = NOWHERE
                     for m in range(shifts.shape[0]):
                         down, across = r + shifts[m, 0], k + shifts[m, 1]
                         if 0 <= down < height and 0 <= across < width:
                             worth[ring[m], count] = max(worth[ring[m], count], a[n, c, down, across])
                     count += 1
-        found = search(worth, stay, mass, count, price, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid)
+        found = search(worth, stay, mass, count, fee, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid)
         numbers[n, 0], numbers[n, 1], numbers[n, 2] = found.value, found.psi, found.cost
         steps[n] = found.steps
         if z.shape[1] == 0:
@@ -218,7 +218,7 @@ def _maxima(a, x, budget, shifts, ring, price, rounds, start, stop, numbers, ste
             for r in range(height):
                 for k in range(width):
                     if x[n, c, r, k] > 0.0:
-                        m = _best_move(a[n], c, r, k, shifts, ring, price, found.high)
+                        m = _best_move(a[n], c, r, k, shifts, ring, fee, found.high)
                         z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += (1.0 - blend) * x[n, c, r, k]
-                        m = _best_move(a[n], c, r, k, shifts, ring, price, found.low)
+                        m = _best_move(a[n], c, r, k, shifts, ring, fee, found.low)
                         z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += blend * x[n, c, r, k]

@@ -59,13 +59,13 @@ class _Search:
         self.budget = budget.to(torch.float64).clamp(min=0.0)
         ends = self.moves.ends(a, -math.inf)
         self.rings = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in self.moves.rings])
-        self.price = self.moves.ring_cost  # a number each, or one per pixel
+        self.ring_cost = self.moves.ring_cost  # a number each, or one per pixel
 
     def at(self, psi: Tensor) -> _End:
-        score = self.rings - per_image(psi, self.a) * self.price
+        score = self.rings - per_image(psi, self.a) * self.ring_cost
         best = score.amax(0)
         # Among equal moves the cheapest: the side of a kink on which the plan costs less.
-        toll = torch.where(score >= best, self.price, math.inf).amin(0)
+        toll = torch.where(score >= best, self.ring_cost, math.inf).amin(0)
         value = dot(self.x.double(), best.double()) + psi.double() * self.budget
         return _End(psi, value, dot(self.x.double(), toll.double()))
 
@@ -74,7 +74,9 @@ class _Search:
         low = self.at(torch.zeros_like(self.a[:, 0, 0, 0]))
         free = low.cost <= self.budget
         # Above the steepest gain per unit of cost nobody moves.
-        gain = torch.where((self.x > 0) & (self.price > 0), (self.rings - self.a) / self.price.clamp(min=1e-30), 0.0)
+        gain = torch.where(
+            (self.x > 0) & (self.ring_cost > 0), (self.rings - self.a) / self.ring_cost.clamp(min=1e-30), 0.0
+        )
         steepest = gain.amax(0).flatten(1).amax(1).clamp(min=0)
         high = low.where(free, self.at(steepest * (1 + 1e-6) + 1e-30))
         settled, n_iter = free, torch.full_like(low.psi, 2, dtype=torch.long)

@@ -19,7 +19,7 @@ from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.triton_stencil import (
     is_halo,
     kernel,
-    ring_prices,
+    ring_fees,
     staged_position,
     stencil,
     sum_two,
@@ -54,7 +54,7 @@ def linear_maximum(
     if rows:
         _support_kernel[(rows,)](
             a.contiguous(), x.contiguous(), budget.to(torch.float64), psi, upper, cost, n_iter, z, choice, mass,
-            table.offset, table.price, _steps(moves, device), 1, max_iter,
+            table.offset, table.fee, _steps(moves, device), 1, max_iter,
             C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
             POINT=point, BLOCK=block, num_warps=min(32, max(4, block // 128)), num_stages=1,
         )  # fmt: skip
@@ -68,13 +68,13 @@ def _steps(moves: StencilMoves, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _at(rings, prices, x, psi, budget):
+def _at(rings, fees, x, psi, budget):
     """The function at ``psi`` and what the cheapest best moves cost."""
     best = rings[0]
     toll = tl.zeros_like(best)
     for d in tl.static_range(1, len(rings)):
-        score = rings[d] - psi * prices[d]
-        toll = tl.where(score > best, prices[d], toll)
+        score = rings[d] - psi * fees[d]
+        toll = tl.where(score > best, fees[d], toll)
         best = tl.maximum(best, score)
     worth, spent = x.to(tl.float64) * best.to(tl.float64), (x * toll).to(tl.float64)
     value, cost = sum_two(worth, spent)
@@ -84,7 +84,7 @@ def _at(rings, prices, x, psi, budget):
 @kernel("one", "max_iter")
 def _support_kernel(
     a_ptr, x_ptr, budget_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
-    offset_ptr, price_ptr, step_ptr, one, max_iter,
+    offset_ptr, fee_ptr, step_ptr, one, max_iter,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     POINT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def _support_kernel(
     x = tl.load(x_ptr + n * N + index, mask=real, other=0.0).to(tl.float32)
     budget = tl.maximum(tl.load(budget_ptr + n), 0.0)
 
-    prices = ring_prices(price_ptr, ENDS)
+    fees = ring_fees(fee_ptr, ENDS)
     rings = (a,)
     for d in tl.static_range(1, len(ENDS) - 1):
         best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -113,14 +113,14 @@ def _support_kernel(
     # Above the steepest gain per unit of cost nobody moves.
     steepest = tl.zeros([BLOCK], tl.float32)
     for d in tl.static_range(1, len(rings)):
-        gain = tl.where(x > 0.0, (rings[d] - a) / tl.where(prices[d] > 0.0, prices[d], 1.0), 0.0)
-        gain = tl.where(prices[d] > 0.0, gain, 0.0)
+        gain = tl.where(x > 0.0, (rings[d] - a) / tl.where(fees[d] > 0.0, fees[d], 1.0), 0.0)
+        gain = tl.where(fees[d] > 0.0, gain, 0.0)
         steepest = tl.maximum(steepest, gain)
     low_psi = 0.0 * tl.max(steepest, 0)
-    low_value, low_cost = _at(rings, prices, x, low_psi, budget)
+    low_value, low_cost = _at(rings, fees, x, low_psi, budget)
     free = low_cost <= budget
     high_psi = tl.where(free, 0.0, tl.max(steepest, 0) * (1 + 1e-6) + 1e-30)
-    high_value, high_cost = _at(rings, prices, x, high_psi, budget)
+    high_value, high_cost = _at(rings, fees, x, high_psi, budget)
     steps = 2
     settled = free
     while (steps < max_iter) & (settled == False):  # noqa: E712
@@ -131,7 +131,7 @@ def _support_kernel(
         tangent_step = (steps - 2) % 3 < 2
         trial = tl.where(tangent_step, (low_psi.to(tl.float64) + reach).to(tl.float32), middle)
         trial = tl.where((trial > low_psi) & (trial < high_psi), trial, middle)
-        value, cost = _at(rings, prices, x, trial, budget)
+        value, cost = _at(rings, fees, x, trial, budget)
         below = tl.maximum(
             low_value + left * (trial - low_psi).to(tl.float64), high_value - right * (high_psi - trial).to(tl.float64)
         )
@@ -169,12 +169,12 @@ def _support_kernel(
             inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
             shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
             end = tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32)
-            price = tl.load(price_ptr + k)
+            fee = tl.load(fee_ptr + k)
             number = k * 1.0
-            move_low = tl.where(end - low_psi * price > best_low, number, move_low)
-            best_low = tl.maximum(best_low, end - low_psi * price)
-            move_high = tl.where(end - high_psi * price > best_high, number, move_high)
-            best_high = tl.maximum(best_high, end - high_psi * price)
+            move_low = tl.where(end - low_psi * fee > best_low, number, move_low)
+            best_low = tl.maximum(best_low, end - low_psi * fee)
+            move_high = tl.where(end - high_psi * fee > best_high, number, move_high)
+            best_high = tl.maximum(best_high, end - high_psi * fee)
         spread = low_cost - high_cost
         blend = tl.where(spread > 0.0, (budget - high_cost) / tl.maximum(spread, 1e-300), 0.0)
         blend = tl.minimum(tl.maximum(blend, 0.0), 1.0).to(tl.float32)

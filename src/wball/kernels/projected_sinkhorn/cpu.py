@@ -39,7 +39,7 @@ class _Settings(NamedTuple):
     max_iter: int
     first: float
     least: float
-    price: float
+    price_tol: float
     momentum: float
     rounds: int
     doubt: float
@@ -148,7 +148,7 @@ def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _spent(work, pad, n, shift, weight, price, first):  # type: ignore[no-untyped-def]
+def _spent(work, pad, n, shift, weight, fee, first):  # type: ignore[no-untyped-def]
     """``<P, C>``."""
     a, e, tmp = work[sweeps.A, pad : pad + n], work[sweeps.E, pad : pad + n], work[sweeps.TMP, pad : pad + n]
     keep, give, paid = (
@@ -156,12 +156,12 @@ def _spent(work, pad, n, shift, weight, price, first):  # type: ignore[no-untype
         work[sweeps.GIVE, pad : pad + n],
         work[sweeps.FIRST, pad : pad + n],
     )
-    priced = np.zeros(price.size)
-    for k in range(first, price.size):
-        priced[k] = weight[k] * price[k] if weight[k] > 0.0 else 0.0
+    paid_for = np.zeros(fee.size)
+    for k in range(first, fee.size):
+        paid_for[k] = weight[k] * fee[k] if weight[k] > 0.0 else 0.0
     for i in range(n):
         tmp[i] = e[i] * keep[i]
-    correlate(work[sweeps.FIRST], work[sweeps.TMP], pad, n, shift, priced, first, price.size)
+    correlate(work[sweeps.FIRST], work[sweeps.TMP], pad, n, shift, paid_for, first, fee.size)
     total = 0.0
     for i in range(n):
         total += a[i] * give[i] * paid[i]
@@ -295,7 +295,7 @@ def _write_factors(factors, work, reached, spots, lit, pad, width, box, scale, x
 @compiled()
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     x, w, u, budget, tau, psi = given
-    rows, columns, price, ring_cost, ring = moves.rows, moves.columns, moves.price, moves.ring_cost, moves.ring
+    rows, columns, fee, ring_cost, ring = moves.rows, moves.columns, moves.fee, moves.ring_cost, moves.ring
     out, numbers, n_iter, wide, factors = answer
     lo, hi, tol, parts, max_iter = settings.box.lo, settings.box.hi, settings.tol, settings.parts, settings.max_iter
     f = Factors(
@@ -304,9 +304,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
     )  # fmt: skip
     gram, eliminated = np.zeros((memory.MEMORY, memory.MEMORY)), np.zeros((memory.MEMORY, memory.MEMORY))
     products, combination = np.zeros(memory.MEMORY), np.zeros(memory.MEMORY)
-    weight, ones = np.empty(price.size), np.empty(price.size)
-    for k in range(price.size):
-        ones[k] = 1.0 if price[k] < math.inf else 0.0
+    weight, ones = np.empty(fee.size), np.empty(fee.size)
+    for k in range(fee.size):
+        ones[k] = 1.0 if fee[k] < math.inf else 0.0
     least, most = math.log(lo) if lo > 0.0 else -math.inf, math.log(hi)
     for m in range(x.shape[0]):
         box, heat = mass_box(x[m]), tau[m]
@@ -322,9 +322,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
 
         n, pad, width, lit, reached, spots = _lay_out(work, x[m], w[m], u[m], heat, box, rows, columns, ones, ring)
         shift, count = rows * width + columns, reached.size
-        flat = Flat(pad, n, shift, -shift, price, ring[1])
+        flat = Flat(pad, n, shift, -shift, fee, ring[1])
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
-        toll, middle = psi[m] / heat, sweeps.extent(work, count)[0]
+        price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
         steps, streak, log_sums, held, misled, lowest = 0, 0.0, 0.0, 0, False, math.inf
         gram[:] = 0.0
@@ -337,11 +337,12 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     break
                 sweeps.exponentials(work, middle, reached)
             sweeps.rings(work, pad, n, shift, ones, ring, lit)
-            newton, miss = 2 if steps > 0 else 12, settings.price * target * size / heat
-            toll, cost = sweeps.solve_price(work, lit.size, toll, budget[m], ring_cost, newton, miss, settings.price)
-            sweeps.normalise(work, toll, ring_cost, lit)
+            newton, tolerated = 2 if steps > 0 else 12, settings.price_tol
+            miss = tolerated * target * size / heat
+            price, cost = sweeps.solve_price(work, lit.size, price, budget[m], ring_cost, newton, miss, tolerated)
+            sweeps.normalise(work, price, ring_cost, lit)
             for d in range(ring_cost.size):
-                _, factor = sweeps.ring(ring_cost, d, toll)
+                _, factor = sweeps.ring(ring_cost, d, price)
                 for k in range(ring[d], ring[d + 1]):
                     weight[k] = factor * ones[k]
             correlate(work[sweeps.ARRIVING], work[sweeps.A], pad, n, flat.back, weight, ring[0], ring[-1])
@@ -352,15 +353,15 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
 
             # About the gap after a repair: columns above hi will send mass back, unspent.
             misfit, outside, distance, inner = sweeps.estimate(work, count, heat, lo, hi)
-            about = misfit + heat * toll * (abs(budget[m] - cost) + 1.5 * outside)
+            about = misfit + heat * price * (abs(budget[m] - cost) + 1.5 * outside)
             # The size changes little from sweep to sweep.
             if steps == 1 or about <= 2 * target * size or steps >= max_iter:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
-                entropy = heat * (inner - toll * cost - log_sums)
+                entropy = heat * (inner - price * cost - log_sums)
                 size = max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
             if about <= target * size or steps >= max_iter:
                 _repair(work, f, flat, weight, settings)
-                spent = _spent(work, pad, n, shift, weight, price, ring[1])
+                spent = _spent(work, pad, n, shift, weight, fee, ring[1])
                 scale = min(budget[m] / max(spent, TINY), 1.0)
                 spent *= scale
                 divergence = _divergence(work, pad, n, scale)
@@ -368,8 +369,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 sweeps.gather(work[sweeps.Z], work[sweeps.TMP], reached)
                 misfit, distance, inner = sweeps.judge(work, count, heat, lo, hi)
                 distance += beyond
-                gap = misfit + heat * (toll * (budget[m] - spent) + divergence)
-                entropy = heat * (divergence + inner - toll * spent - log_sums)
+                gap = misfit + heat * (price * (budget[m] - spent) + divergence)
+                entropy = heat * (divergence + inner - price * spent - log_sums)
                 allowed = tol * max(distance, parts * (distance - entropy)) + tol * tol * at_centre
                 offers += 1
                 if gap <= allowed or offers == settings.rounds or steps >= max_iter:
@@ -389,7 +390,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 memory.combine(gram, products, min(held, memory.MEMORY), eliminated, combination)
                 memory.extrapolate(work, past, count, combination)
 
-        n_iter[m], numbers[m, _PSI] = steps, heat * toll
+        n_iter[m], numbers[m, _PSI] = steps, heat * price
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
         if factors.size > 0 and not wide[m]:
             _write_factors(factors[m], work, reached, spots, lit, pad, width, box, scale, x[m])

@@ -28,7 +28,7 @@ from wball.kernels.triton_stencil import (
     extent,
     kernel,
     pixels,
-    ring_prices,
+    ring_fees,
     solve_price,
     stage_halos,
     stencil,
@@ -87,7 +87,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         _projection_kernel[(batch,)](
             x, w, budget, problem.tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
             staged if exact else staged.view(torch.float32), wide,
-            table.offset, table.exact_price if exact else table.price,
+            table.offset, table.exact_fee if exact else table.fee,
             _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * problem.unit,
             tol if exact else rough, problem.max_iter, batch,
             # Where few sweeps are made the moves are looped over, which is faster to compile.
@@ -152,9 +152,9 @@ def _stage(ptr, place, values, real):
 
 @triton.jit
 def _exchanged(
-    ptr, factor_ptr, place, index, real, theirs, own, factor, toward: tl.constexpr, price, prices,
-    offset_ptr, price_ptr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PRICED: tl.constexpr = False,
+    ptr, factor_ptr, place, index, real, theirs, own, factor, toward: tl.constexpr, price, fees,
+    offset_ptr, fee_ptr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
     """What each pixel exchanges by its ``own`` terms with those around, whose terms and factors are staged for it.
 
@@ -163,14 +163,14 @@ def _exchanged(
     """
     if LINEAR:
         _stage(ptr, place, theirs * factor, real)
-        return flows(ptr, place, own, toward, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR, PRICED)
+        return flows(ptr, place, own, toward, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR, PAID)
     else:
         tl.debug_barrier()
         tl.store(factor_ptr + index, factor, mask=real)
         _stage(ptr, place, theirs, real)
         return factored_flows(
-            ptr, factor_ptr, place, index, real, own, toward, price, offset_ptr, price_ptr,
-            W, RR, RC, ENDS[len(ENDS) - 1], PRICED,
+            ptr, factor_ptr, place, index, real, own, toward, price, offset_ptr, fee_ptr,
+            W, RR, RC, ENDS[len(ENDS) - 1], PAID,
         )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
     s_ptr, wide_ptr,
-    offset_ptr, price_ptr,
+    offset_ptr, fee_ptr,
     box_ptr, one, slack, tol, max_iter, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
@@ -211,7 +211,7 @@ def _projection_kernel(
     lo = tl.load(box_ptr).to(REAL)
     hi = tl.load(box_ptr + 1).to(REAL)
     at_centre = _total(0.5 * (w - x) * (w - x), real)
-    prices = ring_prices(price_ptr, ENDS)
+    fees = ring_fees(fee_ptr, ENDS)
     log_tau = tl.log(tau)
 
     beta = u / tau
@@ -239,7 +239,7 @@ def _projection_kernel(
         miss = tl.minimum(tl.maximum(_PSI_TOL * target * scale / worth, RESOLUTION), _PSI_TOL)
         price, mean, norm, moved = solve_price(
             x, s, price, budget, miss, tl.where(n_iter == 0, 12, 3), wide,
-            s_ptr, place, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR,
+            s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR,
         )  # fmt: skip
         if LINEAR:
             t = x / norm
@@ -248,7 +248,7 @@ def _projection_kernel(
             t = tl.log(x) - norm  # -inf where the row is empty
             log_sum = norm
         _stage(s_ptr, place, t, real)
-        received = flows(s_ptr, place, s, -1, price, prices, offset_ptr, price_ptr, ENDS, OFFSETS, LINEAR)
+        received = flows(s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
 
         # Columns.
         columns = received + x * (1.0 - moved)
@@ -285,8 +285,8 @@ def _projection_kernel(
             raw_received = received
             if not LINEAR:  # the very numbers that arrive, which are off by the rounding of their exponents
                 raw_sent = _exchanged(
-                    s_ptr, keep_out, place, index, real, s, t, keep, 1, price, prices,
-                    offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                    s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
+                    offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
                 )  # fmt: skip
             sent = raw_sent
             arrived = raw_received
@@ -302,13 +302,13 @@ def _projection_kernel(
                         x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0), more
                     )
                     raw_sent = _exchanged(
-                        s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, prices,
-                        offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                        s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, fees,
+                        offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
                     )  # fmt: skip
                     if GIVES:
                         raw_received = _exchanged(
-                            s_ptr, give_out, place, index, real, t, s, tighter_give, -1, price, prices,
-                            offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                            s_ptr, give_out, place, index, real, t, s, tighter_give, -1, price, fees,
+                            offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
                         )  # fmt: skip
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
@@ -324,8 +324,8 @@ def _projection_kernel(
                     repair += 1
             # Within the budget.
             paid = _exchanged(
-                s_ptr, keep_out, place, index, real, s, t, keep, 1, price, prices,
-                offset_ptr, price_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR, True,
+                s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
+                offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR, True,
             )  # fmt: skip
             spent = _total(give * paid, real)
             shrink = tl.minimum(budget_exact / tl.maximum(spent, 1e-300), 1.0)

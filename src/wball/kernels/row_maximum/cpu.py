@@ -29,7 +29,7 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     costs = sorted({d for *_, d in away})
     shifts = np.array([m[:2] for m in away], dtype=np.int64).reshape(-1, 2)
     ring = np.array([costs.index(d) for *_, d in away], dtype=np.int64)
-    prices = np.array([*costs, *(least for least, _ in problem.tiers)], dtype=np.float64)
+    fees = np.array([*costs, *(least for least, _ in problem.tiers)], dtype=np.float64)
     wide = np.array([w for _, w in problem.tiers], dtype=np.int64)
     coeff, patched, elsewhere = problem.coeff, problem.corner is not None, problem.elsewhere()
     count, channels = coeff.shape[:2]
@@ -47,10 +47,10 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     reach, step = int(np.abs(shifts).max()) if len(away) else 0, float(problem.step)
 
     def work(start: int, stop: int) -> None:
-        _rows(*given, shifts, ring, len(costs), prices, wide, beyond, reach, step, rounds, start, stop, out, psi)
+        _rows(*given, shifts, ring, len(costs), fees, wide, beyond, reach, step, rounds, start, stop, out, psi)
 
     height, width = coeff.shape[2] + 2 * reach, coeff.shape[3] + 2 * reach
-    split(count, work, channels * height * width * (len(away) + 2 * len(prices)))
+    split(count, work, channels * height * width * (len(away) + 2 * len(fees)))
     return torch.from_numpy(out), torch.from_numpy(psi)
 
 
@@ -73,7 +73,7 @@ def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tens
 
 @compiled(fastmath=FAST)
 def _fields(  # type: ignore[no-untyped-def]
-    worth, stay, mass, price, far, elsewhere, budget, step, rounds, start, stop, out, prices
+    worth, stay, mass, fee, far, elsewhere, budget, step, rounds, start, stop, out, psi
 ):
     channels, options, sources = worth.shape[1:]
     most = channels * sources
@@ -90,10 +90,10 @@ def _fields(  # type: ignore[no-untyped-def]
                         whole = whole and not np.isnan(worth[n, c, k, s])
                     count += 1
         found = search(
-            options_held, stay_held, mass_held, count, price, far[n], elsewhere[n], budget[n], step, rounds, _TOL, best,
+            options_held, stay_held, mass_held, count, fee, far[n], elsewhere[n], budget[n], step, rounds, _TOL, best,
             paid,
         )  # fmt: skip
-        out[n], prices[n] = found.value if whole else np.nan, found.psi  # what is not a number is no bound
+        out[n], psi[n] = found.value if whole else np.nan, found.psi  # what is not a number is no bound
 
 
 @compiled(inner=True, fastmath=FAST)
@@ -117,8 +117,8 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 @compiled(fastmath=FAST)
 def _rows(  # type: ignore[no-untyped-def]
-    coeff, image, corner, patched, x, budget, shifts, ring, rings, price, wide, elsewhere, reach, step, rounds, start,
-    stop, out, prices,
+    coeff, image, corner, patched, x, budget, shifts, ring, rings, fee, wide, elsewhere, reach, step, rounds, start,
+    stop, out, psi,
 ):  # fmt: skip
     channels, height, width = coeff.shape[1:]
     full_height, full_width = x.shape[2:]
@@ -128,7 +128,7 @@ def _rows(  # type: ignore[no-untyped-def]
     target = np.empty(wide_rows * wide_columns)
     ends, spare = np.empty(rows * columns), np.empty(rows * columns)
     most = channels * rows * columns
-    worth, stay, mass = np.empty((price.shape[0], most)), np.empty(most), np.empty(most)
+    worth, stay, mass = np.empty((fee.shape[0], most)), np.empty(most), np.empty(most)
     best, paid = np.empty(BLOCK), np.empty(BLOCK)
     place, far = np.empty(rows * columns, np.int64), np.empty(channels)
     for n in range(start, stop):
@@ -195,5 +195,5 @@ def _rows(  # type: ignore[no-untyped-def]
                     if patched:
                         for s in range(first, count):
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
-        found = search(worth, stay, mass, count, price, far, elsewhere[n], budget[n], step, rounds, _TOL, best, paid)
-        out[n], prices[n] = found.value, found.psi
+        found = search(worth, stay, mass, count, fee, far, elsewhere[n], budget[n], step, rounds, _TOL, best, paid)
+        out[n], psi[n] = found.value, found.psi
