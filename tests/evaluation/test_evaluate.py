@@ -1,17 +1,10 @@
-"""Evaluations: what is counted, what is not, and that nothing is lost when the process dies."""
+"""Evaluations: what is counted, and what is not."""
 
 from __future__ import annotations
 
-import errno
 import importlib
-import itertools
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,37 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from evaluation.linear import BALL, RADII, attack, problem
 from wball.attacks import Attack, AttackResult, AttackStatus
-from wball.evaluation import FolderInUse, OtherSettings, evaluate, load_evaluation
+from wball.evaluation import evaluate, load_evaluation
 from wball.evaluation.check import audit_in_threads
-from wball.report.content import make_content
-from wball.report.figures import save_figures
-from wball.storage.atomic import locked, write_whole
-from wball.storage.files import read_json, read_tensors, write_tensors
 
 checking = importlib.import_module("wball.evaluation.check")
 batches = importlib.import_module("wball.evaluation.batches")
-SOURCES = Path(__file__).parents[2] / "src"
-BALL = wball.WassersteinBall(0.4)
-RADII = [0.1, 0.2, 0.4]
-
-
-def problem(count: int = 12, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
-    """Blurry two-spot images, and a linear model that weighs the left half against the right one."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(count, 1, 6, 6, generator=generator).square() * 0.8
-    weight = torch.linspace(-1, 1, 6).repeat(6)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
-    with torch.no_grad():
-        model[1].weight.copy_(torch.stack([-weight, weight]))
-        model[1].bias.zero_()
-    y = model(x).argmax(1)
-    y[0] = 1 - y[0]  # one image that is wrong as it is
-    return model.eval(), x, y
-
-
-def attack(**changes: Any) -> wball.DualAveraging:
-    return wball.DualAveraging(BALL, steps=8, **changes)
 
 
 def exact_radius(model: nn.Module, x: Tensor, y: Tensor, hi: float) -> float:
@@ -247,18 +216,6 @@ def test_rounding_is_no_disagreement(mass: Any) -> None:
         assert images["proof"].tolist() == [3] * 40
 
 
-@pytest.mark.filterwarnings("ignore:files of an earlier version")
-def test_results_of_an_earlier_version_are_read(tmp_path: Path) -> None:
-    model, x, y = problem()
-    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, exact="all")
-    content = json.loads((tmp_path / "results.json").read_text())
-    del content["images"]["proof"], content["disagreements"], content["sha256"]
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    again = load_evaluation(tmp_path)
-    assert torch.equal(again.images["proof"], result.images["proof"])
-    assert again.verdict() == result.verdict()
-
-
 def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
     model, x, y = problem(8)
     result = evaluate(model, x, y, BALL, RADII, attack(), certify="crown", out=tmp_path)
@@ -296,183 +253,6 @@ def test_minimal_radius() -> None:
     assert [p.accuracy for p in result.curve()] == sorted((p.accuracy for p in result.curve()), reverse=True)
 
 
-def test_saved_and_read_back(tmp_path: Path) -> None:
-    model, x, y = problem()
-    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", command="made by a test", data="spots")
-    again = load_evaluation(tmp_path / "a")
-    written = json.loads((tmp_path / "a" / "results.json").read_text())
-    del written["sha256"]
-    assert again.to_dict() == result.to_dict() == written
-    assert again.provenance["command"] == "made by a test"
-    assert again.provenance["versions"]["wball"] == wball.__version__
-    assert again.settings["data"]["name"] == "spots"
-    for name in ("radius", "distance", "read_as"):
-        assert torch.equal(again.images[name], result.images[name])
-    assert not (tmp_path / "a" / "batches").exists()
-    before = (tmp_path / "a" / "results.json").stat().st_mtime_ns
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
-    assert (tmp_path / "a" / "results.json").stat().st_mtime_ns == before
-    with pytest.raises(OtherSettings, match="a different seed"):
-        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots", seed=1)
-    with pytest.raises(OtherSettings, match="sha256"):
-        evaluate(model, x * 0.5, y, BALL, RADII, attack(), out=tmp_path / "a", data="spots")
-    other = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", seed=1, overwrite=True)
-    assert other.settings["seed"] == 1
-
-
-class Dies(Exception):
-    pass
-
-
-class Fragile(nn.Module):
-    """A model that dies after a number of calls."""
-
-    def __init__(self, model: nn.Module, calls: int) -> None:
-        super().__init__()
-        self.model, self.calls = model, [calls]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls[0] -= 1
-        if self.calls[0] < 0:
-            raise Dies
-        return self.model(x)
-
-
-def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    model, x, y = problem()
-    start = attack(random_start=2.0)
-    settings: dict[str, Any] = {"batch_size": 3, "seed": 5, "name": "m", "command": "c"}
-    reference = tmp_path / "reference"
-    evaluate(Fragile(model, 10**9), x, y, BALL, RADII, start, out=reference, **settings)
-    done = 0
-    for calls in range(3, 400, 23):
-        fragile = Fragile(model, calls)
-        try:
-            evaluate(fragile, x, y, BALL, RADII, start, out=tmp_path / "b", **settings)
-        except Dies:
-            done += 1
-            assert not (tmp_path / "b" / "results.json").exists()
-        else:
-            break
-    assert done >= 2
-    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
-        assert (tmp_path / "b" / name).read_bytes() == (reference / name).read_bytes()
-
-
-RUN = """
-import os, sys
-sys.path.insert(0, {here!r})
-import torch
-from test_evaluate import BALL, RADII, attack, problem
-from wball.evaluation import evaluate
-
-def run(folder):
-    torch.set_num_threads(1)
-    model, x, y = problem(48)
-    start = attack(random_start=2.0)
-    evaluate(model, x, y, BALL, RADII, start, out=folder, batch_size=4, seed=3, name="m", command="c")
-"""
-
-ALONE = RUN + "run(sys.argv[1])"
-
-# Children are forked before torch has done anything, so that only the first one pays for the imports.
-KILLED = (
-    RUN
-    + """
-import signal, time
-
-def child(folder):
-    pid = os.fork()
-    if pid == 0:
-        run(folder)
-        os._exit(0)
-    return pid
-
-assert os.waitpid(child(sys.argv[1]), 0)[1] == 0
-begin = time.perf_counter()
-assert os.waitpid(child(sys.argv[1] + "-again"), 0)[1] == 0
-whole = time.perf_counter() - begin
-kills, share = 0, 0.37
-for _ in range(10):
-    pid = child(sys.argv[2])
-    share = (share + 0.618) % 1
-    time.sleep(share * whole / 2)
-    os.kill(pid, signal.SIGKILL)
-    kills += os.waitpid(pid, 0)[1] == signal.SIGKILL
-assert os.waitpid(child(sys.argv[2]), 0)[1] == 0
-print(kills)
-"""
-)
-
-
-def started(script: str, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
-    line = [sys.executable, *launcher, *(() if launcher else ("-c", script)), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    script = KILLED.format(here=str(Path(__file__).parent))
-    assert int(started(script, tmp_path / "reference", tmp_path / "killed")) >= 3
-    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
-    leftovers = [p.name for p in (tmp_path / "killed").iterdir() if p.name == "batches"]
-    assert leftovers == []
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(ALONE.format(here=str(Path(__file__).parent)))
-    started(script.read_text(), tmp_path / "one")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    started("", tmp_path / "two", launcher=launcher)
-    assert (tmp_path / "one" / "results.json").read_bytes() == (tmp_path / "two" / "results.json").read_bytes()
-    ranks = [json.loads(row) for row in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
-    worked = {(row["rank"], row["batch"]) for row in ranks if row["event"] == "batch"}
-    assert worked == {(b % 2, b) for b in range(12)}
-
-
-def test_one_process_per_folder(tmp_path: Path) -> None:
-    model, x, y = problem()
-    with locked(tmp_path), pytest.raises(FolderInUse, match="in use"):
-        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
-
-
-def test_a_file_system_without_locks_is_not_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def flock(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    for wait in (False, True):  # nobody waits for locks that never come
-        with pytest.raises(OSError, match="cannot lock files"), locked(tmp_path, wait=wait):
-            pass
-
-
-def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    write_whole(tmp_path / "a", b"old")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(tmp_path / "a", b"new")
-    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
-    (tmp_path / "b.json").write_text('{"a": ')
-    with pytest.raises(ValueError, match="not a complete JSON"):
-        read_json(tmp_path / "b.json")
-    (tmp_path / "c.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ValueError, match="not a complete safetensors"):
-        read_tensors(tmp_path / "c.safetensors")
-
-
 def test_audit_in_threads_is_the_audit() -> None:
     _, x, _ = problem(40)
     ball = BALL.at(torch.linspace(0.01, 0.4, 40))
@@ -503,134 +283,10 @@ def test_what_is_not_a_number_is_not_right() -> None:
     assert [p.accuracy for p in result.curve()] == [0.0] * 4
 
 
-def test_classes_without_a_name_are_shown_by_number(tmp_path: Path) -> None:
-    model, x, y = problem(4)
-    result = evaluate(model, x, y, BALL, RADII, attack(), classes=["left"])
-    assert len(save_figures([result], tmp_path, "png")) == 3
-
-
 def test_radii_as_arrays() -> None:
     model, x, y = problem(2)
     for radii in (np.array(RADII), torch.tensor(RADII, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
         assert evaluate(model, x, y, BALL, radii, attack()).radii in (RADII, [0.1])  # type: ignore[arg-type]
-
-
-def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
-    model, x, y = problem(4)
-    ready = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
-    content = json.loads((tmp_path / "results.json").read_text())
-    parts = {"results.json": ("{", "{}", json.dumps({**content, "images": {}})), "examples.safetensors": ("",)}
-    for name, texts in parts.items():
-        whole = (tmp_path / name).read_bytes()
-        for text in texts:
-            (tmp_path / name).write_text(text)
-            with pytest.raises(ValueError, match=f"{name} is not? .*overwrite"):
-                evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
-        (tmp_path / name).write_bytes(whole)
-    (tmp_path / "results.json").write_text("{}")
-    again = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, overwrite=True)
-    assert again.summary() == ready.summary()
-
-
-@pytest.mark.filterwarnings("ignore:files of an earlier version")
-def test_files_edited_by_hand_are_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
-    """Whatever is removed from a file, or replaced by something of another kind: a ValueError, or a result."""
-    model, x, y = problem(4)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "whole")
-    content = json.loads((tmp_path / "whole" / "results.json").read_text())
-    del content["sha256"]  # as one does who edits
-    shutil.copytree(tmp_path / "whole", tmp_path / "edited", ignore=shutil.ignore_patterns("*.safetensors"))
-
-    def places(inside: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        for key in inside if isinstance(inside, dict) else range(min(1, len(inside))):
-            yield (*path, key)
-            if isinstance(inside[key], (dict, list)):
-                yield from places(inside[key], (*path, key))
-
-    strange = (..., None, "x", -5, [], {}, 1e400, 10**400)
-    refused = allowed = cases = 0
-    for path, value in itertools.product(list(places(content, ())), strange):
-        cases += 1
-        edited = json.loads(json.dumps(content))
-        inside = edited
-        for key in path[:-1]:
-            inside = inside[key]
-        if value is ...:
-            del inside[path[-1]]
-        else:
-            inside[path[-1]] = value
-        (tmp_path / "edited" / "results.json").write_text(json.dumps(edited))
-        try:
-            result = load_evaluation(tmp_path / "edited")
-        except ValueError as error:
-            refused += "results.json is n" in str(error) and "\n" not in str(error)
-            continue
-        assert result.verdict() and result.summary()
-        if path[0] == "settings":
-            assert make_content([result], None, 1)
-        allowed += 1
-    assert refused + allowed == cases and refused > 300
-    for name, field in (("settings", "radii"), ("images", "distance")):
-        edited = json.loads(json.dumps(content))
-        edited[name][field] = "a"
-        (tmp_path / "edited" / "results.json").write_text(json.dumps(edited))
-        with pytest.raises(ValueError, match=rf"{name}\.{field} is 'a', expected a list"):
-            load_evaluation(tmp_path / "edited")
-
-
-def test_names_of_any_kind_are_stored_as_text(tmp_path: Path) -> None:
-    model, x, y = problem(2)
-    result = evaluate(model, x, y, BALL, RADII, attack(), name=5, data=Path("a"), command=Path("b"), out=tmp_path)  # type: ignore[arg-type]
-    assert (result.name, result.settings["data"]["name"], result.provenance["command"]) == ("5", "a", "b")
-    with pytest.raises(ValueError, match="seed"):
-        evaluate(model, x, y, BALL, RADII, attack(), seed=2**63)
-
-
-def test_pictures_of_another_evaluation_are_not_shown(tmp_path: Path) -> None:
-    model, x, y = problem(6)
-    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a")
-    evaluate(model, x[:3], y[:3], BALL, [1e-6], attack(), out=tmp_path / "b")
-    for name in ("examples.safetensors", "exhibit.safetensors"):
-        shutil.copytree(tmp_path / "b", tmp_path / name)
-        shutil.copy(tmp_path / "a" / name, tmp_path / name / name)
-        with pytest.raises(ValueError, match=r"belong to another results\.json"):
-            load_evaluation(tmp_path / name)
-
-
-@pytest.mark.parametrize("damage", ["notes", "rows", "columns", "done"])
-def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, damage: str) -> None:
-    model, x, y = problem(4)
-    whole = evaluate(model, x, y, BALL, RADII, attack(), name="m", batch_size=2)
-    with pytest.raises(Dies):
-        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
-    path = tmp_path / "batches" / "batch-00000.safetensors"
-    state, notes = read_tensors(path)
-    if damage == "rows":
-        state["label"] = state["label"][:1]
-    elif damage == "columns":
-        del state["certified"]
-    write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
-    with pytest.warns(UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"):
-        again = evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
-    assert again.summary() == whole.summary()
-
-
-def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) -> None:
-    model, x, y = problem(4)
-    before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
-    assert evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary() == before.summary()
-    with pytest.raises(OtherSettings, match="logits for the first"):
-        evaluate(nn.Sequential(*model, nn.Tanh()), x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
-    evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
-    with pytest.raises(OtherSettings, match="logits for the first"):
-        evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
-
-    class Dice(nn.Module):  # random beyond torch's seeds: such a model is known by its weights alone
-        def forward(self, z: Tensor) -> Tensor:
-            return model(z) + float(np.random.default_rng().random())
-
-    for _ in range(2):
-        evaluate(Dice(), x, y, BALL, RADII, attack(), out=tmp_path / "dice")
 
 
 def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
@@ -647,18 +303,6 @@ def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
     result = evaluate(InPlace(), x, y, BALL, RADII, attack())
     assert torch.equal(x, before) and result.audit_summary()["rejected"] == 0
     assert result.summary()["curve"] == evaluate(model, x, y, BALL, RADII, attack()).summary()["curve"]
-
-
-def test_exhibit_shows_every_radius() -> None:
-    model, x, y = problem()
-    result = evaluate(model, x, y, BALL, RADII, attack())
-    shown = result.exhibit
-    assert shown["explorer_radii"].tolist() == RADII
-    assert torch.equal(shown["original"], x[shown["index"]])
-    assert 0 not in shown["explorer_index"].tolist()  # wrong as it is: nothing to explore
-    for k, eps in enumerate(RADII):
-        report = wball.audit(BALL.at(eps), x[shown["explorer_index"]], shown["explorer"][:, k])
-        assert report.all_valid
 
 
 def test_other_threat_models() -> None:
@@ -684,26 +328,6 @@ def test_histograms(tmp_path: Path) -> None:
     result = evaluate(model, x, y, ball, [0.1, 0.5], wball.DualAveraging(ball, steps=5))
     assert result.settings["ball"]["cost"] == "matrix"
     assert result.report(tmp_path / "r.html").is_file()
-
-
-def test_figures_show_names_as_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    model, x, y = problem(4)
-    names = ["$x_$", "$5"]
-    result = evaluate(model, x, y, BALL, RADII, attack(), name="_a$b$", classes=names)
-    paths = save_figures([result, result], tmp_path, "svg")
-    assert [p.name for p in paths] == ["accuracy.svg", "radii.svg", "examples-_a-b.svg", "examples-_a-b-2.svg"]
-    assert (tmp_path / "accuracy.svg").read_text().count("_a$b$") >= 2  # a legend of two lines
-    read_as = names[int(result.images["read_as"].max())]
-    assert f"→ {read_as}" in (tmp_path / "examples-_a-b.svg").read_text()
-
-
-def test_no_figure_takes_the_place_of_another(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    model, x, y = problem(4)
-    second, first = (evaluate(model, x, y, BALL, RADII, attack(), name=name) for name in ("a-2", "a"))
-    paths = save_figures([second, first, first], tmp_path, "svg")
-    assert [p.stem for p in paths[2:]] == ["examples-a-2", "examples-a", "examples-a-3"]
 
 
 @pytest.mark.gpu

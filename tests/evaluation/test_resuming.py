@@ -1,0 +1,228 @@
+"""Evaluations that are interrupted, shared or damaged: nothing is lost, and nothing is counted twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+from evaluation.linear import BALL, RADII, attack, problem
+from wball.evaluation import FolderInUse, OtherSettings, evaluate
+from wball.storage.atomic import locked, write_whole
+from wball.storage.files import read_json, read_tensors, write_tensors
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+class Dies(Exception):
+    pass
+
+
+class Fragile(nn.Module):
+    """A model that dies after a number of calls."""
+
+    def __init__(self, model: nn.Module, calls: int) -> None:
+        super().__init__()
+        self.model, self.calls = model, [calls]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] -= 1
+        if self.calls[0] < 0:
+            raise Dies
+        return self.model(x)
+
+
+def test_interrupted_anywhere_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    model, x, y = problem()
+    start = attack(random_start=2.0)
+    settings: dict[str, Any] = {"batch_size": 3, "seed": 5, "name": "m", "command": "c"}
+    reference = tmp_path / "reference"
+    evaluate(Fragile(model, 10**9), x, y, BALL, RADII, start, out=reference, **settings)
+    done = 0
+    for calls in range(3, 400, 23):
+        fragile = Fragile(model, calls)
+        try:
+            evaluate(fragile, x, y, BALL, RADII, start, out=tmp_path / "b", **settings)
+        except Dies:
+            done += 1
+            assert not (tmp_path / "b" / "results.json").exists()
+        else:
+            break
+    assert done >= 2
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        assert (tmp_path / "b" / name).read_bytes() == (reference / name).read_bytes()
+
+
+RUN = """
+import os, sys
+sys.path.insert(0, {here!r})
+import torch
+from evaluation.linear import BALL, RADII, attack, problem
+from wball.evaluation import evaluate
+
+def run(folder):
+    torch.set_num_threads(1)
+    model, x, y = problem(48)
+    start = attack(random_start=2.0)
+    evaluate(model, x, y, BALL, RADII, start, out=folder, batch_size=4, seed=3, name="m", command="c")
+"""
+
+ALONE = RUN + "run(sys.argv[1])"
+
+# Children are forked before torch has done anything, so that only the first one pays for the imports.
+KILLED = (
+    RUN
+    + """
+import signal, time
+
+def child(folder):
+    pid = os.fork()
+    if pid == 0:
+        run(folder)
+        os._exit(0)
+    return pid
+
+assert os.waitpid(child(sys.argv[1]), 0)[1] == 0
+begin = time.perf_counter()
+assert os.waitpid(child(sys.argv[1] + "-again"), 0)[1] == 0
+whole = time.perf_counter() - begin
+kills, share = 0, 0.37
+for _ in range(10):
+    pid = child(sys.argv[2])
+    share = (share + 0.618) % 1
+    time.sleep(share * whole / 2)
+    os.kill(pid, signal.SIGKILL)
+    kills += os.waitpid(pid, 0)[1] == signal.SIGKILL
+assert os.waitpid(child(sys.argv[2]), 0)[1] == 0
+print(kills)
+"""
+)
+
+
+def started(script: str, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
+    line = [sys.executable, *launcher, *(() if launcher else ("-c", script)), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    script = KILLED.format(here=str(Path(__file__).parents[1]))
+    assert int(started(script, tmp_path / "reference", tmp_path / "killed")) >= 3
+    for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
+    leftovers = [p.name for p in (tmp_path / "killed").iterdir() if p.name == "batches"]
+    assert leftovers == []
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(ALONE.format(here=str(Path(__file__).parents[1])))
+    started(script.read_text(), tmp_path / "one")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    started("", tmp_path / "two", launcher=launcher)
+    assert (tmp_path / "one" / "results.json").read_bytes() == (tmp_path / "two" / "results.json").read_bytes()
+    ranks = [json.loads(row) for row in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
+    worked = {(row["rank"], row["batch"]) for row in ranks if row["event"] == "batch"}
+    assert worked == {(b % 2, b) for b in range(12)}
+
+
+def test_one_process_per_folder(tmp_path: Path) -> None:
+    model, x, y = problem()
+    with locked(tmp_path), pytest.raises(FolderInUse, match="in use"):
+        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+
+
+def test_a_file_system_without_locks_is_not_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for wait in (False, True):  # nobody waits for locks that never come
+        with pytest.raises(OSError, match="cannot lock files"), locked(tmp_path, wait=wait):
+            pass
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_whole(tmp_path / "a", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(tmp_path / "a", b"new")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a", b"old")]
+    (tmp_path / "b.json").write_text('{"a": ')
+    with pytest.raises(ValueError, match="not a complete JSON"):
+        read_json(tmp_path / "b.json")
+    (tmp_path / "c.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ValueError, match="not a complete safetensors"):
+        read_tensors(tmp_path / "c.safetensors")
+
+
+def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    ready = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
+    parts = {"results.json": ("{", "{}", json.dumps({**content, "images": {}})), "examples.safetensors": ("",)}
+    for name, texts in parts.items():
+        whole = (tmp_path / name).read_bytes()
+        for text in texts:
+            (tmp_path / name).write_text(text)
+            with pytest.raises(ValueError, match=f"{name} is not? .*overwrite"):
+                evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    (tmp_path / "results.json").write_text("{}")
+    again = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path, overwrite=True)
+    assert again.summary() == ready.summary()
+
+
+@pytest.mark.parametrize("damage", ["notes", "rows", "columns", "done"])
+def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, damage: str) -> None:
+    model, x, y = problem(4)
+    whole = evaluate(model, x, y, BALL, RADII, attack(), name="m", batch_size=2)
+    with pytest.raises(Dies):
+        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+    path = tmp_path / "batches" / "batch-00000.safetensors"
+    state, notes = read_tensors(path)
+    if damage == "rows":
+        state["label"] = state["label"][:1]
+    elif damage == "columns":
+        del state["certified"]
+    write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
+    with pytest.warns(UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"):
+        again = evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+    assert again.summary() == whole.summary()
+
+
+def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
+    assert evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary() == before.summary()
+    with pytest.raises(OtherSettings, match="logits for the first"):
+        evaluate(nn.Sequential(*model, nn.Tanh()), x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
+    evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+    with pytest.raises(OtherSettings, match="logits for the first"):
+        evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
+
+    class Dice(nn.Module):  # random beyond torch's seeds: such a model is known by its weights alone
+        def forward(self, z: Tensor) -> Tensor:
+            return model(z) + float(np.random.default_rng().random())
+
+    for _ in range(2):
+        evaluate(Dice(), x, y, BALL, RADII, attack(), out=tmp_path / "dice")
