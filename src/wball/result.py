@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,6 +131,22 @@ class ProjectionResult(_Solved):
 def converged(status: tuple[Status, ...]) -> Tensor:
     """Which images a solver vouches for, as a mask."""
     return torch.tensor([s in (Status.CONVERGED, Status.EXACT) for s in status], dtype=torch.bool)
+
+
+Result = TypeVar("Result", SupportResult, ProjectionResult)
+
+
+def joined_results(parts: Sequence[Result], write: Callable[[], Plan]) -> Result:
+    """The answers for parts of a batch, in their order, as one whose plan ``write`` writes."""
+
+    def join(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], Duals):
+            return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
+        return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
+
+    every = {item.name: join(item.name) for item in fields(parts[0]) if item.name not in ("write", "kernel")}
+    return replace(parts[0], **every, write=write, kernel=joined_kernels(part.kernel for part in parts))
 
 
 def joined_kernels(names: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from wball.kernels.projected_sinkhorn import Projection, projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan
-from wball.result import Duals, ProjectionResult, Status, joined_kernels, statuses
+from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
 from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
@@ -111,18 +111,7 @@ def _followed(
         _solved(problem.take(part), w[part], moves, reg, effort, init and init.take(part), plans)
         for part in chunks(x, moves)
     ]
-    duals = [part.duals for part in parts if part.duals is not None]
-    joined = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("point", "objective", "gap", "residual", "n_iter")
-    }
-    return ProjectionResult(
-        **joined,
-        status=tuple(status for part in parts for status in part.status),
-        duals=Duals(torch.cat([d.beta for d in duals]), torch.cat([d.psi for d in duals])),
-        write=plans.written,
-        kernel=joined_kernels(part.kernel for part in parts),
-    )
+    return joined_results(parts, plans.written)
 
 
 def _solved(

@@ -32,7 +32,7 @@ from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
 from wball.kernels.deadline import Deadline
 from wball.moves import Moves
-from wball.result import SupportResult, joined_kernels, statuses
+from wball.result import SupportResult, joined_kernels, joined_results, statuses
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, chunks
 
@@ -71,15 +71,7 @@ def support(
     plans = PackedPlans(moves)
     effort = tol, max_iter, time_limit
     parts = [_solved(problem.take(part), g[part], moves, reg, effort, plans) for part in chunks(x, moves)]
-    return SupportResult(
-        point=torch.cat([part.point for part in parts]),
-        value=torch.cat([part.value for part in parts]),
-        upper=torch.cat([part.upper for part in parts]),
-        status=tuple(status for part in parts for status in part.status),
-        n_iter=torch.cat([part.n_iter for part in parts]),
-        write=plans.written,
-        kernel=joined_kernels(part.kernel for part in parts),
-    )
+    return joined_results(parts, plans.written)
 
 
 def _solved(
