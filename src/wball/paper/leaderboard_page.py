@@ -9,6 +9,7 @@ from wball.data import dataset_info
 from wball.paper import published
 from wball.paper.leaderboard import BOARD, PROTOCOLS, Protocol, read
 from wball.paper.measure import accuracy_at
+from wball.paper.page import template
 from wball.paper.tables import Table, percent
 from wball.paper.workshop import Data
 from wball.storage.atomic import write_whole
@@ -106,52 +107,14 @@ def claims(content: Data, own: Data | None = None) -> Table | None:
     return Table(head, body, "Published and measured: accuracy under attack") if body else None
 
 
-HEAD = """\
-# Leaderboard
-
-<!-- Made by `wball leaderboard page` from results/leaderboard.json: change that, not this page. -->
-
-Every public model for this threat model that we know, and ours, under one protocol: the first images of the test set
-(10,000 on the full MNIST board; each row says how many), moves that cost their length (p = 1) within a 5 × 5 window,
-relative mass, the box [0, 1].
-
-- **robust**: accuracy under [`StandardAttack`](attacks.md), an upper bound. Every counted example passed the audit:
-  mass, box, and a distance proved by a plan or by exact transport.
-- **certified**: accuracy proved by [`certify`](certificates.md) for any transport plan, windows or not: a lower bound,
-  without probability.
-- **undecided**: neither broken nor certified, on the images of the certificate.
-- **reliable**: no warning about the model (randomness, vanishing gradients, ...), no example that failed the audit, no
-  example in a certified ball.
-
-Ranked by the mean of the robust accuracies; the best of every column in bold. An accuracy on *n* images has a standard
-error of at most 50 / √n points: 0.5 points on 10,000 images, 5 on 100. The public weights belong to their authors, and
-are downloaded from their repositories.
-"""
-SUBMIT = """\
-## Add a model
-
-Describe it in a card, a JSON file with the fields of `wball.zoo.PublicModel`: name, authors, year, paper and its
-address, repository, commit and path of the weights, their SHA-256, data set, summary, licence, and a network that
-`wball.architectures()` knows (add yours to `models.py`). Then
-
-```bash
-wball leaderboard add card.json --data-dir data      # downloads, checks, evaluates, certifies, writes the row
-wball leaderboard page
-```
-
-and open a pull request with the card as an entry of `src/wball/zoo/public.json` and the changed
-`results/leaderboard.json`. Weights stay where they are. A reviewer runs the same command: two runs of a row differ by
-no more than the errors above.
-"""
-
-
 def page(content: Data, own: Data | None = None) -> str:
     """The page of a board; ``own``: the stored recipe ``authors-weights``, where it is there."""
     said = claims(content, own)
     shown = [table.markdown() for table in (*tables(content), *([said] if said else []))]
     lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
     rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
-    return "\n\n".join(part.strip() for part in (HEAD, *shown, rows, SUBMIT) if part) + "\n"
+    parts = (template("leaderboard.md"), *shown, rows, template("submission.md"))
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _source(row: Data) -> str:
