@@ -70,7 +70,7 @@ def test_agrees_with_the_solver_it_shares_nothing_with() -> None:
         assert float(report.distance) == pytest.approx(float(p.ball.distance(p.x.float(), z)), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("file", ["audit.py", "transport.py", "violations.py"])
+@pytest.mark.parametrize("file", ["audit.py", "differences.py", "flows.py", "transport.py", "violations.py"])
 def test_imports_nothing_it_checks(file: str) -> None:
     source = Path(wball.__file__).parent.joinpath("auditing", file).read_text()
     imported = set()

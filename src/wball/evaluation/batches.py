@@ -40,8 +40,11 @@ from wball.storage.pixels import as_bytes, as_pixels
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 """Pixels in a batch, so that large images fit by themselves; on a GPU small batches waste most of it."""
-GPU_BATCH, GPU_MOST = 64, 16_000_000
-"""Fewer images than this keep a GPU waiting for its launches, whatever their size, so a batch may have more pixels."""
+GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
+"""Fewer images than this keep a GPU waiting for its launches, whatever their size, so a batch may have more pixels, as
+long as the model takes no more than a share of the memory that is free."""
+PROBED = 4
+"""Images that tell how much memory a model takes."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
 
@@ -375,7 +378,26 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
 
 
 def default_batch_size(x: Tensor) -> int:
+    """So many images like these make a batch, by their pixels."""
     pixels = x[:1].numel()
     if x.is_cuda:
         return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
     return max(1, min(CPU_BATCH, CPU_PIXELS // pixels))
+
+
+def fitting_batch_size(model: Model, x: Tensor) -> int:
+    """So many images like these make a batch of which the model's gradients fit on the device."""
+    most = default_batch_size(x)
+    if not x.is_cuda:
+        return most
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(x.device)
+    torch.cuda.reset_peak_memory_stats(x.device)
+    with torch.enable_grad(), as_found(model, x.device):
+        z = x[:1].expand(PROBED, *x.shape[1:]).clone().requires_grad_(True)
+        logits = ask(model, z)
+        if logits.requires_grad:
+            torch.autograd.grad(logits.sum(), z, allow_unused=True)
+    image = (torch.cuda.max_memory_allocated(x.device) - before) // PROBED
+    free = torch.cuda.mem_get_info(x.device)[0]
+    return max(1, min(most, int(GPU_SHARE * free) // max(1, image)))

@@ -29,7 +29,7 @@ from wball.attacks.base import check_labels, out_of_memory
 from wball.ball import Ball
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
-from wball.evaluation.batches import Batches, default_batch_size
+from wball.evaluation.batches import Batches, fitting_batch_size
 from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
@@ -137,7 +137,7 @@ def evaluate(
         "attack": _describe(chosen),
         "certify": None if method is None else {"method": method, "plans": "full"},
         "exact": "all" if mode == "minimal" else exact,
-        "batch_size": run.batch_size or default_batch_size(first),
+        "batch_size": run.batch_size or fitting_batch_size(model, first),
         "seed": seed,
         "keep": run.keep,
     }
