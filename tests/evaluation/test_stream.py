@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 import wball
 from wball.evaluation import Evaluation, evaluate, load_evaluation
@@ -50,6 +52,37 @@ class Items(Dataset[Any]):
         return self.x[k].float() / 255, int(self.y[k])
 
 
+@dataclass
+class ClassLabel:
+    names: list[str]
+
+
+class Named:
+    """The interface of a Hugging Face data set: no class of torch's, dictionaries, names of classes in its features."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._items = Items(x, y, "PIL")
+        self.features = {"image": object(), "label": ClassLabel(NAMES)}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, key: int) -> dict[str, Any]:
+        image, label = self._items[key]
+        return {"image": image, "label": label}
+
+
+NAMES = ["0", "1", "2", "3"]
+
+
+def _hugging_face(x: Tensor, y: Tensor) -> Any:
+    datasets = pytest.importorskip("datasets")
+    items = Items(x, y, "PIL")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    columns = {"image": [items[k][0] for k in range(len(items))], "label": y.tolist()}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
 def run(x: Any, y: Any = None, out: Path | None = None, **more: Any) -> Evaluation:
     model, _, _ = problem()
     attack = wball.DualAveraging(BALL, steps=4, random_start=1.0)
@@ -76,6 +109,11 @@ FORMS: dict[str, Any] = {
     "PIL images": lambda x, y, _: (Items(x, y, "PIL"),),
     "loader": lambda x, y, _: (DataLoader(Items(x, y), batch_size=3, shuffle=True),),
     "a pair of tensors": lambda x, y, _: ((x.float() / 255, y),),
+    "labels in a list": lambda x, y, _: (x.float() / 255, y.tolist()),
+    "a dictionary of tensors": lambda x, y, _: ({"x": x.float() / 255, "y": y},),
+    "a loader of PIL images": lambda x, y, _: (DataLoader(Items(x, y, "PIL"), batch_size=3, num_workers=2),),
+    "Hugging Face's style": lambda x, y, _: (Named(x, y),),
+    "Hugging Face": lambda x, y, _: (_hugging_face(x, y),),
     "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
     "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
     "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
@@ -173,12 +211,69 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         ((TensorDataset(x.float() / 255, y), y), "y must be left out"),
         ((TensorDataset(x.float(), y),), "[0-9]"),
         ((TensorDataset(x[:0], y[:0]),), "empty"),
+        (({"train": 1, "test": 2},), "'train', 'test'; give one of its entries"),
+        ((x.float() / 255, nn.functional.one_hot(y, 4)), r"one-hot rows use argmax\(1\)"),
+        ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), "layout='NHWC'"),
+        ((DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),), "SubsetRandomSampler of its own"),
+        ((DataLoader(Items(x, y), batch_sampler=[[1, 2]]),), "list of its own"),
     ]
     for given, message in cases:
         with pytest.raises((TypeError, ValueError, FileNotFoundError), match=message):
             run(*given)
     with pytest.raises(TypeError, match="ball is missing"):
         evaluate(problem()[0], TensorDataset(x, y))
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "disk": (OSError("read error\nat sector 7"), "^item 5 of the data cannot be read: OSError: read error$"),
+    "index": (KeyError("image"), "^item 5 of the data cannot be read: KeyError"),
+    "nothing": (None, r"^item 5: data must give \(image, label\) pairs, got NoneType"),
+    "one-hot": ((torch.rand(3, 6, 6), torch.eye(3)[0]), r"^item 5: data has a label of shape \(3,\); for one-hot"),
+    "NaN": ((torch.full((1, 6, 6), torch.nan), 0), "^item 5: data has pixels from nan to nan"),
+    "colour": ((torch.rand(3, 6, 6), 0), "^item 5 has 3 channels, but item 0 has 1; convert"),
+    "size": ((torch.rand(1, 6, 7), 0), "^item 5 is 6 x 7, but item 0 is 6 x 6; pass size="),
+    "label": ((torch.rand(1, 6, 6), "cat"), "^item 5: data has a label 'cat'"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_item_that_is_broken_is_named(what: str) -> None:
+    _, x, y = problem()
+    item, message = BROKEN[what]
+
+    class Broken(Items):
+        def __getitem__(self, k: int) -> Any:
+            if k == 5 and isinstance(item, Exception):
+                raise item
+            return item if k == 5 else super().__getitem__(k)
+
+    with pytest.raises((TypeError, ValueError, OSError), match=message):
+        run(Broken(x, y))
+
+
+@pytest.mark.parametrize("data", [Named, lambda x, y: DataLoader(Subset(Classes(x, y), range(9)))])
+def test_classes_are_called_what_the_data_set_calls_them(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["ape", "bee", "cat", "dog"]
+    monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
+    _, x, y = problem()
+    assert run(data(x, y)).settings["data"]["classes"] == names
+
+
+class Classes(Items):
+    """As a folder of images has them."""
+
+    @property
+    def classes(self) -> list[str]:
+        return NAMES
+
+
+def test_models_that_are_none_say_so() -> None:
+    _, x, y = problem()
+    one = torch.export.export(problem()[0], (x[:1].float(),)).module()
+    with pytest.raises(ValueError, match="one image at a time: export it with a dynamic batch axis"):
+        evaluate(one, x.float() / 255, y, BALL)
+    with pytest.raises(TypeError, match="got the class Linear"):
+        evaluate(nn.Linear, x.float() / 255, y, BALL)  # type: ignore[arg-type]
 
 
 def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:

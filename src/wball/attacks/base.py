@@ -341,7 +341,9 @@ def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         raise TypeError(f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)")
     if labels.shape != x.shape[:1]:
-        raise ValueError(f"{name} must have one class per image, shape ({x.shape[0]},), got {tuple(labels.shape)}")
+        hint = "; for one-hot rows use argmax(1)" if labels.ndim == 2 else ""
+        seen = f"got {tuple(labels.shape)}{hint}"
+        raise ValueError(f"{name} must have one class per image, shape ({x.shape[0]},), {seen}")
     return labels.detach().to(device=x.device, dtype=torch.long)
 
 

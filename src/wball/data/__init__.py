@@ -18,7 +18,7 @@ from wball.data.named import (
     read_cifar10,
     read_idx,
 )
-from wball.data.tensors import PathLike, to_tensors
+from wball.data.tensors import PathLike, class_names, to_tensors
 
 __all__ = [
     "CIFAR10_RECORDS",
@@ -29,6 +29,7 @@ __all__ = [
     "RandomCropFlip",
     "RandomCutout",
     "Split",
+    "class_names",
     "dataset_info",
     "datasets",
     "labels_of",

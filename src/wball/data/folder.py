@@ -156,20 +156,46 @@ def load_folder(
 
 
 def read_items(data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
-    """Items of a data set as ``(x, y)``; the first that has not the ``shape`` of item 0 is named."""
+    """Items of a data set as ``(x, y)``; the first that cannot be read, or has not the ``shape`` of item 0, is
+    named."""
     images, labels = [], []
     for k in index:
-        x, y = to_tensors([data[k]])
+        x, y = read_item(data, k)
         shape = shape or tuple(x.shape[1:])
         if tuple(x.shape[1:]) != shape:
-            here, there = (" x ".join(map(str, s[1:] if s[0] == shape[0] else s)) for s in (tuple(x.shape[1:]), shape))
-            raise ValueError(
-                f"{item_name(data, k)} is {here}, but {item_name(data, 0)} is {there}; pass size=(height, width) "
-                "(--size), or resize and crop, to make them equal"
-            )
+            raise ValueError(f"{item_name(data, k)} {_other_shape(tuple(x.shape[1:]), shape, item_name(data, 0))}")
         images.append(x)
         labels.append(y)
     return torch.cat(images), torch.cat(labels)
+
+
+def read_item(data: Any, k: int) -> tuple[Tensor, Tensor]:
+    """Item ``k`` of a data set as a batch of one; whatever is wrong with it, the error names it."""
+    name = item_name(data, k)
+    try:
+        item = data[k]
+    except Exception as error:  # whatever somebody's data set raises
+        said = (str(error).strip().splitlines() or [""])[0]
+        if name in said or (isinstance(error, (ValueError, OSError)) and isinstance(_behind(data, k)[0], ImageFolder)):
+            raise
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{name} of the data cannot be read: {type(error).__name__}: {said}") from error
+    try:
+        return to_tensors([item], items=True)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _other_shape(here: tuple[int, ...], there: tuple[int, ...], first: str) -> str:
+    """What to say about an item whose shape is not that of the first."""
+    if here[0] != there[0]:
+        return (
+            f"has {here[0]} channel{'s'[: here[0] != 1]}, but {first} has {there[0]}; convert them in the data set, "
+            'such as image.convert("RGB")'
+        )
+    size, other = (" x ".join(map(str, shape[1:])) for shape in (here, there))
+    remedy = "pass size=(height, width) (--size), or resize and crop, to make them equal"
+    return f"is {size}, but {first} is {other}; {remedy}"
 
 
 def without_bad(data: Any) -> Subset[Any]:
@@ -180,7 +206,7 @@ def without_bad(data: Any) -> Subset[Any]:
     good, bad, shape = [], [], None
     for k in range(len(data)):
         try:
-            x, _ = to_tensors([data[k]])
+            x, _ = read_item(data, k)
         except (ValueError, TypeError, OSError) as error:
             bad.append(str(error).strip().splitlines()[0])
             continue
@@ -199,9 +225,15 @@ def without_bad(data: Any) -> Subset[Any]:
 
 def item_name(data: Any, k: int) -> str:
     """What to call item ``k`` of a data set: its file, or its number."""
+    data, k = _behind(data, k)
+    return data.describe(k) if isinstance(data, ImageFolder) else f"item {k}"
+
+
+def _behind(data: Any, k: int) -> tuple[Any, int]:
+    """The data set that a part was taken of, and where the part's item ``k`` stands in it."""
     while isinstance(data, Subset):
         data, k = data.dataset, data.indices[k]
-    return data.describe(k) if isinstance(data, ImageFolder) else f"item {k}"
+    return data, k
 
 
 def labels_of(data: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from wball import inputs
 
@@ -25,6 +25,7 @@ def to_tensors(
     *,
     limit: int | None = None,
     device: torch.device | str | None = None,
+    items: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Any source of images and labels as ``(x, y)``.
 
@@ -35,6 +36,7 @@ def to_tensors(
             axis has 1, 3 or 4 entries) or PIL images; bytes are divided by 255.
         limit: take this many images at most.
         device: where the tensors go (default: where they are).
+        items: what ``data`` gives are single images, never batches.
 
     >>> from torch.utils.data import TensorDataset
     >>> x, y = to_tensors(TensorDataset(torch.rand(5, 1, 4, 4), torch.arange(5)), limit=3)
@@ -47,7 +49,7 @@ def to_tensors(
         images, labels = [torch.as_tensor(data[0])[:limit].detach()], [_label(data[1])[:limit].detach()]
         labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
     else:
-        images, labels = _collect(data, limit)
+        images, labels = _collect(data, limit, items)
     shapes = {tuple(image.shape[1:]) for image in images}
     if len(shapes) != 1:
         raise ValueError(f"data has images of different shapes, {sorted(shapes)[:3]}; resize them in the data set")
@@ -79,6 +81,16 @@ def to_tensors(
     return x.to(device), numbers
 
 
+def class_names(data: Any) -> list[str] | None:
+    """What a data set calls its classes: ``data.classes``, or the names of a Hugging Face label; else ``None``."""
+    while isinstance(data, (Subset, DataLoader)):
+        data = data.dataset
+    features = getattr(data, "features", None)
+    labels = [features[name] for name in _LABEL_NAMES if name in features] if isinstance(features, Mapping) else []
+    names = getattr(labels[0], "names", None) if labels else getattr(data, "classes", None)
+    return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
+
+
 def as_floats(pixels: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """Bytes as numbers in [0, 1]; they travel as bytes."""
     return pixels.to(device).to(dtype).div_(255)
@@ -91,7 +103,7 @@ def from_array(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(planes.copy())
 
 
-def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
+def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Batches of images and labels out of anything that can be iterated or indexed."""
     data = [data] if isinstance(data, Mapping) else data
     # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
@@ -108,6 +120,8 @@ def _collect(data: Any, limit: int | None) -> tuple[list[Tensor], list[Tensor]]:
     for item in source:
         given = _pair(item)
         label = _label(given[1])
+        if items and label.numel() != 1:
+            raise ValueError(f"data has a label of shape {tuple(label.shape)}; for one-hot labels give their argmax")
         image = _image(given[0], single=label.numel() == 1)
         if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
             image = image[None]

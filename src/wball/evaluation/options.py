@@ -17,7 +17,7 @@ class Description:
     Attributes:
         name: name of the model (default: that of its class).
         data: name of the data.
-        classes: names of the classes, for the report (default: their numbers).
+        classes: names of the classes, for the report (default: those of the data set, or their numbers).
         command: command line to record (default: that of this process).
         layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
     """

@@ -29,6 +29,7 @@ from wball.attacks.base import check_labels, out_of_memory
 from wball.ball import Ball
 from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
+from wball.data import class_names
 from wball.evaluation.batches import Batches, fitting_batch_size
 from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
@@ -40,7 +41,7 @@ from wball.evaluation.result import (
     Evaluation,
     load_evaluation,
 )
-from wball.evaluation.stream import Images, Layout, find_stream
+from wball.evaluation.stream import Images, Layout, find_stream, unpacked
 from wball.evaluation.trust import claim_warnings
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask
@@ -108,6 +109,7 @@ def evaluate(
         raise TypeError("ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)")
     inputs.check_ball(ball)
     about, run = grouped(about, run, named)
+    names = class_names(x)
     x, y, digest, span = _data(model, x, y, ball, about.layout)
     first = x[:2]
     mode, points = _radii(radii, ball)
@@ -129,7 +131,7 @@ def evaluate(
             "images": len(x),
             "shape": list(first.shape[1:]),
             "sha256": digest,
-            "classes": [str(c) for c in (range(logits.shape[1]) if about.classes is None else about.classes)],
+            "classes": _classes(about.classes, names, logits.shape[1]),
         },
         "ball": ball.describe(),
         "mode": mode,
@@ -172,6 +174,13 @@ def evaluate(
         meet()
         with or_overwrite():
             return load_evaluation(folder)
+
+
+def _classes(given: Sequence[str] | None, found: Sequence[str] | None, count: int) -> list[str]:
+    """Names of classes: those given, those of the data set if the model has as many, or their numbers."""
+    if given is None:
+        given = found if found is not None and len(found) == count else [str(k) for k in range(count)]
+    return [str(name) for name in given]
 
 
 def _radii(radii: Sequence[float] | float | str | None, ball: Ball) -> tuple[Literal["radii", "minimal"], list[float]]:
@@ -224,8 +233,7 @@ def _describe(attack: Attack) -> dict[str, Any]:
 
 def _data(model: Model, x: Any, y: Any, ball: Ball, layout: Layout) -> tuple[Images, Images, str, Tensor]:
     """Images and labels, their fingerprint, and the least and largest label."""
-    if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], Tensor):
-        x, y = x
+    x, y = unpacked(x, y)
     stream = find_stream(x, y, model, ball.box, layout)
     if stream is None:
         if y is None:
@@ -245,8 +253,9 @@ def _data(model: Model, x: Any, y: Any, ball: Ball, layout: Layout) -> tuple[Ima
 
 def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
     """The logits of one image: the model takes such images, and it has the labels' classes."""
-    if not callable(model):
-        raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
+    if isinstance(model, type) or not callable(model):
+        seen = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be callable, images to logits, got {seen}")
     with torch.no_grad(), as_found(model, x.device):
         try:
             logits = ask(model, x[:2])
@@ -273,6 +282,7 @@ def _other_images(model: Model, x: Tensor) -> str:
     if x.ndim != 4:
         return ""
     tried = {
+        "one image at a time: export it with a dynamic batch axis": x[:1],
         "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x[:2].movedim(-1, 1),
         "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x[:2].mean(1, keepdim=True),
         "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[:2, [0, 0, 0]],

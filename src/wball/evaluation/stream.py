@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -19,7 +19,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from wball import inputs
 from wball.data import read_items, to_tensors
@@ -30,6 +38,8 @@ Reader = Callable[[list[int]], tuple[Tensor, Tensor]]
 AT_ONCE = 64
 """Items read at a time while all of them are looked at."""
 REMEMBERED = 2
+CHANNELS = (1, 3, 4)
+"""Of images, as nearly everybody's have."""
 
 
 class Stream:
@@ -141,6 +151,19 @@ class View:
 Images = Tensor | View
 
 
+def unpacked(x: Any, y: Any) -> tuple[Any, Any]:
+    """Images and labels, where they come as a pair, a dictionary of arrays or a file of them; labels are no lists."""
+    if isinstance(x, (str, os.PathLike)):
+        _no_labels_beside(y)
+        return read_npz(Path(x))
+    if isinstance(x, Mapping):
+        _no_labels_beside(y)
+        return _of_names(x)
+    if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], (Tensor, np.ndarray)):
+        x, y = x
+    return x, np.asarray(y) if isinstance(y, (list, tuple)) else y
+
+
 def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, layout: Layout = "NCHW") -> Stream | None:
     """A stream for anything but tensors: arrays (also memory-mapped), ``.npz`` files, data sets, loaders."""
     if layout not in ("NCHW", "NHWC"):
@@ -149,11 +172,6 @@ def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, lay
     device = device or torch.device("cpu")
     if isinstance(x, View):
         return x.stream
-    if isinstance(x, (str, os.PathLike)):
-        _no_labels_beside(y)
-        x, y = read_npz(Path(x))
-    if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], (Tensor, np.ndarray)):
-        x, y = x
     if isinstance(x, Tensor) and (isinstance(y, Tensor) or y is None) and layout == "NCHW":
         return None
     if isinstance(x, (Tensor, np.ndarray)):
@@ -196,10 +214,22 @@ def read_npz(path: Path) -> tuple[Any, Any]:
         raise FileNotFoundError(f"no file {path}") from None
     except Exception as error:  # zip, numpy and pickle each have their own
         raise ValueError(f"{path} is not a complete .npz file of arrays ({error})") from error
+    try:
+        return _of_names(found)
+    except TypeError:
+        said = f"{path} must hold arrays x and y (or images and labels), it has {', '.join(found) or 'none'}"
+        raise ValueError(said) from None
+
+
+def _of_names(found: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Arrays of images and labels out of a dictionary of them."""
     for images, labels in NAMES:
-        if {images, labels} <= found.keys():
+        if images in found and labels in found:
             return found[images], found[labels]
-    raise ValueError(f"{path} must hold arrays x and y (or images and labels), it has {', '.join(found) or 'none'}")
+    raise TypeError(
+        f"x is a dictionary with {', '.join(map(repr, found)) or 'nothing'}; give one of its entries (a split), or "
+        "arrays as x and y"
+    )
 
 
 def _no_labels_beside(y: Any) -> None:
@@ -212,18 +242,24 @@ def _of_arrays(x: Any, y: Any, box: tuple[float, float] | None, device: torch.de
         raise TypeError("y is missing: the labels of the images in x")
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
+    if layout == "NCHW" and isinstance(x, np.ndarray) and x.ndim == 4 and _channels_last(x.shape):
+        raise ValueError(f"x has shape {x.shape}, which looks like channels last: say layout='NHWC' (or give a tensor)")
 
     def read(index: list[int]) -> tuple[Tensor, Tensor]:
         # A run of neighbours is a slice, which memory-mapped files read at once.
         run = slice(index[0], index[-1] + 1) if index == list(range(index[0], index[-1] + 1)) else index
-        images, labels = torch.from_numpy(np.array(x[run])), torch.from_numpy(np.array(y[run]))
+        images, labels = (v if isinstance(v, Tensor) else torch.from_numpy(np.array(v)) for v in (x[run], y[run]))
         return to_tensors((images.movedim(-1, 1) if layout == "NHWC" else images, labels))
 
     return Stream(len(x), read, box, device)
 
 
+def _channels_last(shape: tuple[int, ...]) -> bool:
+    return shape[3] in CHANNELS and shape[1] not in CHANNELS
+
+
 def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None, device: torch.device) -> Stream:
-    """The data set behind a loader, in its own order and joined by the loader's ``collate_fn``."""
+    """The data set behind a loader, all of it and in its own order, joined by the loader's ``collate_fn``."""
     data: Any = loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise TypeError(
@@ -231,5 +267,13 @@ def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None,
             "or wball.to_tensors(x)"
         )
     _no_labels_beside(y)
+    chosen = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
+    if type(chosen) not in (SequentialSampler, RandomSampler, DistributedSampler):
+        raise TypeError(
+            f"x is a DataLoader with a {type(chosen).__name__} of its own, which may leave images out; give the data "
+            "set itself, or a part: torch.utils.data.Subset(data, indices)"
+        )
     collate = loader.collate_fn
+    if collate is default_collate:
+        return dataset_stream(data, box, device)
     return Stream(len(data), lambda index: to_tensors([collate([data[i] for i in index])]), box, device)
