@@ -151,7 +151,9 @@ class Relaxation:
         budget: how many numbers a chunk of rows may hold.
         first: bounds of first convolutions, which need no rows.
         centre: what each relaxed operation reads at the images themselves, in float64.
-        condition: bounds need hold only for images that satisfy it.
+
+    Attributes:
+        condition: bounds need hold only for images that satisfy it, if there is one.
     """
 
     def __init__(
@@ -163,10 +165,10 @@ class Relaxation:
         budget: int = 2**22,
         first: FirstLayer | None = None,
         centre: dict[int, Tensor] | None = None,
-        condition: Condition | None = None,
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
-        self.first, self.centre, self.condition = first, centre, condition
+        self.first, self.centre = first, centre
+        self.condition: Condition | None = None
         self._intervals: dict[int, Interval | None] = {}
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 

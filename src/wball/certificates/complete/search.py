@@ -28,7 +28,7 @@ from wball.certificates.complete.bound import Problems, choose_splits, improve, 
 from wball.certificates.complete.leaves import Closed, Leaf
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.complete.program import Program
-from wball.certificates.condition import Condition, condition
+from wball.certificates.condition import condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Bounds, Relaxation
@@ -177,11 +177,11 @@ class Search:
     def _late(self) -> bool:
         return self.clock() > self.deadline
 
-    def _relaxation(self, source: InputSet, x: Tensor, condition: Condition | None = None) -> Relaxation:
+    def _relaxation(self, source: InputSet, x: Tensor) -> Relaxation:
         if self.first is None:
             self.first = FirstLayer(self.graph, source)
         centre = self.graph.values(x.to(torch.float64))
-        return Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre, condition=condition)
+        return Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre)
 
     def _prove(self, left: Tensor) -> None:
         x, y = self.x[left], self.y[left]
@@ -247,8 +247,8 @@ class Search:
                 break
             before, image = nodes.bound, self.image[problems.index]
             tighter, empty = self._tightened(problems, nodes)
-            found = improve(tighter, tighter.start(), ROOT_STEPS, 0.3)
-            found.bound = torch.where(empty, math.inf, torch.maximum(found.bound, before))
+            found = improve(tighter, nodes, ROOT_STEPS, 0.3)
+            found.bound = torch.where(empty, math.inf, found.bound)
             gained = bool((found.bound - before > PROGRESS * before.abs()).any())
             problems, nodes = self._note(tighter, found)
             self._spent(image)
@@ -257,29 +257,37 @@ class Search:
         return problems, nodes
 
     def _tightened(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Tensor]:
-        """The problems with tighter bounds, and which of them turn out to have no image left."""
-        source, count = problems.source, len(problems)
-        row = trace_back(problems, nodes, torch.float64)
-        under = condition(source, row.rows, row.charged, row.constant, problems.x.to(torch.float64))
-        relaxation = self._relaxation(source, problems.x, under)
-        bounds = problems.bounds.take(torch.arange(count, device=problems.y.device))
+        """The problems with tighter bounds, and which of them turn out to have no image left.
+
+        Bounds of one layer improve the row of the margin, which is the condition of the next.
+        """
+        source, count, centre = problems.source, len(problems), problems.x.to(torch.float64)
+        relaxation = self._relaxation(source, problems.x)
+        problems = replace(problems, bounds=problems.bounds.take(torch.arange(count, device=problems.y.device)))
+        bounds = problems.bounds  # tightened in place
         like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
         anchored = isinstance(source, TransportSet)
         for position in self.graph.relaxed():
+            if self._late():
+                break
+            row = trace_back(problems, nodes, torch.float64)
+            relaxation.condition = condition(source, row.rows, row.charged, row.constant, centre)
             shared = image_convolution(self.graph, position) is not None and position in problems.anchors
             if shared:  # its gains do not change
                 relaxation.anchors[position] = problems.anchors[position]
-            if self._late():
-                return problems, empty
             relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
-            unstable = bounds.unstable(position).flatten(1)
             empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
-            if shared:
-                anchor, centre = problems.anchors[position]
-                relaxation.anchors[position] = (anchor.restricted(unstable), centre)
-        anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
-        return replace(problems, bounds=bounds, anchors=anchors), empty
+            others = {k: anchor for k, anchor in problems.anchors.items() if k != position}
+            if position in relaxation.anchors:
+                anchor, at = relaxation.anchors[position]
+                unstable = bounds.unstable(position)
+                if shared:
+                    anchor = problems.anchors[position][0].restricted(unstable.flatten(1))
+                others[position] = listed(anchor, unstable, source), at
+                relaxation.anchors[position] = others[position]
+            problems = replace(problems, anchors=others)
+        return problems, empty
 
     # ---- the tree
 
