@@ -133,11 +133,12 @@ class UnitAnchor(Anchor):
         self.gains[image[order], place] = flat[order]
         self.units = units
         self.table = torch.arange(images, device=image.device)  # where each image's units stand
+        self._spread: tuple[Tensor, _Spread] | None = None  # of the rows charged last: an optimiser repeats them
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for some of the images, or several times the same; gains are not copied."""
         out = copy(self)
-        out.table = self.table[index]
+        out.table, out._spread = self.table[index], None
         return out
 
     def restricted(self, unstable: Tensor) -> UnitAnchor:
@@ -153,25 +154,39 @@ class UnitAnchor(Anchor):
 
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
         # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
-        flat, table = weights.coeff.flatten(1), self.table[rows.image]
-        weight = flat.gather(1, self.units[table])
+        flat = weights.coeff.flatten(1)
+        if self._spread is None or self._spread[0] is not rows.image:
+            self._spread = rows.image, _Spread(self.table[rows.image], self.gains.shape[0])
+        spread = self._spread[1]
+        weight = flat.gather(1, self.units[spread.table])
         if self.gains.shape[0] == 1:
             total = weight @ self.gains[0].to(flat.dtype)
         else:
-            total = self._by_table(weight, table)
+            total = spread.product(weight, self.gains)
         parts = total.split([shape.numel() for shape in self.shapes], 1)
         moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return Charges(moves, out, into)
 
-    def _by_table(self, weight: Tensor, table: Tensor) -> Tensor:
+
+class _Spread:
+    """Rows sorted into the tables they read, so that all of a table's rows meet its gains in one product."""
+
+    def __init__(self, table: Tensor, tables: int) -> None:
+        self.table = table
+        if tables == 1 or not table.numel():
+            return
         first = int(table.min())
-        order, place, most = _ranked(table - first, int(table.max()) - first + 1)
-        there = table[order] - first
-        count = min(self.gains.shape[0] - first, int(there[-1]) + 1)
-        spread = weight.new_zeros((count, most, weight.shape[1])).index_put((there, place), weight[order])
-        product = spread @ self.gains[first : first + count].to(weight.dtype)
-        back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        return product[there[back], place[back]]
+        order, self.place, self.most = _ranked(table - first, int(table.max()) - first + 1)
+        self.order, self.there = order, table[order] - first
+        self.tables = slice(first, min(tables, first + int(self.there[-1]) + 1))
+        self.back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+
+    def product(self, weight: Tensor, gains: Tensor) -> Tensor:
+        gains = gains[self.tables]
+        spread = weight.new_zeros((gains.shape[0], self.most, weight.shape[1]))
+        spread = spread.index_put((self.there, self.place), weight[self.order])
+        product = spread @ gains.to(weight.dtype)
+        return product[self.there[self.back], self.place[self.back]]
 
 
 def _ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, int]:

@@ -14,8 +14,13 @@ from torch import Tensor, nn
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
 from wball.certificates import CertificateStatus, certify
+from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.complete import program
 from wball.certificates.complete.nodes import Nodes
+from wball.certificates.complete.search import listed
+from wball.certificates.tracing import trace
+from wball.input_sets import TransportSet
+from wball.input_sets.rows import Rows
 
 NETWORKS = 1500 if os.environ.get("WBALL_LONG") else 24
 
@@ -111,6 +116,24 @@ def test_children_of_a_node_fix_both_signs() -> None:
     assert children.state["sign", 4].tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, -1], [0, 0, 0]]
     assert children.state["sign", 7].tolist() == [[0, 0], [1, 0], [0, 0], [-1, 0]]
     assert np.isclose(float(children.bound.min()), -2.0) and math.isfinite(float(children.bound.max()))
+
+
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+def test_a_layer_without_unstable_units_has_an_anchor_that_charges_nothing(device: str) -> None:
+    """On a GPU the charges of no rows at all failed."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)).to(device)
+    x = torch.rand(2, 1, 6, 6, device=device)
+    convolution = image_convolution(trace(net, x), 2)
+    source = wball.WassersteinBall(0.1).input_set(x, "full")
+    assert convolution is not None and isinstance(source, TransportSet)
+    unstable = torch.zeros((2, 2, 6, 6), dtype=torch.bool, device=device)
+    image = torch.tensor([0, 1, 1], device=device)
+    for some in (unstable, ~unstable):
+        anchor = listed(ConvAnchor(convolution, source.moves), some, source)
+        weights = Rows(torch.ones((3, 2, 6, 6), device=device), image)
+        charges = anchor.charge(weights, Rows(torch.zeros((3, 1, 6, 6), device=device), image), source.active)
+        assert charges.into.shape == (3, 1, 6, 6)
+        assert bool((charges.moves == 0).all()) == bool((some == unstable).all())
 
 
 def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:

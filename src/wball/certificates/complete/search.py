@@ -40,8 +40,9 @@ from wball.model import Model, ask, evaluating
 REACH = 4.0
 """Length below which moves are told apart: longer ones cost twice as much and hardly tighten a bound."""
 
-ROOT_STEPS, NODE_STEPS, LAST_STEPS = 20, 3, 100
-"""Steps of Adam for a problem as a whole, for one node of its tree, and for a node that cannot be split."""
+ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 3, 100
+"""Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
+cannot be split."""
 
 PROGRESS, MOST_ROUNDS = 0.05, 12
 """Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds."""
@@ -247,7 +248,7 @@ class Search:
                 break
             before, image = nodes.bound, self.image[problems.index]
             tighter, empty = self._tightened(problems, nodes)
-            found = improve(tighter, nodes, ROOT_STEPS, 0.3)
+            found = improve(tighter, nodes, ROUND_STEPS, 0.3)
             found.bound = torch.where(empty, math.inf, found.bound)
             gained = bool((found.bound - before > PROGRESS * before.abs()).any())
             problems, nodes = self._note(tighter, found)
@@ -391,12 +392,14 @@ def listed(anchor: Anchor, unstable: Tensor, source: InputSet) -> UnitAnchor:
     images = unstable.shape[0]
     image, unit = unstable.flatten(1).nonzero(as_tuple=True)
     parts = []
-    for some in torch.arange(max(1, image.shape[0]), device=image.device).split(128):
-        some = some[: image.shape[0]]
+    if image.shape[0] == 0:  # one unit that is not listed gives the gains their shape
+        image, unit = torch.zeros((2, 1), dtype=torch.long, device=unstable.device)
+    count = int(unstable.sum())
+    for some in torch.arange(image.shape[0], device=image.device).split(128):
         weights = torch.zeros((some.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device)
         weights.scatter_(1, unit[some][:, None], 1.0)
         nothing = Rows(weights.new_zeros((some.shape[0], *source.x.shape[1:])), image[some])
         charges = anchor.charge(Rows(weights.reshape(-1, *anchor.layer), image[some]), nothing, source.active)
         parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
-    gains = tuple(torch.cat(part) for part in zip(*parts, strict=True))
-    return UnitAnchor(anchor.layer, image, unit, (gains[0], gains[1], gains[2]), images)
+    gains = tuple(torch.cat(part)[:count] for part in zip(*parts, strict=True))
+    return UnitAnchor(anchor.layer, image[:count], unit[:count], (gains[0], gains[1], gains[2]), images)
