@@ -50,6 +50,20 @@ KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 
 
 @dataclass(frozen=True)
+class _Batch:
+    """Images and labels of a batch, what is known about each image, and notes on what was done."""
+
+    x: Tensor
+    y: Tensor
+    state: dict[str, Tensor]
+    notes: dict[str, Any]
+
+    def open(self) -> Tensor:
+        """The images without an example."""
+        return self.state["distance"].isinf().nonzero().squeeze(1)
+
+
+@dataclass(frozen=True)
 class Batches:
     """The batches of an evaluation, and how one of them is worked off."""
 
@@ -94,30 +108,30 @@ class Batches:
     def _part(self, batch: int) -> slice:
         return slice(batch * self.size, (batch + 1) * self.size)
 
-    def _work_off(self, batch: int, tally: Tally) -> None:
-        x, y = self.x[self._part(batch)], self.y[self._part(batch)]
-        state, notes = self._resume(batch, x, y)
-        tally.shown.advance(notes["done"] * len(x))
+    def _work_off(self, number: int, tally: Tally) -> None:
+        batch = self._resume(number, self.x[self._part(number)], self.y[self._part(number)])
+        tally.shown.advance(batch.notes["done"] * len(batch.x))
         attack: Attack | None = None
-        while notes["done"] < self.stages:
-            begun, stage = time.perf_counter(), int(notes["done"])
-            tally.begin(self.settings, stage, len(x))
-            with self._randomness(batch, stage) as generator:
+        while batch.notes["done"] < self.stages:
+            begun, stage = time.perf_counter(), int(batch.notes["done"])
+            tally.begin(self.settings, stage, len(batch.x))
+            with self._randomness(number, stage) as generator:
                 if self.settings["mode"] == "minimal":
-                    self._search(state, notes, x, y, generator)
+                    self._search(batch, generator)
                 else:
-                    attack = attack or self._prepared(batch, x, y)
-                    self._attack(attack.at(float(self.settings["radii"][stage])), state, notes, x, y, generator)
-                self._prove(state, notes, x, y, stage)
-            notes["done"] = stage + 1
-            write_tensors(self.path(batch), {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
-            self.log("batch", batch=batch, stage=stage, seconds=round(time.perf_counter() - begun, 3))
-            tally.end(stage, state)
+                    attack = attack or self._prepared(number, batch.x, batch.y)
+                    self._attack(attack.at(float(self.settings["radii"][stage])), batch, generator)
+                self._prove(batch, stage)
+            batch.notes["done"] = stage + 1
+            stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
+            write_tensors(self.path(number), stored, batch.notes)
+            self.log("batch", batch=number, stage=stage, seconds=round(time.perf_counter() - begun, 3))
+            tally.end(stage, batch.state)
 
-    def _resume(self, batch: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _resume(self, batch: int, x: Tensor, y: Tensor) -> _Batch:
         if self.path(batch).is_file():
             try:
-                return self._read(batch, len(x))
+                return _Batch(x, y, *self._read(batch, len(x)))
             except ValueError as error:
                 warnings.warn(f"{error}; the batch is computed again", stacklevel=2)
                 self.log("damaged", batch=batch, said=str(error))
@@ -138,7 +152,7 @@ class Batches:
             "proof": torch.zeros_like(none),
             "adversarial": x.cpu().clone(),
         }
-        return state, {"batch": batch, "done": 0, "rejected": [], "findings": []}
+        return _Batch(x, y, state, {"batch": batch, "done": 0, "rejected": [], "findings": []})
 
     def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state, notes = read_tensors(self.path(batch))
@@ -174,48 +188,32 @@ class Batches:
         with self._randomness(batch, self.stages):
             return self.attack.at(float(self.settings["radii"][-1])).prepared(self.model, x, y)
 
-    def _attack(
-        self,
-        attack: Attack,
-        state: dict[str, Tensor],
-        notes: dict[str, Any],
-        x: Tensor,
-        y: Tensor,
-        generator: torch.Generator,
-    ) -> None:
-        left = state["distance"].isinf().nonzero().squeeze(1)
+    def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
+        left = batch.open()
         if left.numel() == 0:
             return
-        here = left.to(x.device)
+        here = left.to(batch.x.device)
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
-        found = attack(self.model, x[here], y[here], generator=generator)
-        state["n_steps"][left] += found.n_steps.cpu()
-        notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
+        found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
+        batch.state["n_steps"][left] += found.n_steps.cpu()
+        batch.notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
         member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
         radius = torch.full((len(left),), float(attack.ball.eps), dtype=torch.float64)
-        self._accept(state, notes, left, x, y, found.success.cpu(), found.images, radius, member, found.proof)
+        self._accept(batch, left, found.success.cpu(), found.images, radius, member, found.proof)
 
-    def _search(
-        self, state: dict[str, Tensor], notes: dict[str, Any], x: Tensor, y: Tensor, generator: torch.Generator
-    ) -> None:
-        left = state["distance"].isinf().nonzero().squeeze(1)
+    def _search(self, batch: _Batch, generator: torch.Generator) -> None:
+        left = batch.open()
         if left.numel() == 0:
             return
-        here = left.to(x.device)
-        hi = float(self.settings["radii"][-1])
-        found = minimal_radius(self.model, x[here], y[here], self.attack, hi=hi, generator=generator)
-        state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
-        self._accept(
-            state, notes, left, x, y, found.success.cpu(), found.images, found.radius.cpu(), torch.zeros_like(left)
-        )
+        here, hi = left.to(batch.x.device), float(self.settings["radii"][-1])
+        found = minimal_radius(self.model, batch.x[here], batch.y[here], self.attack, hi=hi, generator=generator)
+        batch.state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
+        self._accept(batch, left, found.success.cpu(), found.images, found.radius.cpu(), torch.zeros_like(left))
 
     def _accept(
         self,
-        state: dict[str, Tensor],
-        notes: dict[str, Any],
+        batch: _Batch,
         index: Tensor,
-        x: Tensor,
-        y: Tensor,
         success: Tensor,
         images: Tensor,
         radius: Tensor,
@@ -223,6 +221,7 @@ class Batches:
         proof: StoredPlan | None = None,
     ) -> None:
         """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault."""
+        x, y, state, notes = batch.x, batch.y, batch.state, batch.notes
         index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
         if index.numel() == 0:
             return
@@ -249,12 +248,13 @@ class Batches:
         state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
         state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
 
-    def _prove(self, state: dict[str, Tensor], notes: dict[str, Any], x: Tensor, y: Tensor, stage: int) -> None:
+    def _prove(self, batch: _Batch, stage: int) -> None:
         """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
         example check each other. Counterexamples that complete verification finds count as the attack's do."""
         if self.settings["certify"] is None:
             return
         assert isinstance(self.model, nn.Module)
+        x, y, state = batch.x, batch.y, batch.state
         method, right = self.settings["certify"]["method"], state["label"] == state["predicted"]
         if self.settings["mode"] == "minimal":
             index = right.nonzero().squeeze(1)
@@ -274,7 +274,7 @@ class Batches:
             falsified = torch.tensor([status is CertificateStatus.FALSIFIED for status in proof.status])
             new = falsified & state["distance"][index].isinf()
             radius, nobody = torch.full((len(index),), eps, dtype=torch.float64), torch.full_like(index, -1)
-            self._accept(state, notes, index, x, y, new, proof.counterexample, radius, nobody)
+            self._accept(batch, index, new, proof.counterexample, radius, nobody)
 
     def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
         """The whole result, once every batch is done."""
