@@ -5,6 +5,8 @@ Nothing larger than one row's options exists at a time, so that they stay in the
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,37 @@ from wball.kernels.linear_maximum.cpu import BLOCK, FAST, search
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
 
 _TOL = 1e-6  # of what moving gains: the search may stop
+
+
+class _Rows(NamedTuple):
+    """Rows over images, as in :class:`wball.kernels.row_maximum.RowProblem`."""
+
+    coeff: Any
+    image: Any
+    corner: Any
+    patched: bool
+    x: Any
+    budget: Any
+
+
+class _Ways(NamedTuple):
+    """Where mass can go: the listed moves, each with its ring; what a move of a ring and of a tier costs; how wide the
+    tiers are, and the mass beyond the patches."""
+
+    shifts: Any
+    ring: Any
+    rings: int
+    fee: Any
+    wide: Any
+    elsewhere: Any
+    reach: int
+
+
+class _Effort(NamedTuple):
+    """The cheapest move, which the first price is measured by, and steps of the search."""
+
+    step: float
+    rounds: int
 
 
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +68,7 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     count, channels = coeff.shape[:2]
     corner = torch.zeros((2, count), dtype=torch.long) if problem.corner is None else torch.stack(problem.corner)
     beyond = np.zeros((count, channels, 0)) if elsewhere is None else elsewhere.to(torch.float64).numpy()
-    given = (
+    given = _Rows(
         coeff.detach().to(torch.float64).contiguous().numpy(),
         problem.image.contiguous().numpy(),
         corner.contiguous().numpy(),
@@ -43,11 +76,12 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         problem.x.detach().to(torch.float64).contiguous().numpy(),
         problem.budget.to(torch.float64).contiguous().numpy(),
     )
+    reach = int(np.abs(shifts).max()) if len(away) else 0
+    ways, effort = _Ways(shifts, ring, len(costs), fees, wide, beyond, reach), _Effort(float(problem.step), rounds)
     out, psi = np.empty((2, count))
-    reach, step = int(np.abs(shifts).max()) if len(away) else 0, float(problem.step)
 
     def work(start: int, stop: int) -> None:
-        _rows(*given, shifts, ring, len(costs), fees, wide, beyond, reach, step, rounds, start, stop, out, psi)
+        _rows(given, ways, effort, start, stop, out, psi)
 
     height, width = coeff.shape[2] + 2 * reach, coeff.shape[3] + 2 * reach
     split(count, work, channels * height * width * (len(away) + 2 * len(fees)))
@@ -116,10 +150,10 @@ def _widened(maps, spare, height, width, reach):  # type: ignore[no-untyped-def]
 
 
 @compiled(fastmath=FAST)
-def _rows(  # type: ignore[no-untyped-def]
-    coeff, image, corner, patched, x, budget, shifts, ring, rings, fee, wide, elsewhere, reach, step, rounds, start,
-    stop, out, psi,
-):  # fmt: skip
+def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untyped-def]
+    coeff, image, corner, patched, x, budget = given
+    shifts, ring, rings, fee, wide, elsewhere, reach = ways
+    step, rounds = effort
     channels, height, width = coeff.shape[1:]
     full_height, full_width = x.shape[2:]
     around = reach if patched else 0
