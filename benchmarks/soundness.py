@@ -25,7 +25,7 @@ from benchmarks.origin import environment, keep
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certificates import certified_radius, certify
-from wball.certificates.certificate import Method
+from wball.certificates.effort import Method
 from wball.data import load_dataset, load_sample
 from wball.models import build_model
 from wball.storage.weights import load_weights

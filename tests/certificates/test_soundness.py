@@ -21,7 +21,7 @@ from certificates.exact import euclidean, worst_plan
 from certificates.test_certify import chain, dense_net, images
 from wball.certificates import certified_radius, certify, collector, relaxation, verify
 from wball.certificates.anchor import ConvAnchor, image_convolution
-from wball.certificates.certificate import Method
+from wball.certificates.effort import Method
 from wball.certificates.tracing import trace
 
 LONG = bool(os.environ.get("WBALL_LONG"))

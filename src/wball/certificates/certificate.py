@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates.complete import Leaf, Search, splittable
+from wball.certificates.effort import Effort, Method
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Ascent, Bounds, Relaxation
@@ -23,9 +22,6 @@ from wball.display import Summarised, percent
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.box import intervals
 from wball.model import ask, check_classes, evaluating
-
-Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
-METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
 
 FINE = 128
 """Radii are found to a part in so many."""
@@ -136,39 +132,27 @@ def certify(
         batch_size: images bounded together (``None``: chosen for the device).
         time_limit: for ``complete``, seconds for each image that is left open, on average of those searched together.
     """
-    x, y = _check(x, y, ball, method, plans)
-    _check_effort(steps, reg, batch_size, time_limit)
-    method = _named(method, refine, optimise, steps)
-    graph = trace(model, x, ball)
-    return _certify(model, graph, x, y, ball, method, plans, steps, reg, batch_size, time_limit)
+    x, y = _check(x, y, ball)
+    effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
+    return _certify(model, trace(model, x, ball), x, y, ball, effort)
 
 
 def _certify(
-    model: nn.Module,
-    graph: Graph,
-    x: Tensor,
-    y: Tensor,
-    ball: Ball,
-    method: Method,
-    plans: Plans,
-    steps: int | None,
-    reg: float,
-    batch_size: int | None,
-    time_limit: float,
-    first: FirstLayer | None = None,
+    model: nn.Module, graph: Graph, x: Tensor, y: Tensor, ball: Ball, effort: Effort, first: FirstLayer | None = None
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a model that was traced before."""
+    method, plans = effort.method, effort.plans
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
-    step = batch_size or _images_at_once(x)
+    step = effort.batch_size or _images_at_once(x)
     first = first or _first_layer(graph, x, ball, plans)
     parts, at_centre, known, times = [], [], [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
-        parts.append(part.margin(method, 30 if steps is None else steps, reg))
+        parts.append(part.margin(method, effort.steps, effort.reg))
         at_centre.append(clean)
         if method == "complete":
             left = ((parts[-1] <= 0) & (clean > 0)).nonzero()[:, 0]
@@ -182,7 +166,11 @@ def _certify(
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
     found = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
-    return found if method != "complete" else _decide(model, graph, x, y, ball, found, Bounds.join(known), time_limit)
+    return (
+        found
+        if method != "complete"
+        else _decide(model, graph, x, y, ball, found, Bounds.join(known), effort.time_limit)
+    )
 
 
 def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLayer:
@@ -258,14 +246,14 @@ def certified_radius(
     Args:
         rounds: at most so many certificates are tried per image.
     """
-    x, y = _check(x, y, ball, method, plans)
+    x, y = _check(x, y, ball)
+    effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
     inputs.check_count("rounds", rounds)
-    _check_effort(steps, reg, batch_size, time_limit)
     trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
     trial[trial == 0] = 0.01
     clean = _clean_margin(model, x, y) if x.shape[0] else trial
     found = _Bracket(clean, torch.zeros_like(trial), torch.full_like(trial, math.inf), clean.clone(), clean.clone())
-    graph, method = trace(model, x, ball.at(trial)), _named(method, refine, optimise, steps)
+    graph = trace(model, x, ball.at(trial))
     first: FirstLayer | None = None
     for _ in range(rounds):
         index = found.open().nonzero()[:, 0]
@@ -273,9 +261,7 @@ def certified_radius(
             break
         at = ball.at(trial[index])
         first = first or _first_layer(graph, x[index], at, plans)
-        result = _certify(
-            model, graph, x[index], y[index], at, method, plans, steps, reg, batch_size, time_limit, first
-        )
+        result = _certify(model, graph, x[index], y[index], at, effort, first)
         found.note(index, trial[index], result)
         trial = found.next()
     return found.low
@@ -318,33 +304,7 @@ class _Bracket:
         return torch.where(bounded, inside, torch.minimum(torch.maximum(root, 1.02 * low), 4 * low))
 
 
-def _check_effort(steps: int | None, reg: float, batch_size: int | None, time_limit: float) -> None:
-    inputs.check_count("steps", 30 if steps is None else steps)
-    inputs.check_positive("reg", reg)
-    inputs.check_positive("time_limit", time_limit)
-    if batch_size is not None:
-        inputs.check_count("batch_size", batch_size)
-
-
-def _named(method: Method, refine: bool | None, optimise: bool | None, steps: int | None) -> Method:
-    """The method that is meant, where it was said in the old way, by flags next to ``crown``."""
-    if refine is None and optimise is None and (steps is None or method == "alpha-crown"):
-        return method
-    if method in ("interval", "dual", "complete"):
-        if optimise:
-            raise ValueError(f'optimise needs method="crown", got {method!r}, which has nothing to optimise')
-        return method
-    if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
-        meant: Method = "alpha-crown"
-    else:
-        meant = "crown" if refine is False else "anchored"
-    if refine is not None or optimise is not None:
-        said = "refine and optimise are deprecated: the methods crown, anchored and alpha-crown have names"
-        warnings.warn(f"{said}; use method={meant!r}", DeprecationWarning, stacklevel=3)
-    return meant
-
-
-def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[Tensor, Tensor]:
+def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
     if not callable(getattr(ball, "input_set", None)):
         raise TypeError(
             f"ball must be a threat model that answers input_set (docs/extending.md), got {type(ball).__name__}"
@@ -356,10 +316,6 @@ def _check(x: Tensor, y: Tensor, ball: Ball, method: str, plans: str) -> tuple[T
     if not isinstance(y, Tensor) or y.is_floating_point() or y.shape != (x.shape[0],):
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(f"y must hold one integer label per image, shape ({x.shape[0]},), got {shape}")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if plans not in ("full", "window"):
-        raise ValueError(f'plans must be "full" or "window", got {plans!r}')
     return x.detach(), y.to(x.device, torch.long)
 
 

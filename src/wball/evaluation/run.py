@@ -27,7 +27,7 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack
 from wball.attacks.base import check_labels, out_of_memory
 from wball.ball import Ball
-from wball.certificates.certificate import METHODS
+from wball.certificates.effort import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
 from wball.evaluation.batches import Batches, fitting_batch_size

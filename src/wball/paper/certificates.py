@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from wball.ball import WassersteinBall
-from wball.certificates.certificate import Method
+from wball.certificates.effort import Method
 from wball.evaluation import Evaluation
 from wball.paper.measure import certified, curve, evaluated, predicted, smoothed
 from wball.paper.recipe import Recipe

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.certificates.certificate import Method
+from wball.certificates.effort import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
 from wball.paper.measure import certified, evaluated, smoothed
