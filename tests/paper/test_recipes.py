@@ -18,6 +18,7 @@ from wball.paper.measure import accuracy_at
 from wball.paper.run import RECIPES
 from wball.paper.tables import percent, unpack
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
+from wball.training import preset
 
 SIDE = 6
 
@@ -208,7 +209,7 @@ def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attack["proved_and_attacked"] == round(6 * sum(p["accuracy"] for p in rows["anchored"]["curve"][1:]))
     smoothed = [r for r in part["rows"] if r["kind"] == "probable"]
     assert [r["method"] for r in smoothed] == [
-        "flow smoothing, scale 0.004",
+        f"flow smoothing, scale {preset('mnist-certified').noise:g}",
         "flow smoothing of mnist-flow-noise, scale 0.01",
     ]
     for row in smoothed:

@@ -119,13 +119,13 @@ MNIST_CERTIFIED = TrainConfig(
     "mnist-certified",
     "mnist",
     "mnist-cnn",
-    epochs=60,
-    batch_size=256,
-    noise=0.004,
+    epochs=80,
+    batch_size=512,
+    noise=0.003,
     optimisation=Optimisation(
         "adamw", lr=3e-3, weight_decay=1e-4, schedule="one-cycle", warmup=0.1, clip=5.0, ema=0.999
     ),
-    smooth=Smooth(0.1),
+    smooth=Smooth(0.2, radius="per-image", low=0.05, start=0.05, grow=0.01, shrink=0.05, ramp=0.05),
     evaluation=Validation(every=5),
     summary="The paper's MNIST network, made to be certified: flow noise and robustness to first order.",
 )
@@ -134,7 +134,7 @@ MNIST_CERTIFIED_FAR = dataclasses.replace(
     MNIST_CERTIFIED,
     name="mnist-certified-far",
     epochs=100,
-    batch_size=512,
+    noise=0.004,
     smooth=Smooth(0.35, radius="per-image", low=0.03, start=0.1, grow=0.01, shrink=0.05, ramp=0.05),
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
