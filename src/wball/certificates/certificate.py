@@ -345,7 +345,7 @@ def _images_at_once(x: Tensor) -> int:
 
 def _searched(x: Tensor) -> int:
     """Images that branch and bound searches together: their classes have anchors and gains of their own."""
-    return min(64, max(1, _free(x.device) // (2**21 * x[0].numel()))) if x.is_cuda else 1
+    return min(64, max(1, _free(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
 
 
 def _numbers_at_once(x: Tensor) -> int:

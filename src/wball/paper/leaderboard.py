@@ -70,6 +70,7 @@ PROTOCOLS = {
             "hu2020-mnist-adversarial",
             "mnist-adversarial-cnn",
             "mnist-certified-far",
+            "mnist-certified-near",
             "mnist-certified",
             "wong2019-mnist-standard",
             "mnist-adversarial",
