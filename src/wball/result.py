@@ -138,6 +138,8 @@ Result = TypeVar("Result", SupportResult, ProjectionResult)
 
 def joined_results(parts: Sequence[Result], write: Callable[[], Plan]) -> Result:
     """The answers for parts of a batch, in their order, as one whose plan ``write`` writes."""
+    if len(parts) == 1:
+        return replace(parts[0], write=write)
 
     def join(name: str) -> Any:
         values = [getattr(part, name) for part in parts]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -132,9 +133,9 @@ class Problem:
         columns, tolerance = self.columns.to(device), self.tolerance.to(device)
         return Problem(x, budget, self.moves, columns, tau, tolerance, self.deadline)
 
-    @property
+    @cached_property
     def exact(self) -> bool:
-        """Whether there is no entropy."""
+        """Whether there is no entropy; asks the device once."""
         return not bool(self.tau.any())
 
     @property
@@ -175,10 +176,20 @@ class Problem:
         bound = common - dot(self.x, soft)
         return torch.where(bound.isfinite(), bound, -math.inf), hard
 
+    def bound_without_prices(self) -> Tensor:
+        """:meth:`lower_bounds` of the optimum where neither mass nor cost has a price."""
+        nothing = torch.zeros_like(self.x)
+        if self.exact and not self.columns.linear:
+            return self.columns.least(nothing)
+        return self.lower_bounds(nothing, torch.zeros_like(self.tau))[0]
+
     def allowed(self, best: Best, index: Tensor | slice = slice(None)) -> Tensor:
         """The gap at which an image counts as solved; ``index`` says where in ``best`` these images are."""
         limits, primal = self.tolerance, best.primal[index]
-        entropy = torch.zeros_like(primal) if self.exact else self.entropy(best.flow[index])
+        if self.exact:
+            size = torch.maximum((primal + limits.offset).abs(), limits.parts * primal)
+            return limits.tol * size + limits.floor
+        entropy = self.entropy(best.flow[index])
         size = (primal - entropy + limits.offset).abs()
         return limits.tol * torch.maximum(size, limits.parts * (primal - 2 * entropy)) + limits.floor
 

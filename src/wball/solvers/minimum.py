@@ -72,17 +72,21 @@ class Minimum:
         todo, home = self.todo, dispatch.home(kernel, self.problem.x)
         if not todo.numel():
             return
+        self.served.add(kernel)
+        if len(todo) == len(self.problem.x) and home == self.problem.x.device:
+            self.n_iter += solve(self.problem, *start, max_iter, self.best)
+            return
         part = self.best.take(todo, home)
         first = (values[todo].to(home) for values in start)
         steps = solve(self.problem.take(todo).to(home), *first, max_iter, part)
         self.n_iter[todo] += steps.to(self.n_iter.device)
         self.best.put(todo, part)
-        self.served.add(kernel)
 
     def hold_back(self, spend: Tensor) -> Plan:
         """The best plans, shrunk to what may be spent on points that will be rounded."""
         plan = Plan(self.problem.moves, self.best.flow)
         plan, primal = held_back(plan, self.problem.budget, spend, self.best.primal, self.problem.objective)
-        self.best.flow.copy_(plan.flow)
-        self.best.primal.copy_(primal)
+        if plan.flow is not self.best.flow:
+            self.best.flow.copy_(plan.flow)
+            self.best.primal.copy_(primal)
         return plan

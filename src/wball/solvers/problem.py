@@ -191,8 +191,10 @@ def held_back(
 
     ``value`` is that of the plan as it is; what shrinks is evaluated anew.
     """
+    if spend is budget:  # as at the radii in use
+        return plan, value
     held = spend < budget
-    if not bool(held.any()):  # as at the radii in use
+    if not bool(held.any()):
         return plan, value
     over = held & (plan.cost() > spend)
     plan = plan.within(torch.where(over, spend, math.inf))

@@ -134,8 +134,8 @@ def _solved(
     tolerance = Tolerance(tol, PARTS, torch.zeros_like(mass), tol**2 * columns.objective(x) + rounding)
     goal = Problem(x, problem.budget, moves, columns, tau, tolerance, deadline)
     # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-    run = Minimum(goal, goal.lower_bounds(torch.zeros_like(x), torch.zeros_like(mass))[0])
-    alone = run.single & ~escapes(moves, x)
+    run = Minimum(goal, goal.bound_without_prices())
+    alone = run.single & ~escapes(moves, x) if moves.has_free else run.single
     run.best.dual.copy_(torch.where(alone, run.best.primal, run.best.dual))
     start = target - x
     if init is not None:
@@ -152,7 +152,7 @@ def _solved(
     residual = (point - (target - best.u).clamp(*lo_hi)).flatten(1).abs().amax(1)
     return ProjectionResult(
         point=as_given(point, problem.x, problem.box),
-        objective=best.primal + entropy_of(x, tau),
+        objective=best.primal if math.isinf(reg) else best.primal + entropy_of(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=torch.where(run.single, torch.zeros_like(residual), residual),
         status=statuses(goal.done(best), (run.n_iter < max_iter) & ~run.single, deadline.late),

@@ -81,7 +81,7 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
-    lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int32, device=device)
+    lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int16, device=device)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
