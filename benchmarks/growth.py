@@ -8,7 +8,7 @@ beyond what was there before, in bytes of the batch; only a GPU counts it. ``<ou
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,13 +27,15 @@ WINDOWS = (3, 5, 7, 9, 11, 15)
 STEP = 0.1
 
 
-def problems(most: int, largest: int, digits: Tensor) -> Iterator[tuple[str, Tensor, int, float]]:
+def problems(
+    most: int, largest: int, windows: Sequence[int], digits: Tensor
+) -> Iterator[tuple[str, Tensor, int, float]]:
     """What grows, the images, the window, and ``reg``."""
     for batch in (batch for batch in BATCHES if batch <= most):
         yield "batch", digits[torch.arange(batch) % len(digits)], 5, 1000.0
     for side in (side for side in SIDES if side <= largest):
         yield "side", scenes(1, side), 5, 3000.0
-    for window in WINDOWS:
+    for window in windows:
         yield "window", scenes(8, 32), window, 3000.0
 
 
@@ -87,11 +89,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = timed_options("growth", __doc__, seconds=1.0)
     parser.add_argument("--batch", type=int, default=BATCHES[-1], help="largest batch")
+    parser.add_argument("--windows", type=int, nargs="*", default=WINDOWS, help="sides of the windows")
     parser.add_argument("--side", type=int, default=SIDES[-1], help="largest side of an image")
     given = parser.parse_args(arguments)
     device, out, about = begun("growth", given)
     rows: list[dict[str, Any]] = []
-    for grows, x, window, reg in problems(given.batch, given.side, mnist(given.data, torch.device("cpu")).x):
+    for grows, x, window, reg in problems(
+        given.batch, given.side, given.windows, mnist(given.data, torch.device("cpu")).x
+    ):
         for found in row(grows, x.to(device), window, reg, given.seconds, given.seed):
             rows.append(found)
             keep(out, {"environment": about, "seed": given.seed, "rows": rows})

@@ -11,10 +11,10 @@ from benchmarks import growth
 
 
 @pytest.mark.slow
-def test_every_size_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "WINDOWS", (3,))
+def test_every_size_has_a_row(tmp_path: Path) -> None:
     out = tmp_path / "growth.json"
-    growth.main(["--device", "cpu", "--batch", "10", "--side", "32", "--seconds", "0.01", "--out", str(out)])
+    sizes = ["--batch", "10", "--side", "32", "--windows", "3"]
+    growth.main(["--device", "cpu", *sizes, "--seconds", "0.01", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert [(r["grows"], r["batch"], r["window"]) for r in rows if r["call"] == "project"] == [
         ("batch", 1, 5), ("batch", 10, 5), ("side", 1, 5), ("window", 8, 3)

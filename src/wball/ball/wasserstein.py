@@ -80,8 +80,10 @@ class WassersteinBall:
         inputs.check_eps_count(self.eps, x.shape[0])
         eps = self.eps.to(x.device) if isinstance(self.eps, Tensor) else self.eps
         numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        divisible = mass >= DIVISIBLE * x[0:1].numel() * numbers.eps * numbers.smallest_normal
-        return torch.where(divisible, eps * (mass if self.mass == "relative" else torch.ones_like(mass)), 0.0)
+        least = DIVISIBLE * x[0:1].numel() * numbers.eps * numbers.smallest_normal
+        if self.mass == "relative":
+            return eps * torch.nn.functional.threshold(mass, math.nextafter(least, 0.0), 0.0)
+        return eps * (mass >= least)
 
     def problem(self, x: Tensor) -> TransportProblem:
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""

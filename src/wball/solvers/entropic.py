@@ -79,10 +79,8 @@ def escapes(moves: Moves, x: Tensor) -> Tensor:
 
 def entropy_of(x: Tensor, tau: Tensor) -> Tensor:
     """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
-    mass = masses(x)
-    logs = x.to(torch.float64, copy=True)
-    torch.special.xlogy(logs, logs, out=logs)
-    return tau * (masses(logs) - torch.special.xlogy(mass, mass))
+    exact = x.to(torch.float64)
+    return tau * (torch.special.entr(masses(exact)) - masses(torch.special.entr(exact)))
 
 
 class EntropicProjection:

@@ -76,7 +76,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     # objective, gap, allowed gap, cost, residual, scale of what moves
     numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
     psi_out = torch.empty(batch, dtype=work, device=device)
-    n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
+    n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     (staged,) = table.stage(1, batch, device, work)
     x, w, budget = x.contiguous(), problem.w.contiguous(), problem.budget.to(torch.float64)
@@ -96,7 +96,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
     objective, gap, allowed, cost, residual, scale = numbers
-    answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter.long())
+    answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter)
     if not problem.factors:
         return answer
     return replace(answer, keep=keep, give=give if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
@@ -218,7 +218,7 @@ def _projection_kernel(
     last = beta
     price = psi / tau
     streak = 0.0
-    begun = tl.load(n_iter_out + image)
+    begun = 0 if LINEAR and not EXACT else tl.load(n_iter_out + image)
     n_iter = 0
     offers = 0
     target = tol * _FIRST
