@@ -189,12 +189,15 @@ def main(arguments: list[str] | None = None) -> None:
     digits, images = mnist(given.data, device), cifar10(given.data, device)
     exact |= {f"project, reg {digits.reg:g}, tol 1e-4": 0.0008, f"project, reg {digits.reg:g}": 0.002}
     colour |= {f"project, reg {images.reg:g}, tol 1e-4": 0.002, f"project, reg {images.reg:g}": 0.005}
+    longer = (
+        *attacks(x, y, attacked, [n for n in given.digits if n <= len(x)], given.steps),
+        *certificates(x, y, proved, min(given.proofs, len(x))),
+    )
     rows: list[dict[str, Any]] = []
     for call in (
         *balls(digits, given.images, exact, given.seed),
         *balls(images, given.images, colour, given.seed),
-        *attacks(x, y, attacked, [n for n in given.digits if n <= len(x)], given.steps),
-        *certificates(x, y, proved, min(given.proofs, len(x))),
+        *sorted(longer, key=lambda call: call.target or 0.0),  # a run that is stopped has the shorter ones
     ):
         if given.only is None or given.only in call.name:
             rows.append(row(call, device, given.seconds))
