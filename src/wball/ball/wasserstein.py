@@ -83,7 +83,7 @@ class WassersteinBall:
         least = DIVISIBLE * x[0:1].numel() * numbers.eps * numbers.smallest_normal
         if self.mass == "relative":
             return eps * torch.nn.functional.threshold(mass, math.nextafter(least, 0.0), 0.0)
-        return eps * (mass >= least)
+        return eps * (mass >= least).to(torch.float64)
 
     def problem(self, x: Tensor) -> TransportProblem:
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
