@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from wball import GridCost, StencilCost
+from wball import DenseCost, GridCost, StencilCost
 from wball.moves import Moves
-from wball.plan import Plan
+from wball.plan import FactoredPlan, Plan
 
 
 def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Plan]:
@@ -87,3 +89,21 @@ def test_identity() -> None:
     still = Plan.identity(plan.moves, x)
     torch.testing.assert_close(still.columns(), x)
     assert float(still.cost().sum()) == 0
+
+
+@pytest.mark.parametrize("cost", [GridCost(5), StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.5), (1.0, 2.0, 1.0)))])
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_net_cost_of_factors_is_that_of_the_plan_written_out(cost: GridCost | StencilCost, dense: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = torch.rand((3, 2, 4, 5), generator=random) * (torch.rand((3, 2, 4, 5), generator=random) < 0.6)
+    s = 3 * torch.randn(x.shape, generator=random)
+    keep, give = (torch.rand(x.shape, generator=random) for _ in range(2))
+    chosen = DenseCost(torch.rand((20, 20), generator=random).fill_diagonal_(0.0)) if dense else cost
+    psi, scale = torch.tensor([0.0, 1.5, 30.0]), torch.tensor([1.0, 0.3, 0.0], dtype=torch.float64)
+    plan = FactoredPlan(chosen.arcs(4, 5, x), x, s, psi, keep, give, scale)
+    written = plan.written()
+    assert dense or float(written.cancelled().cost()[0]) < float(written.cost()[0]), "something cancels"
+    torch.testing.assert_close(plan.net_cost(), written.cancelled().cost(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(written.net_cost(), written.cancelled().cost())
+    broken = replace(plan, potentials=torch.full_like(s, torch.nan), give=torch.zeros_like(give))
+    assert not broken.net_cost().any(), "rows that send nothing need no potentials"

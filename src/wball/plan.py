@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import TypeVar
 
 import torch
@@ -53,6 +54,10 @@ class StoredPlan(ABC):
         """``<P, C>`` per image, in mass x pixels."""
         arcs = self.arcs()
         return (arcs * self.moves.like(arcs).cost).flatten(1).sum(1)
+
+    def net_cost(self) -> Tensor:
+        """What the plan costs after opposite moves cancel (:meth:`Plan.cancelled`), per image."""
+        return self.written().cancelled().cost()
 
     def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
         """A plan near this one that is feasible to the last bit; see :meth:`Plan.repair`."""
@@ -143,6 +148,26 @@ class FactoredPlan(StoredPlan):
         sent = torch.where(moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep))
         home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(min=0)  # a difference: rounding only
         return torch.where(moves.stay(), home, sent)
+
+    def net_cost(self) -> Tensor:
+        """As of the plan written out, one move at a time: an attack that asks at every step spends most of it here."""
+        x, s, keep, give = (part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give))
+        moves, psi, scale = self.moves.like(x), self.psi.to(torch.float64), self.scale.to(torch.float64)
+        ends, kept = moves.ends(s, -torch.inf), moves.ends(keep, 0.0)
+        sent = [ends(k) - psi.view(-1, 1, 1, 1) * moves.costs[k] for k in range(len(moves))]
+        top = reduce(torch.maximum, sent)
+        whole = reduce(torch.add, [score.sub_(top).exp_() for score in sent])
+        out = scale.view(-1, 1, 1, 1) * x * give
+        idle = out == 0  # a row that sends nothing need not have potentials that are numbers
+        out = out / whole
+        for k in range(1, len(moves)):  # the first one stays
+            sent[k].mul_(out).mul_(kept(k)).masked_fill_(idle, 0.0)
+        total = torch.zeros_like(scale)
+        for k in range(1, len(moves)):
+            back = moves.reverse[k]
+            net = sent[k] if back is None else (sent[k] - moves.ends(sent[back], 0.0)(k)).clamp_(min=0)
+            total += (net * moves.costs[k]).flatten(1).sum(1)
+        return total
 
 
 @dataclass(frozen=True)

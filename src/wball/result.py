@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wball.plan import Plan
+from wball.plan import Plan, StoredPlan
 
 
 class Status(Enum):
@@ -45,12 +45,17 @@ class _Solved:
     """What the results of all solvers answer."""
 
     status: tuple[Status, ...]
-    write: Callable[[], Plan] | None
+    write: Callable[[], StoredPlan] | None
+
+    @cached_property
+    def stored(self) -> StoredPlan | None:
+        """The transport plan that proves the point's membership, as the solver has it."""
+        return None if self.write is None else self.write()
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The transport plan that proves the point's membership, written out when it is first asked for."""
-        return None if self.write is None else self.write()
+        """That plan, written out when it is first asked for."""
+        return None if self.stored is None else self.stored.written()
 
     @property
     def converged(self) -> Tensor:
@@ -68,7 +73,7 @@ class SupportResult(_Solved):
         upper: a sound upper bound of the maximum, per image.
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
-        write: writes out the plan, which is the window's size times that of the images (``None`` without a plan).
+        write: makes the plan (``None`` without one), which written out has the window's size times that of the images.
         kernel: which implementations computed it, joined by ``+``.
     """
 
@@ -77,7 +82,7 @@ class SupportResult(_Solved):
     upper: Tensor
     status: tuple[Status, ...]
     n_iter: Tensor
-    write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
+    write: Callable[[], StoredPlan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
 
     @property
@@ -113,7 +118,7 @@ class ProjectionResult(_Solved):
         status: how the solver ended, per image.
         n_iter: iterations used, per image.
         duals: dual variables for a warm start.
-        write: writes out the plan, which is the window's size times that of the images (``None`` without a plan).
+        write: makes the plan (``None`` without one), which written out has the window's size times that of the images.
         kernel: which implementations computed it, joined by ``+``.
     """
 
@@ -124,7 +129,7 @@ class ProjectionResult(_Solved):
     status: tuple[Status, ...]
     n_iter: Tensor
     duals: Duals | None = None
-    write: Callable[[], Plan] | None = field(default=None, repr=False, compare=False)
+    write: Callable[[], StoredPlan] | None = field(default=None, repr=False, compare=False)
     kernel: str = "torch"
 
 
@@ -136,7 +141,7 @@ def converged(status: tuple[Status, ...]) -> Tensor:
 Result = TypeVar("Result", SupportResult, ProjectionResult)
 
 
-def joined_results(parts: Sequence[Result], write: Callable[[], Plan]) -> Result:
+def joined_results(parts: Sequence[Result], write: Callable[[], StoredPlan]) -> Result:
     """The answers for parts of a batch, in their order, as one whose plan ``write`` writes."""
     if len(parts) == 1:
         return replace(parts[0], write=write)

@@ -35,7 +35,7 @@ from wball.attacks.result import STATUSES, AttackResult, empty, joined
 from wball.ball import Ball, WassersteinBall
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
-from wball.plan import FactoredPlan, Plan
+from wball.plan import FactoredPlan, Plan, StoredPlan
 
 Kind = TypeVar("Kind", Plan, FactoredPlan)
 
@@ -310,11 +310,11 @@ def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
     return images if box is None else images.clamp(*box)
 
 
-def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: Plan | None = None) -> Tensor:
+def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Tensor:
     """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
     if plan is None:
         return ball.distance(x, z).to(torch.float64)
-    return plan.cancelled().cost().to(torch.float64) / cast("WassersteinBall", ball).problem(x).unit
+    return plan.net_cost().to(torch.float64) / cast("WassersteinBall", ball).problem(x).unit
 
 
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:

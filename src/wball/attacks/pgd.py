@@ -180,7 +180,7 @@ class PGD(GradientAttack):
         if self.mode == "paper":
             state.distance = torch.full_like(state.distance, math.nan)
             return state
-        state.distance = distance_bound(state.ball, state.x, state.z, result.plan)
+        state.distance = distance_bound(state.ball, state.x, state.z, result.stored)
         if state.proof is not None and result.plan is not None:
             state.proof = result.plan.cancelled()
         return state

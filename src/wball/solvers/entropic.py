@@ -28,7 +28,7 @@ from wball.kernels import dispatch
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, projected_sinkhorn
 from wball.kernels.pull_back.reference import balanced
 from wball.moves import Moves
-from wball.plan import FactoredPlan, Plan
+from wball.plan import FactoredPlan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.oracle import ROUNDINGS, OraclePoint
 from wball.solvers.problem import TransportProblem, as_given, as_images, masses
@@ -62,14 +62,14 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
         status=statuses(solved),
         n_iter=answer.n_iter,
         duals=Duals(answer.u.reshape(x.shape), answer.psi),
-        write=partial(_written, moves, grid, tau, answer),
+        write=partial(_plan, moves, grid, tau, answer),
         kernel=answer.kernel,
     )
 
 
-def _written(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) -> Plan:
+def _plan(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) -> FactoredPlan:
     assert answer.keep is not None and answer.give is not None
-    return FactoredPlan.tempered(moves, grid, answer.u, answer.psi, tau, answer.keep, answer.give).written()
+    return FactoredPlan.tempered(moves, grid, answer.u, answer.psi, tau, answer.keep, answer.give)
 
 
 def escapes(moves: Moves, x: Tensor) -> Tensor:
