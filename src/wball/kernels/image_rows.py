@@ -27,7 +27,7 @@ class Window(NamedTuple):
 
     down: NDArray[np.int64]
     across: NDArray[np.int64]
-    price: NDArray[np.float64]
+    fee: NDArray[np.float64]
     reverse: NDArray[np.int64]  # the move that goes back, or -1
     stay: int
 
@@ -111,9 +111,9 @@ def improve(
 
 def window(moves: StencilMoves) -> Window:
     """The moves, cheapest first, as arrays."""
-    down, across, price = (np.asarray(column) for column in zip(*moves, strict=True))
+    down, across, fee = (np.asarray(column) for column in zip(*moves, strict=True))
     reverse = np.asarray([-1 if back is None else back for back in moves.reverse])
-    return Window(down, across, price.astype(np.float64), reverse, 0)
+    return Window(down, across, fee.astype(np.float64), reverse, 0)
 
 
 class ImageProblem(NamedTuple):
@@ -123,7 +123,7 @@ class ImageProblem(NamedTuple):
     home: Any  # (R,): the row's own column
     row: Any  # (J,): the column's own row, or -1
     end: Any  # (R, K): column where the move ends, or -1
-    price: Any  # (K,)
+    fee: Any  # (K,)
     reverse: Any  # (K,)
     stay: int
     target: Any  # (J,)
@@ -256,7 +256,7 @@ def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def
     cost = 0.0
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
-            cost += flow[a, k] * p.price[k]
+            cost += flow[a, k] * p.fee[k]
     if cost > p.budget:
         shrink(p, flow, p.budget / cost)
     columns_of(p, flow, z)
@@ -280,14 +280,14 @@ def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
         top = -math.inf
         for k in range(p.end.shape[1]):
             if p.end[a, k] >= 0:
-                top = max(top, u[p.end[a, k]] - psi * p.price[k])
+                top = max(top, u[p.end[a, k]] - psi * p.fee[k])
         hard += p.mass[a] * top
         size += p.mass[a] * abs(top)
         if tau_end > 0.0:
             total = 0.0
             for k in range(p.end.shape[1]):
                 if p.end[a, k] >= 0:
-                    total += math.exp((u[p.end[a, k]] - psi * p.price[k] - top) / tau_end)
+                    total += math.exp((u[p.end[a, k]] - psi * p.fee[k] - top) / tau_end)
             soft += p.mass[a] * (top + tau_end * math.log(total))
     value = p.beyond - psi * p.budget
     for j in range(u.size):
@@ -310,11 +310,11 @@ def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
     cost, value = 0.0, psi * p.budget
     for a in range(p.mass.size):
         top = -math.inf
-        for k in range(p.price.size):  # cheapest first
-            if p.end[a, k] >= 0 and p.target[p.end[a, k]] - psi * p.price[k] > top:
-                top = p.target[p.end[a, k]] - psi * p.price[k]
+        for k in range(p.fee.size):  # cheapest first
+            if p.end[a, k] >= 0 and p.target[p.end[a, k]] - psi * p.fee[k] > top:
+                top = p.target[p.end[a, k]] - psi * p.fee[k]
                 choice[a] = k
-        cost += p.mass[a] * p.price[choice[a]]
+        cost += p.mass[a] * p.fee[choice[a]]
         value += p.mass[a] * top
     return cost, value
 
@@ -328,8 +328,8 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     n_rows = p.mass.size
     at_low, at_high, trial = (np.empty(n_rows, np.int64), np.empty(n_rows, np.int64), np.empty(n_rows, np.int64))
     least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
-    for k in range(p.price.size):
-        least = min(least, p.price[k]) if p.price[k] > 0.0 else least
+    for k in range(p.fee.size):
+        least = min(least, p.fee[k]) if p.fee[k] > 0.0 else least
     for j in range(p.target.size):
         smallest, largest = min(smallest, p.target[j]), max(largest, p.target[j])
     for a in range(n_rows):
@@ -337,7 +337,7 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
     cost_low, h_low = best_moves(p, low, at_low)
     cost_high, h_high = best_moves(p, high, at_high)
-    upper, price = (h_low, low) if h_low <= h_high else (h_high, high)
+    upper, best = (h_low, low) if h_low <= h_high else (h_high, high)
     blend, steps = 0.0, 1
     if cost_low <= p.budget:
         copy(at_low, at_high)
@@ -351,7 +351,7 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
             line = max(h_low + (p.budget - cost_low) * (psi - low), h_high - (p.budget - cost_high) * (high - psi))
             flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
             if h < upper:
-                upper, price = h, psi
+                upper, best = h, psi
             steps += 1
             if cost <= p.budget:
                 high, cost_high, h_high = psi, cost, h
@@ -367,7 +367,7 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     for a in range(n_rows):
         share[a, at_high[a]] += 1 - blend
         share[a, at_low[a]] += blend
-    return upper + 1e-14 * (abs(upper) + size), price, steps
+    return upper + 1e-14 * (abs(upper) + size), best, steps
 
 
 @compiled(inner=True)
@@ -392,7 +392,7 @@ def without_box(p, goal, start, offset, floor, best_flow, best_u, found):  # typ
 @compiled(inner=True)
 def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-def]
     """Rows, columns and moves of an image; fills ``cell`` with the pixel of each column."""
-    down, across, price = moves.down, moves.across, moves.price
+    down, across, fee = moves.down, moves.across, moves.fee
     channels, height, width = x.shape
     number = np.empty(x.size, dtype=np.int64)
     fill(number, -1)
@@ -402,7 +402,7 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
             for j in range(width):
                 if x[c, r, j] > 0.0:
                     n_rows += 1
-                    for k in range(price.size):
+                    for k in range(fee.size):
                         rr, jj = r + down[k], j + across[k]
                         if 0 <= rr < height and 0 <= jj < width:
                             number[(c * height + rr) * width + jj] = 0
@@ -416,7 +416,7 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
         elif not goal.linear:
             beyond += 0.5 * w * w
     mass, home, row = np.empty(n_rows), np.empty(n_rows, dtype=np.int64), np.empty(n_columns, dtype=np.int64)
-    end, wanted = np.empty((n_rows, price.size), dtype=np.int64), np.empty(n_columns)
+    end, wanted = np.empty((n_rows, fee.size), dtype=np.int64), np.empty(n_columns)
     fill(row, -1)
     fill(end, -1)
     a = 0
@@ -426,13 +426,13 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
             wanted[number[i]] = target[c, r, j]
         if x[c, r, j] > 0.0:
             mass[a], home[a], row[number[i]] = x[c, r, j], number[i], a
-            for k in range(price.size):
+            for k in range(fee.size):
                 rr, jj = r + down[k], j + across[k]
                 if 0 <= rr < height and 0 <= jj < width:
                     end[a, k] = number[(c * height + rr) * width + jj]
             a += 1
     return ImageProblem(
-        mass, home, row, end, price, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond,
+        mass, home, row, end, fee, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond,
         goal.stop,
     )  # fmt: skip
 
@@ -466,7 +466,7 @@ def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[
         fill(flow, 0.0)
         for a in range(p.mass.size):
             i = cell[p.home[a]]
-            for k in range(p.price.size):
+            for k in range(p.fee.size):
                 flow[i // area, k, i // width % height, i % width] = best_flow[a, k]
     if found[1] > known.dual[m]:
         # Out of reach nothing arrives: u = w makes z(u) = 0, and u = g costs nothing.

@@ -72,7 +72,7 @@ class _Sparse(NamedTuple):
 
     first: Any  # (R + 1,)
     end: Any
-    price: Any
+    fee: Any
     share: Any
 
 
@@ -107,7 +107,7 @@ def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-unty
         row, top = share[a], -math.inf
         for k in range(n_moves):
             j = p.end[a, k]
-            row[k] = u[j] - psi * p.price[k] if j >= 0 else -math.inf
+            row[k] = u[j] - psi * p.fee[k] if j >= 0 else -math.inf
             top = max(top, row[k])
         total = _exp_row(row, top, 1.0 / tau)
         mean, m = 0.0, p.mass[a]
@@ -115,7 +115,7 @@ def _evaluate(p, u, psi, tau, share, columns, gradient):  # type: ignore[no-unty
             if row[k] > 0.0:
                 row[k] /= total
                 columns[p.end[a, k]] += m * row[k]
-                mean += row[k] * p.price[k]
+                mean += row[k] * p.fee[k]
         cost += m * mean
         rows += m * (top + tau * math.log(total))
     dual = p.beyond - psi * p.budget - rows
@@ -147,11 +147,11 @@ def _apply(s, weight, d, d_psi, out):  # type: ignore[no-untyped-def]
     for a in range(weight.size):
         mean = 0.0
         for e in range(s.first[a], s.first[a + 1]):
-            mean += s.share[e] * (d[s.end[e]] - d_psi * s.price[e])
+            mean += s.share[e] * (d[s.end[e]] - d_psi * s.fee[e])
         for e in range(s.first[a], s.first[a + 1]):
-            change = weight[a] * s.share[e] * (d[s.end[e]] - d_psi * s.price[e] - mean)
+            change = weight[a] * s.share[e] * (d[s.end[e]] - d_psi * s.fee[e] - mean)
             out[s.end[e]] += change
-            out_psi -= change * s.price[e]
+            out_psi -= change * s.fee[e]
     return out_psi
 
 
@@ -175,11 +175,11 @@ def _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, 
         for k in range(n_moves):
             if share[a, k] > 0.0:
                 j, part = p.end[a, k], share[a, k]
-                s.end[count], s.price[count], s.share[count] = j, p.price[k], part
+                s.end[count], s.fee[count], s.share[count] = j, p.fee[k], part
                 count += 1
                 diagonal[j] += weight[a] * part * (1 - part)
-                mean += part * p.price[k]
-                square += part * p.price[k] ** 2
+                mean += part * p.fee[k]
+                square += part * p.fee[k] ** 2
         curvature += weight[a] * max(square - mean * mean, 0.0)
         s.first[a + 1] = count
     moving = np.ones(n)
@@ -250,12 +250,12 @@ def _add_tangent(p, u, psi, tau, share, distance, rhs):  # type: ignore[no-untyp
         mean = 0.0
         for k in range(p.end.shape[1]):
             if share[a, k] > 0.0:
-                mean += share[a, k] * (u[p.end[a, k]] - psi * p.price[k])
+                mean += share[a, k] * (u[p.end[a, k]] - psi * p.fee[k])
         for k in range(p.end.shape[1]):
             if share[a, k] > 0.0:
-                change = p.mass[a] * share[a, k] * (u[p.end[a, k]] - psi * p.price[k] - mean) / (tau * tau)
+                change = p.mass[a] * share[a, k] * (u[p.end[a, k]] - psi * p.fee[k] - mean) / (tau * tau)
                 rhs[p.end[a, k]] += distance * change
-                out -= distance * change * p.price[k]
+                out -= distance * change * p.fee[k]
     return out
 
 
@@ -275,9 +275,9 @@ def _stepped(p, u, columns, psi, d, d_psi, step, out):  # type: ignore[no-untype
 def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped-def]
     """The price at which the rows' cost meets the budget: bracketed Newton, feasible side."""
     least, total = math.inf, 0.0
-    for k in range(p.price.size):
-        if p.price[k] > 0.0:
-            least, total = min(least, p.price[k]), total + p.price[k]
+    for k in range(p.fee.size):
+        if p.fee[k] > 0.0:
+            least, total = min(least, p.fee[k]), total + p.fee[k]
     if total == 0.0:
         return 0.0
     mass, smallest, largest = 0.0, math.inf, -math.inf
@@ -293,9 +293,9 @@ def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped
         cost, variance = 0.0, 0.0
         for a in range(p.end.shape[0]):
             mean, square = 0.0, 0.0
-            for k in range(p.price.size):
-                mean += share[a, k] * p.price[k]
-                square += share[a, k] * p.price[k] ** 2
+            for k in range(p.fee.size):
+                mean += share[a, k] * p.fee[k]
+                square += share[a, k] * p.fee[k] ** 2
             cost += p.mass[a] * mean
             variance += p.mass[a] * max(square - mean * mean, 0.0)
         low, high = narrowed(psi, cost, p.budget, low, high)

@@ -140,7 +140,7 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
     n, sigma, ends = u.size, step.sigma, step.end
     held_count, held_move, held_part = step.centre.count, step.centre.move, step.centre.part
     counts, move, parts = shares.count, shares.move, shares.part
-    mass, price, target, lo, hi, linear = p.mass, p.price, p.target, p.lo, p.hi, p.linear
+    mass, fee, target, lo, hi, linear = p.mass, p.fee, p.target, p.lo, p.hi, p.linear
     gain, toll, row = np.empty(n + 1), np.empty(n_moves), np.empty(n_moves)
     near, values, held = np.empty(n_moves, np.int64), np.empty(n_moves), np.zeros(n_moves)
     for j in range(n):
@@ -148,7 +148,7 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
         gradient[j] = 0.0
     gain[n] = -math.inf
     for k in range(n_moves):
-        toll[k] = sigma * (psi * price[k])
+        toll[k] = sigma * (psi * fee[k])
     cost, rows, moved, pull = 0.0, 0.0, 0.0, 0.0
     for a in range(n_rows):
         top = _scores(gain, ends, a, toll, row)
@@ -169,8 +169,8 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
                 k = near[i]
                 move[a, used], parts[a, used] = k, part
                 used += 1
-                value += (u[ends[a, k]] - psi * price[k]) * part
-                paid += price[k] * part
+                value += (u[ends[a, k]] - psi * fee[k]) * part
+                paid += fee[k] * part
                 gradient[ends[a, k]] -= m * part
                 away += (part - held[k]) ** 2
         counts[a] = used
@@ -249,10 +249,10 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner; returns that of ``psi``."""
     n_rows, n_moves = p.end.shape
     n = u.size
-    ends, prices, mass, target, lo, hi, sigma = p.end, p.price, p.mass, p.target, p.lo, p.hi, step.sigma
+    ends, fees, mass, target, lo, hi, sigma = p.end, p.fee, p.mass, p.target, p.lo, p.hi, step.sigma
     counts, move, stop = shares.count, shares.move, p.stop
     first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
-    price, weight, inverse = np.empty(n_rows * n_moves), np.empty(n_rows), np.empty(n_rows)
+    fee, weight, inverse = np.empty(n_rows * n_moves), np.empty(n_rows), np.empty(n_rows)
     diagonal, column, moving, linear = np.zeros(n), np.empty(n), np.empty(n), p.linear
     used, count, curvature = 0, 0, 0.0
     first[0] = 0
@@ -261,9 +261,9 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         if ways > 1:  # rows with one move have no choice
             for i in range(ways):
                 k = move[a, i]
-                end[count + i], price[count + i] = ends[a, k], prices[k]
-                total += prices[k]
-                square += prices[k] * prices[k]
+                end[count + i], fee[count + i] = ends[a, k], fees[k]
+                total += fees[k]
+                square += fees[k] * fees[k]
             stiff = sigma * mass[a]
             for e in range(count, count + ways):
                 diagonal[end[e]] += stiff * (1.0 - 1.0 / ways)
@@ -305,12 +305,12 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         for a in range(used):
             mean = 0.0
             for e in range(first[a], first[a + 1]):
-                mean += q[end[e]] - q_psi * price[e]
+                mean += q[end[e]] - q_psi * fee[e]
             mean *= inverse[a]
             for e in range(first[a], first[a + 1]):
-                change = weight[a] * (q[end[e]] - q_psi * price[e] - mean)
+                change = weight[a] * (q[end[e]] - q_psi * fee[e] - mean)
                 h[end[e]] += change
-                h_psi -= change * price[e]
+                h_psi -= change * fee[e]
         if not free:
             h_psi = 0.0
         curve = q_psi * h_psi

@@ -165,7 +165,7 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
 
 @triton.jit
 def _evaluate(
-    s_ptr, mark_ptr, centre_ptr, one, psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+    s_ptr, mark_ptr, centre_ptr, one, psi, sigma, budget, lo, hi, offset_ptr, fee_ptr,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, LINEAR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def _evaluate(
             for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
                 end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
                 v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-                v += sigma * (end - psi * tl.load(price_ptr + k))
+                v += sigma * (end - psi * tl.load(fee_ptr + k))
                 above = v > t
                 total += tl.where(above, v, 0.0)
                 used += tl.where(above, 1.0, 0.0)
@@ -212,14 +212,14 @@ def _evaluate(
         for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
             end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
             at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-            price = tl.load(price_ptr + k)
-            gain = end - psi * price
+            fee = tl.load(fee_ptr + k)
+            gain = end - psi * fee
             part = at + sigma * gain - t
             taken = rows & (part > 0.0)
             part = tl.where(taken, part, 0.0)
             marks = marks | tl.where(taken, (marks * 0 + 1) << k, marks * 0)
             value += tl.where(taken, gain * part, 0.0)
-            paid += price * part
+            paid += fee * part
             away += (part - at) * (part - at)
         tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
         tl.store(mark_ptr + place, marks, mask=real)
@@ -239,7 +239,7 @@ def _evaluate(
             start = place - tl.load(offset_ptr + k)
             taken = real & (((tl.load(mark_ptr + start, mask=real, other=0) >> k) & 1) != 0)
             part = tl.load(centre_ptr + k * STAGED + start, mask=taken, other=0.0).to(tl.float64)
-            part += sigma * (u - psi * tl.load(price_ptr + k))
+            part += sigma * (u - psi * tl.load(fee_ptr + k))
             part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
             come += tl.where(taken, part * tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0), 0.0)
         w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
@@ -276,7 +276,7 @@ def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.
 @triton.jit
 def _direction(
     s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-    offset_ptr, price_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
+    offset_ptr, fee_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
@@ -284,12 +284,12 @@ def _direction(
     total = tl.zeros(place.shape, tl.float64)
     square = total
     for k in tl.range(0, MOVES):
-        price = tl.load(price_ptr + k)
+        fee = tl.load(fee_ptr + k)
         used = ((marks >> k) & 1) != 0
         tl.store(list_ptr + ways * STAGED + place, tl.load(offset_ptr + k), mask=used)
         ways += tl.where(used, 1, 0)
-        total += tl.where(used, price, 0.0)
-        square += tl.where(used, price * price, 0.0)
+        total += tl.where(used, fee, 0.0)
+        square += tl.where(used, fee * fee, 0.0)
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
     inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
@@ -310,7 +310,7 @@ def _direction(
         senders += tl.where(used, 1, 0)
         part = tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0)
         through += part
-        toll += part * tl.load(price_ptr + k)
+        toll += part * tl.load(fee_ptr + k)
         diagonal += tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0)
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
     paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
@@ -387,7 +387,7 @@ def _direction(
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, terms_ptr,
     best_flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
-    scratch_ptr, marks_ptr, lists_ptr, centre_ptr, flow_ptr, offset_ptr, price_ptr, reverse_ptr,
+    scratch_ptr, marks_ptr, lists_ptr, centre_ptr, flow_ptr, offset_ptr, fee_ptr, reverse_ptr,
     one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -455,7 +455,7 @@ def _solve_kernel(
     phase = tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = _evaluate(
-            s_ptr, mark_ptr, centre_ptr, one, trial_psi, sigma, budget, lo, hi, offset_ptr, price_ptr,
+            s_ptr, mark_ptr, centre_ptr, one, trial_psi, sigma, budget, lo, hi, offset_ptr, fee_ptr,
             C, H, W, RR, RC, MOVES, LINEAR, TILE,
         )  # fmt: skip
         if phase < START:
@@ -493,7 +493,7 @@ def _solve_kernel(
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-                        offset_ptr, price_ptr, STAGED, MARKED, MOVES, LINEAR,
+                        offset_ptr, fee_ptr, STAGED, MARKED, MOVES, LINEAR,
                     )  # fmt: skip
                     steps += 1
                     taken += 1
@@ -514,7 +514,7 @@ def _solve_kernel(
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
                         end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-                        gain = end - psi * tl.load(price_ptr + k)
+                        gain = end - psi * tl.load(fee_ptr + k)
                         top = tl.maximum(top, gain)
                         part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
                         part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
@@ -556,7 +556,7 @@ def _solve_kernel(
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
                         scale, z = repair(
                             s_ptr + Q * STAGED, flow_ptr, place, real, marks, incoming, mass, budget, lo, hi,
-                            offset_ptr, price_ptr, reverse_ptr, STAGED, MOVES, LOWER,
+                            offset_ptr, fee_ptr, reverse_ptr, STAGED, MOVES, LOWER,
                         )  # fmt: skip
                         primal = tl.sum(tl.where(real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0), 0)
                         if primal < best_primal:

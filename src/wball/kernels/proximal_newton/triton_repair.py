@@ -75,7 +75,7 @@ def _send_back(
 
 @triton.jit
 def repair(
-    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, price_ptr, reverse_ptr,
+    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, fee_ptr, reverse_ptr,
     STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
@@ -116,7 +116,7 @@ def repair(
     cost = x * 0.0
     for k in tl.range(1, MOVES):
         part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
-        cost += part * tl.load(price_ptr + k)
+        cost += part * tl.load(fee_ptr + k)
     spent = tl.sum(cost, 0)
     scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
     return scale, x + scale * (come - sent)
