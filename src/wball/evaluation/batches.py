@@ -6,10 +6,12 @@ computes which batch, or on how often the work was interrupted.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +49,39 @@ PROBED = 4
 """Images that tell how much memory a model takes."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
+
+
+class Writer:
+    """Stores the state of batches in a thread of its own, while the next one is attacked.
+
+    One file at a time, and all of them before the end: an interruption loses no more than without the thread.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "wball-writer")
+        self._last: Future[None] | None = None
+
+    def __call__(self, path: Path, state: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        """Store it as it is now; an error of the file before is raised."""
+        self._wait()
+        held, said = {name: values.clone() for name, values in state.items()}, copy.deepcopy(notes)
+        self._last = self._thread.submit(self._write, path, held, said)
+
+    @staticmethod
+    def _write(path: Path, state: dict[str, Tensor], notes: dict[str, Any]) -> None:
+        write_tensors(path, {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._wait()
 
 
 @dataclass(frozen=True)
@@ -99,16 +134,17 @@ class Batches:
         with bar(name, unit="of images x radii", show=progress and rank == 0, parts=True) as shown:
             shown.total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
             tally = Tally(name, shown)
-            for batch in mine:
-                if isinstance(self.x, View):
-                    self.x[self._part(batch)]
-                    self.x.stream.expect(range(len(self.x))[self._part(batch + world)])
-                self._work_off(batch, tally)
+            with Writer() as write:
+                for batch in mine:
+                    if isinstance(self.x, View):
+                        self.x[self._part(batch)]
+                        self.x.stream.expect(range(len(self.x))[self._part(batch + world)])
+                    self._work_off(batch, tally, write)
 
     def _part(self, batch: int) -> slice:
         return slice(batch * self.size, (batch + 1) * self.size)
 
-    def _work_off(self, number: int, tally: Tally) -> None:
+    def _work_off(self, number: int, tally: Tally, write: Writer) -> None:
         batch = self._resume(number, self.x[self._part(number)], self.y[self._part(number)])
         tally.shown.advance(batch.notes["done"] * len(batch.x))
         attack: Attack | None = None
@@ -123,8 +159,7 @@ class Batches:
                     self._attack(attack.at(float(self.settings["radii"][stage])), batch, generator)
                 self._prove(batch, stage)
             batch.notes["done"] = stage + 1
-            stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
-            write_tensors(self.path(number), stored, batch.notes)
+            write(self.path(number), batch.state, batch.notes)
             self.log("batch", batch=number, stage=stage, seconds=round(time.perf_counter() - begun, 3))
             tally.end(stage, batch.state)
 
@@ -171,7 +206,8 @@ class Batches:
         try:
             return self._read(batch, count)
         except ValueError:
-            self._work_off(batch, Tally("", Bar()))
+            with Writer() as write:
+                self._work_off(batch, Tally("", Bar()), write)
             return self._read(batch, count)
 
     @contextmanager

@@ -191,8 +191,12 @@ def text_direction() -> Any:
     return classifier(nodes, ["n", 3, "h", "w"], weights, 14)
 
 
-def test_a_text_direction_classifier_and_its_softmax(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trailing", [False, True])
+def test_a_text_direction_classifier_and_its_softmax(tmp_path: Path, trailing: bool) -> None:
     proto = text_direction()
+    if trailing:  # as Paddle's exporter writes it
+        proto.graph.node.append(helper.make_node("Identity", ["y"], ["named"]))
+        proto.graph.output[0].name = "named"
     onnx.save(proto, tmp_path / "cls.onnx")
     with pytest.warns(UserWarning, match="softmax, which is left out"):
         model = load(tmp_path / "cls.onnx")
@@ -223,6 +227,26 @@ def test_images_with_channels_last(tmp_path: Path, size: tuple[int, int]) -> Non
     if size != (3, 3):
         with pytest.raises(ValueError, match=r"images of shape \(3, 8, 10\), got \(1, 8, 10\)"):
             model(x[:, :1])
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_rows_of_a_table(layout: Any) -> None:
+    """As scikit-learn's exporter writes a network of digits: images are its rows, and labels come beside the scores."""
+    weight = np.random.default_rng(0).normal(size=(48, 5)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    proto = classifier(nodes, ["n", 48], {"w": weight})
+    x = torch.rand(3, 3, 4, 4)
+    rows = x.flatten(1) if layout == "NCHW" else x.permute(0, 2, 3, 1).flatten(1)
+    torch.testing.assert_close(OnnxModel(proto, layout=layout)(x), rows @ torch.from_numpy(weight))
+    proto.graph.node.append(helper.make_node("ArrayFeatureExtractor", ["names", "y"], ["label"], domain="ai.onnx.ml"))
+    proto.graph.output.append(helper.make_tensor_value_info("label", TensorProto.INT64, ["n"]))
+    torch.testing.assert_close(OnnxModel(proto)(rows), rows @ torch.from_numpy(weight))  # nobody asks for labels
+    with pytest.raises(ValueError, match=r"takes 48 numbers, and images of shape \(3, 4, 5\) have 60"):
+        OnnxModel(proto)(torch.rand(2, 3, 4, 5))
+    proto.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = TensorProto.FLOAT
+    for output in (None, "y"):
+        with pytest.raises(ValueError, match="'zipmap': False"):
+            OnnxModel(proto, output=output)
 
 
 @pytest.mark.slow

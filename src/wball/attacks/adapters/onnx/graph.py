@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -24,13 +24,14 @@ Scope = dict[str, Tensor | None]
 class Graph(nn.Module):
     """The nodes of a graph. Weights are parameters, and what depends on weights alone is computed once.
 
-    Raises ``ValueError`` that names every operator, attribute and type that is not known here.
+    Raises ``ValueError`` that names every operator, attribute and type that is not known here, as far as they matter
+    for the ``outputs`` that are asked for.
     """
 
-    def __init__(self, proto: onnx.GraphProto, opset: int) -> None:
+    def __init__(self, proto: onnx.GraphProto, opset: int, outputs: Sequence[str] | None = None) -> None:
         super().__init__()
         self.inputs = [i.name for i in proto.input]
-        self.outputs = [o.name for o in proto.output]
+        self.outputs = [o.name for o in proto.output if outputs is None or o.name in outputs]
         self._small: dict[str, Tensor] = {}
         self._stored: dict[str, str] = {}
         self._branches = nn.ModuleDict()
@@ -41,12 +42,12 @@ class Graph(nn.Module):
                 constants[weight.name] = shapes.constant(weight)
             except ValueError as error:
                 complaints.append(str(error))
-        for value in (*proto.input, *proto.output):
+        for value in (*proto.input, *(o for o in proto.output if o.name in self.outputs)):
             kind, known = value.type.tensor_type.elem_type, (*TYPES, onnx.TensorProto.UNDEFINED)
             if value.type.WhichOneof("value") not in (None, "tensor_type") or kind not in known:
                 complaints.append(f"{value.name!r} is not a tensor of a type that is known here")
         self.nodes: list[Node] = []
-        for node in proto.node:
+        for node in _needed(proto, self.outputs):
             try:
                 self._add(node, opset)
             except ValueError as error:
@@ -163,3 +164,22 @@ def _run(node: Node, values: Mapping[str, Tensor | None]) -> Any:
 def _named(node: Node, found: Any) -> Scope:
     several = found if isinstance(found, (tuple, list)) else (found,)
     return {name: value for name, value in zip(node.outputs, several, strict=False) if name}
+
+
+def _needed(proto: onnx.GraphProto, outputs: Iterable[str]) -> list[onnx.NodeProto]:
+    """The nodes that these outputs depend on, in their order."""
+    wanted, found = set(outputs), []
+    for node in reversed(proto.node):
+        if wanted.intersection(node.output):
+            found.append(node)
+            wanted.update(_names_read(node))
+    return found[::-1]
+
+
+def _names_read(node: onnx.NodeProto) -> Iterator[str]:
+    """What a node reads, its branches included."""
+    yield from node.input
+    for attribute in node.attribute:
+        yield from (output.name for output in attribute.g.output)
+        for inner in attribute.g.node:
+            yield from _names_read(inner)

@@ -115,9 +115,13 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
     names = [o.name for o in graph.output]
     if output is not None and output not in names:
         raise ValueError(f"output must be one of {', '.join(names)}, got {output!r}")
-    chosen = [output] if output is not None else names
+    tensors = [o.name for o in graph.output if _may_be_scores(o.type)]
+    if not tensors or (output is not None and output not in tensors):
+        what = "the graph has no output" if output is None else f"output {output} is no output"
+        raise ValueError(f"{what} of floating-point numbers; scikit-learn's has one with options={{'zipmap': False}}")
+    chosen = [output] if output is not None else tensors
     if len(chosen) > 1:
-        chosen = [name for name in names if name in LOGITS][:1]
+        chosen = [name for name in tensors if name in LOGITS][:1]
     if len(chosen) != 1:
         raise ValueError(f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME")
     kind = inputs[0].type.tensor_type
@@ -133,6 +137,12 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
             "with a floating-point input"
         )
     return Ends(inputs[0].name, str(chosen[0]), shape, sizes[0] if sizes else None, dtype, layout)
+
+
+def _may_be_scores(kind: onnx.TypeProto) -> bool:
+    """Whether an output is a tensor of numbers that are no class numbers."""
+    known = TYPES.get(kind.tensor_type.elem_type, torch.float32)
+    return kind.HasField("tensor_type") and known.is_floating_point
 
 
 class _Classifier(nn.Module):
@@ -151,12 +161,22 @@ class _Classifier(nn.Module):
             raise ValueError(f"the ONNX model takes images of shape ({sizes}), got {tuple(x.shape[1:])}")
         x = x.to(self.ends.dtype) if x.dtype != self._dtype() else x
         x = x.permute(0, 2, 3, 1) if self.ends.layout == "NHWC" and x.ndim == 4 else x
+        if len(wanted) == 1 and x.ndim == 4:
+            x = self._as_vectors(x, wanted[0])
         batch = self.ends.batch
         if batch is None or len(x) == batch:
             return self._flat(self._run(x), len(x))
         missing = -len(x) % batch
         filled = torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
         return torch.cat([self._flat(self._run(part), batch) for part in filled.split(batch)])[: len(x)]
+
+    @staticmethod
+    def _as_vectors(x: Tensor, length: int | None) -> Tensor:
+        """Images for a graph that takes rows of a table, as those of scikit-learn do."""
+        if length not in (None, x[:1].numel()):
+            shape = tuple(x.shape[1:])
+            raise ValueError(f"the ONNX model takes {length} numbers, and images of shape {shape} have {x[:1].numel()}")
+        return x.flatten(1)
 
     def _dtype(self) -> torch.dtype:
         """The type that the graph computes in: the file's, unless the module was converted since."""
@@ -186,13 +206,12 @@ class OnnxModel(_Classifier):
             proto = onnx.inliner.inline_local_functions(proto)
         self.ends = find_ends(proto.graph, layout, output)
         try:
-            self.graph = Graph(proto.graph, opset)
+            self.graph = Graph(proto.graph, opset, [self.ends.output])
         except ValueError as error:
             raise NotKnown(
                 f"{error}; export with constant folding, or install onnxruntime (pip install wball[onnxruntime]) for "
                 "attacks without gradients"
             ) from error
-        self.graph.use(self.graph.nodes, [self.ends.output])
         self._leave_out_softmax()
         self._free_batch()
 
@@ -201,12 +220,18 @@ class OnnxModel(_Classifier):
 
     def _leave_out_softmax(self) -> None:
         """Take the logits of a graph that ends in a softmax over the classes."""
-        last = next((n for n in self.graph.nodes if self.ends.output in n.outputs), None)
+        last = self._made(self.ends.output)
+        while last is not None and last.kind == "Identity":
+            last = self._made(last.inputs[0])
         if last is None or last.kind != "Softmax" or last["axis"] not in (1, -1):
             return
         warnings.warn("the ONNX model ends in a softmax, which is left out: attacks see its logits", stacklevel=4)
         same = replace(last, kind="Identity", attributes={})
         self.graph.use([same if node is last else node for node in self.graph.nodes], self.graph.outputs)
+
+    def _made(self, name: str) -> Node | None:
+        """The node that makes a value."""
+        return next((node for node in self.graph.nodes if name in node.outputs), None)
 
     @torch.no_grad()
     def _free_batch(self) -> None:
