@@ -23,8 +23,9 @@ from wball.input_sets import InputSet
 from wball.input_sets.charges import Anchor
 from wball.input_sets.rows import Rows
 
-RATES = {"alpha": 1.0, "share": 1.0, "beta": 1.0, "box": 0.07}
-"""Step lengths of Adam by kind, relative; those of the box are in units of a row's largest coefficient."""
+RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
+"""Step lengths of Adam by kind, relative; those of the box are in units of a row's largest coefficient, those of splits
+in units of the coefficient that the margin has on their unit."""
 
 
 @dataclass
@@ -186,10 +187,9 @@ def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
     """Adam on every node's own bound; keeps the best parameters met and bounds them soundly."""
     first = trace_back(problems, nodes)
     best = first.value
-    unit = first.rows.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
-    unit = unit.view(-1, *[1] * (problems.x.ndim - 1))
+    units = _units(first)
     held = {key: value.clone() for key, value in nodes.state.items()}
-    free = {key: value / unit if key[0] == "box" else value.clone() for key, value in held.items() if key[0] in RATES}
+    free = {key: value / units.get(key, 1.0) for key, value in held.items() if key[0] in RATES}
     if not free:  # a network without activations, over a set without prices
         return sound(problems, nodes)
     groups = [{"params": [value.requires_grad_(True)], "lr": rate * RATES[key[0]]} for key, value in free.items()]
@@ -197,7 +197,7 @@ def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
     decay = 0.1 ** (1.0 / max(1, steps))
     for step in range(steps + 1):
         with torch.set_grad_enabled(step < steps):
-            trial = {**nodes.state, **{k: v * unit if k[0] == "box" else v for k, v in free.items()}}
+            trial = {**nodes.state, **{k: v * units[k] if k in units else v for k, v in free.items()}}
             value = trace_back(problems, Nodes(nodes.problem, nodes.bound, trial)).value
             if step < steps:
                 optimiser.zero_grad()
@@ -215,6 +215,17 @@ def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
         for (kind, _), value in free.items():
             value.clamp_(0.0, 1.0 if kind in ("alpha", "share") else math.inf)
     return sound(problems, Nodes(nodes.problem, nodes.bound, held))
+
+
+def _units(traced: Traced) -> State:
+    """What prices of the box and multipliers of splits are measured in, so that steps of one length suit all."""
+    rows = traced.rows.coeff.abs()
+    units = {("box", 0): rows.flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (rows.ndim - 1))}
+    for position, line in traced.lines.items():
+        size = line.coeff.abs()
+        floor = size.flatten(1).mean(1).clamp(min=1e-12).view(-1, *[1] * (size.ndim - 1))
+        units["beta", position] = torch.maximum(size, floor)
+    return units
 
 
 def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
