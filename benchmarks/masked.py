@@ -175,12 +175,28 @@ def _noise_by_content(net: nn.Module) -> Model:
     return model
 
 
-def _of_three(net: nn.Module) -> Model:
-    """One of three networks at random."""
+def _three(net: nn.Module) -> list[nn.Module]:
+    """Three networks that are much alike."""
     nets = [copy.deepcopy(net) for _ in range(3)]
     for k, one in enumerate(nets):
         for p in one.parameters():
             p.data *= 1 + 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(p)
+    return nets
+
+
+def _vote(net: nn.Module) -> Model:
+    nets = _three(net)
+    return lambda z: torch.stack([F.one_hot(one(z).argmax(1), 10).to(z) for one in nets]).sum(0)
+
+
+def _saturated_mean(net: nn.Module) -> Model:
+    nets = _three(net)
+    return lambda z: torch.stack([(100 * one(z)).softmax(1) for one in nets]).mean(0)
+
+
+def _of_three(net: nn.Module) -> Model:
+    """One of three networks at random."""
+    nets = _three(net)
     return lambda z: nets[int(torch.randint(0, 3, ()))](z)
 
 
@@ -246,10 +262,7 @@ def _by_hand(z: Tensor) -> Tensor:
 
 def _chosen_by_content(net: nn.Module) -> Model:
     """One of three networks, by a hash of the image."""
-    nets = [copy.deepcopy(net) for _ in range(3)]
-    for k, one in enumerate(nets):
-        for p in one.parameters():
-            p.data *= 1 + 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(p)
+    nets = _three(net)
 
     def model(z: Tensor) -> Tensor:
         which = (z.detach().double().flatten(1).sum(1) * 1e4).long() % 3
@@ -442,4 +455,7 @@ MASKS: dict[str, Mask] = {
     "no gradients wanted": Mask(lambda net: _ignoring(net, torch.no_grad)),
     "inference mode": Mask(lambda net: _ignoring(net, torch.inference_mode)),
     "shattered inside": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: h + 0.01 * (1e4 * h).sin()))),
+    "vote of three nets": Mask(_vote),
+    "mean of saturated nets": Mask(_saturated_mean),
+    "no negative logits": Mask(lambda net: lambda z: F.relu(net(z)), opened=True),
 }

@@ -355,7 +355,15 @@ def public_checks(path: Path) -> list[Table]:
             [f"`{first['model']}`", f"{first['eps']:g}", *shares, times, "yes" if second["reliable"] else "no"]
         )
     title = f"the first {found['images']:,} test digits"
-    return [Table(["network", "eps", "version 1", "version 2", "time", "reliable"], cells, title)]
+    every = [
+        [f"`{row['model']}`", f"{row['eps']:g}", f"{row['robust']:.1f} %", "yes" if row["reliable"] else "no"]
+        for row in sorted(found["zoo"], key=lambda row: (row["model"], row["eps"]))
+    ]
+    of_zoo = f"{found['zoo_images']} bundled images"
+    return [
+        Table(["network", "eps", "version 1", "version 2", "time", "reliable"], cells, title),
+        Table(["network", "eps", "robust accuracy", "reliable"], every, of_zoo),
+    ]
 
 
 def _content(path: Path) -> dict[str, Any]:

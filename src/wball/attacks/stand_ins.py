@@ -15,8 +15,9 @@ entry of a table, the number of a bucket), and whatever looks like the image aft
 and back, the nearest patches of a book).
 
 Outputs that saturate (a softmax, a sigmoid), or that only name the class with the largest score, are replaced by what
-the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. The class stays
-the model's own, also where rounding makes it another than that of the scores.
+the softmax or the argmax was taken of: float32 probabilities round to 0 and 1, their arguments do not. Where several
+networks vote, that is the mean of theirs. The class stays the model's own, also where rounding or a vote makes it
+another than that of the scores.
 
 Operations are caught where Python calls torch, also under ``no_grad`` and in inference mode. What a model does
 elsewhere (scripted or compiled modules, an ``autograd.Function`` of its own) stays as it is;
@@ -25,6 +26,7 @@ elsewhere (scripted or compiled modules, an ``autograd.Function`` of its own) st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -66,7 +68,7 @@ FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
 CHOOSE_CLASS = _named(
     *("softmax", "log_softmax", "argmax", "argsort", "sort", "topk", "exp"),
     *("sigmoid", "logsigmoid", "hardsigmoid", "tanh", "hardtanh", "clamp", "clip", "softsign", "erf", "atan", "round"),
-    *("pow", "__pow__", "square", "sinh", "expm1"),
+    *("pow", "__pow__", "square", "sinh", "expm1", "relu", "leaky_relu", "elu", "softplus", "log1p", "sqrt"),
 )
 WHERE = _named("where")
 NOT, AND, OR = (_named(*names) for names in (
@@ -78,6 +80,8 @@ UNDERIVED = _named("unique", "unique_consecutive", "histc")  # torch raises on t
 OUTSIDE = _named("numpy", "__array__", "tolist", "__dlpack__")  # nothing follows a gradient there
 ALIKE = 0.5
 """Correlation with an image that has lost its gradient, above which a tensor of its shape is that image, changed."""
+TIED = 1e-5
+"""Scores that differ by less, relative to the largest, may change places by rounding."""
 IN_PLACE: dict[Function, Function] = {
     getattr(Tensor, name + "_"): getattr(Tensor, name)
     for name in (*ROUNDINGS, *SATURATIONS, *SIGNS, "floor_divide")
@@ -251,22 +255,36 @@ class StandIns:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._chosen: int | None = None  # which scores the first answer was chosen by; -1 for none
+        self._sources: dict[int, float] | None = None  # which scores the first answer came of, and factors of theirs
         self._count = 0
 
     @property
     def replaces_scores(self) -> bool:
         """Whether the last answer was of other scores than the model's own."""
-        return self._chosen is not None and self._chosen >= 0
+        return bool(self._sources)
 
     def __call__(self, x: Tensor) -> Tensor:
         mode = _Mode(x, torch.is_grad_enabled())
         with mode:
             logits = ask(self.model, x)
-        if self._chosen is None or self._count != len(mode.scores):
-            self._count, alike = len(mode.scores), (k for k, s in enumerate(mode.scores) if _chose(s, logits))
-            self._chosen = next(alike, -1)
-        return logits if self._chosen < 0 else _with_class_of(logits, mode.scores[self._chosen].to(logits))
+        if self._sources is None or self._count != len(mode.scores):
+            self._count, self._sources = len(mode.scores), _sources(mode.scores, logits)
+        if not self._sources:
+            return logits
+        scores = torch.stack([mode.scores[k].to(logits) * factor for k, factor in self._sources.items()])
+        return _with_class_of(logits, scores.mean(0))
+
+
+def _sources(scores: list[Tensor], logits: Tensor) -> dict[int, float]:
+    """Which scores answers were chosen by: all of the earliest, if several do not follow from each other. They are
+    weighed by factors that make them differ by as much."""
+    alike = [k for k, one in enumerate(scores) if _chose(one, logits)]
+    alike = [k for k in alike if _implies(scores[k], logits)] or alike
+    first = [k for n, k in enumerate(alike) if not any(_implies(scores[j], scores[k]) for j in alike[:n])]
+    if len(first) < 2:
+        return dict.fromkeys(first, 1.0)
+    widths = {k: float((scores[k].detach().amax(1) - scores[k].detach().amin(1)).double().median()) for k in first}
+    return {k: max(widths.values()) / width for k, width in widths.items() if 0 < width < math.inf}
 
 
 def _chose(scores: Tensor, logits: Tensor) -> bool:
@@ -275,6 +293,13 @@ def _chose(scores: Tensor, logits: Tensor) -> bool:
         return False
     own = scores.argmax(1, keepdim=True).to(logits.device)  # what leaves torch is taken to the host first
     return bool((logits.gather(1, own) >= logits.amax(1, keepdim=True)).all())
+
+
+def _implies(scores: Tensor, later: Tensor) -> bool:
+    """Whether a class with a larger score is never later behind one with a smaller score, but for rounding."""
+    values = later.detach().double()
+    ordered = values.gather(1, scores.detach().argsort(1).to(later.device))
+    return bool((ordered.diff(dim=1) >= -TIED * values.abs().amax(1, keepdim=True)).all())
 
 
 def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
