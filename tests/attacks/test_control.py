@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import DualAveraging, StandardAttack, WassersteinBall
-from wball.attacks import control, standard
+from wball.attacks import control, objectives, standard
 from wball.attacks.standard import _judged, _Member
 from wball.attacks.views import plain_view
 
@@ -45,6 +45,24 @@ def test_a_loss_that_still_rises(
         assert _codes(StandardAttack(ball, version="fast", check=False), net, x, y) == serious
 
 
+def test_more_is_tried_on_images_that_are_almost_broken_only(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(standard.MEMBERS, "fast", (_Member("margin", steps=5), _Member("margin", steps=7, near=True)))
+    with torch.no_grad():
+        clean = objectives.margin(net(images), labels)
+    seen = 0
+    for eps in (0.01, 0.02, 0.04, 0.06, 0.1):
+        ball = WassersteinBall(eps)
+        first = DualAveraging(ball, objective="margin", steps=5)(net, images, labels)
+        near = ~first.success & (first.loss > standard.NEAR * clean)
+        found = StandardAttack(ball, version="fast", check=False)(net, images, labels)
+        assert found.n_steps[~near].tolist() == first.n_steps[~near].tolist()
+        assert bool((found.n_steps[near] > first.n_steps[near]).all())
+        seen += int(near.sum())
+    assert seen > 0
+
+
 def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     everyone, view = torch.ones(len(images), dtype=torch.bool), plain_view(net)
     weak = (DualAveraging(BALL, steps=1, step_size=1e-9),)
@@ -60,7 +78,7 @@ def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tenso
     """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
     found = DualAveraging(WassersteinBall(0.3), steps=40)(net, images, labels)
     assert int(found.success.sum()) >= 7
-    _, clear = _judged(found, plain_view(net), net, labels, None)
+    _, _, clear = _judged(found, plain_view(net), net, labels, None)
     assert torch.equal(clear, found.success)
 
     def by_a_hair(z: Tensor) -> Tensor:
@@ -71,7 +89,7 @@ def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tenso
     def labels_of(logits: Tensor) -> Tensor:
         return labels[: len(logits), None]
 
-    judged, clear = _judged(found, plain_view(by_a_hair), by_a_hair, labels, None)
+    judged, _, clear = _judged(found, plain_view(by_a_hair), by_a_hair, labels, None)
     assert int(judged.success.sum()) >= 5 and not bool(clear[judged.success].any())
     every = StandardAttack(WassersteinBall(0.3), version="fast", check=False)
     whole = every(net, images, labels)
@@ -85,7 +103,9 @@ def test_version_two_adds_members_to_version_one() -> None:
     """Nothing gets weaker: the first members are those of version 1, in their order."""
     first, second = standard.MEMBERS["standard-1"], standard.MEMBERS["standard"]
     assert second[: len(first)] == first and not any(member.from_best for member in first)
-    assert [member.from_best for member in second[len(first) :]] == [True, True, False]
+    more = second[len(first) :]
+    assert [member.from_best for member in more] == [True, True, False, *[False] * 7, True]
+    assert [member.near for member in more] == [False] * 3 + [True] * 8 and not any(member.near for member in first)
 
 
 def test_members_begin_at_the_best_attempt_so_far(

@@ -30,3 +30,9 @@ def test_a_local_optimum_or_two_in_a_full_ball_are_no_reason_for_doubt() -> None
     assert not Finding("full-ball-survivors", 1, 9).serious and not Finding("full-ball-survivors", 2, 2).serious
     assert Finding("full-ball-survivors", 3, 3).serious and Finding("full-ball-survivors", 4, 16).serious
     assert not Finding("full-ball-survivors", 3, 16).serious
+
+
+def test_one_survivor_whose_loss_rises_is_no_reason_for_doubt() -> None:
+    """The last of 200 digits that a public network had right at a large radius made its evaluation unreliable."""
+    assert not Finding("loss-still-rising", 1, 200).serious and not Finding("loss-still-rising", 1, 1).serious
+    assert Finding("loss-still-rising", 2, 20).serious and Finding("loss-still-rising", 11, 200).serious

@@ -169,7 +169,7 @@ def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path
     x, y = images()
     result = run(FourClasses(), x, y, BALL, [0.01, 0.02], Doubting(BALL), batch_size=6, out=tmp_path)
     (warning,) = result.warnings
-    assert warning.code == "loss-still-rising" and warning.message.startswith("the loss of 40 of 40")
+    assert warning.code == "loss-still-rising" and warning.message.startswith("40 of 40 images survived")
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6
 
 

@@ -49,9 +49,10 @@ CODES: dict[str, Code] = {
         "the model overflows or divides by zero: images it has no class for count as not broken",
     ),
     "loss-still-rising": Code(
-        "the loss of {images} of {of} surviving images was still rising: as many steps again may break them",
+        "{images} of {of} images survived although their loss was still rising: as many steps again may break them",
         "raise the number of steps",
-        tolerated=0.5,
+        tolerated=0.05,
+        fewest=2,  # one image says little about a model
     ),
     "full-ball-survivors": Code(
         "{images} of {of} images survived at an unlimited radius, where the shapes of other images fool the model",

@@ -24,12 +24,22 @@ members   objective                     step size  steps  remarks
 19        margin                        6 -> 0     60     from the best attempt so far
 20        margin                        1          100    from the best attempt so far
 21        margin                        2          300
-22        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+22        DLR                           3 -> 0     300    near only
+23        margin                        20 -> 0    200    near only
+24        cross-entropy                 6 -> 0     400    near only
+25        margin                        6 -> 0     100    near only, random start, 1 nat
+26        margin                        6 -> 0     100    near only, random start, 3 nats
+27, 28    runner-up 2, 3                6 -> 0     100    near only, random start, 5 nats
+29        margin                        0.5        400    near only, from the best attempt so far
+30        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
 
-The first 21 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+*Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising. They are
+few, so that many steps cost little.
+
+The first 29 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 21 climb those of smooth stand-ins
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 29 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
 answers decides. An example by a hair (:data:`CLEARLY`) counts, but the next members look for a clearer one.
 ``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
@@ -75,6 +85,9 @@ CLEARLY = 1e-3
 """An example whose margin is below this share of the logits may be none in a batch of another size: sums are added up
 in another order there, and convolutions round to 10 bits on many GPUs. The next members look for a clearer one."""
 
+NEAR = 0.1
+"""An attempt is almost an example if its margin is below this share of the clean image's."""
+
 
 @dataclass(frozen=True)
 class _Member:
@@ -84,6 +97,7 @@ class _Member:
     decay: float = 0.0
     random_start: float = 0.0
     from_best: bool = False
+    near: bool = False
 
     @property
     def steady(self) -> bool:
@@ -112,9 +126,14 @@ class _Member:
 
 
 def _falling(
-    objective: str, step_size: float = 6.0, steps: int = 100, random_start: float = 0.0, from_best: bool = False
+    objective: str,
+    step_size: float = 6.0,
+    steps: int = 100,
+    random_start: float = 0.0,
+    from_best: bool = False,
+    near: bool = False,
 ) -> _Member:
-    return _Member(objective, step_size, steps, decay=1.0, random_start=random_start, from_best=from_best)
+    return _Member(objective, step_size, steps, 1.0, random_start, from_best, near)
 
 
 MEMBERS: dict[str, tuple[_Member, ...]] = {
@@ -142,6 +161,14 @@ MEMBERS["standard"] = (
     _falling("margin", steps=60, from_best=True),
     _Member("margin", step_size=1.0, from_best=True),
     _Member("margin", step_size=2.0, steps=300),
+    _falling("dlr", step_size=3.0, steps=300, near=True),
+    _falling("margin", step_size=20.0, steps=200, near=True),
+    _falling("cross-entropy", steps=400, near=True),
+    _falling("margin", random_start=1.0, near=True),
+    _falling("margin", random_start=3.0, near=True),
+    _falling("runner-up-2", random_start=5.0, near=True),
+    _falling("runner-up-3", random_start=5.0, near=True),
+    _Member("margin", step_size=0.5, steps=400, from_best=True, near=True),
 )
 
 
@@ -231,25 +258,29 @@ class StandardAttack(Attack):
         kinds = dict(enumerate(self._gradient_members(targeted, outputs.shape[1])))
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
-        rising = torch.zeros_like(member_of, dtype=torch.bool)
-        left = torch.arange(x.shape[0], device=x.device)
+        rising, unclear = torch.zeros_like(member_of, dtype=torch.bool), torch.ones_like(member_of, dtype=torch.bool)
+        with torch.no_grad():
+            almost = NEAR * objectives.margin(ask(view.model, x), y, target)
+        near = torch.zeros_like(rising)
         for number, member in enumerate(members):
-            if left.numel() == 0:
-                break
             kind = kinds.get(number)
-            goal = None if target is None else target[left]
-            begin = None if start is None else start[left]
+            here = (unclear & (near | rising) if kind is not None and kind.near else unclear).nonzero().squeeze(1)
+            if here.numel() == 0:
+                continue
+            goal = None if target is None else target[here]
+            begin = None if start is None else start[here]
             if best is not None and kind is not None and kind.from_best:
-                begin = best.images[left]
-            found = member.take(left).attack_batch(view.model, x[left], y[left], goal, generator, progress, begin)
+                begin = best.images[here]
+            found = member.take(here).attack_batch(view.model, x[here], y[here], goal, generator, progress, begin)
             if kind is not None and kind.steady and found.rising is not None:
-                rising[left] = found.rising
-            found = self.stored(found, model, x[left], y[left], goal, self.ball.take(left))
-            found, clear = _judged(found, view, model, y[left], goal)
-            better = torch.ones_like(clear) if best is None else _is_better(best, left, found)
-            best = found if best is None else _merged(best, left, found, better)
-            member_of[left[found.success & better]] = number
-            left = left[~clear]
+                rising[here] = found.rising
+            found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
+            found, margin, clear = _judged(found, view, model, y[here], goal)
+            better = torch.ones_like(clear) if best is None else _is_better(best, here, found)
+            best = found if best is None else _merged(best, here, found, better)
+            member_of[here[found.success & better]] = number
+            near[here] |= margin > almost[here]
+            unclear[here] = ~clear
         assert best is not None
         best = replace(best, member=member_of, rising=rising & ~best.success)
         if self.version == "standard-1":
@@ -277,7 +308,7 @@ class StandardAttack(Attack):
         if view.random:
             found.append(Finding("random-answers", count, count))
         if any(member.steady for member in MEMBERS[self.version]):
-            found.append(Finding("loss-still-rising", int(best.rising.sum()), alive))
+            found.append(Finding("loss-still-rising", int(best.rising.sum()), count))
         if alive and not targeted:
             found.append(control.missed_in_full_ball(members[:2], view, model, x, y, survived))
         if not view.own:
@@ -289,9 +320,9 @@ class StandardAttack(Attack):
 
 def _judged(
     found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None
-) -> tuple[AttackResult, Tensor]:
-    """What a member found, with success judged on the model itself, and its cross-entropy. Also: which successes are
-    clear, rather than by less than the rounding of a batch of another size."""
+) -> tuple[AttackResult, Tensor, Tensor]:
+    """What a member found, with success judged on the model itself, and its cross-entropy. Also: its margin, and which
+    successes are clear, rather than by less than the rounding of a batch of another size."""
     with torch.no_grad():
         logits = ask(view.model, found.images)
     score = objectives.cross_entropy(logits, y, target)
@@ -299,8 +330,9 @@ def _judged(
     success = found.success & view.judge(model, found.images, y, target)
     changed = (success != found.success).tolist()
     status = tuple(AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True))
-    ahead = objectives.margin(logits, y, target) > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return replace(found, loss=loss, success=success, status=status), success & (ahead | view.random)
+    margin = objectives.margin(logits, y, target)
+    ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+    return replace(found, loss=loss, success=success, status=status), margin, success & (ahead | view.random)
 
 
 def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:
