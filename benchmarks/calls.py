@@ -8,6 +8,7 @@ same run. The result is written after every row.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,15 +133,15 @@ def certificates(x: Tensor, y: Tensor, model: nn.Module, count: int) -> Iterator
     )
 
 
-def row(call: Call, device: torch.device, budget: float) -> dict[str, Any]:
-    """Time a call, count what it launches and reads."""
+def row(call: Call, device: torch.device, budget: float, once: float) -> dict[str, Any]:
+    """Time a call, count what it launches and reads. What takes longer than ``once`` is not made again."""
     samples: list[float] = []
     begin = time.perf_counter()
     answer = _timed(call, device, samples)
     first = samples[0]
-    if first < 10 * budget:  # what takes longer is made once
+    if first <= once:
         samples.clear()
-    while not samples or (first < 10 * budget and time.perf_counter() - begin < budget + first and len(samples) < 30):
+    while not samples or (first <= once and time.perf_counter() - begin < budget + first and len(samples) < 30):
         answer = _timed(call, device, samples)
     found = {
         "call": call.name,
@@ -177,6 +178,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--proofs", type=int, default=300, help="digits to certify")
     parser.add_argument("--model", default="levine2020-mnist-flow-0.01", help="network to certify")
     parser.add_argument("--models", type=Path, help="folder with the weights of public models")
+    parser.add_argument(
+        "--once",
+        type=float,
+        default=math.inf,
+        help="calls that take longer are not made again (compile kernels before)",
+    )
     parser.add_argument("--only", help="calls whose name contains this")
     given = parser.parse_args(arguments)
     device, out, about = begun("calls", given)
@@ -200,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         *sorted(longer, key=lambda call: call.target or 0.0),  # a run that is stopped has the shorter ones
     ):
         if given.only is None or given.only in call.name:
-            rows.append(row(call, device, given.seconds))
+            rows.append(row(call, device, given.seconds, given.once))
             keep(out, {"environment": about, "rows": rows})
             print(rows[-1], flush=True)
 
