@@ -303,10 +303,11 @@ def test_bad_files_are_named_or_skipped_with_a_count(tmp_path: Path) -> None:
     for name, content in bad.items():
         (tmp_path / "n01" / name).write_bytes(content)
     (tmp_path / "n02" / "notes.txt").write_text("not an image")
+    (tmp_path / "n02" / "gone.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.warns(UserWarning, match="left out") as caught:
         x, y, classes = load_folder(tmp_path, skip_bad=True)
     said = " ".join(str(w.message) for w in caught)
-    assert "left out 4 of 12 items" in said and "empty.jpg" in said and "notes.txt" in said
+    assert "left out 5 of 13 items" in said and "empty.jpg" in said and "notes.txt" in said
     assert x.shape == (8, 3, 8, 8) and y.tolist() == [0] * 4 + [1] * 4 and classes == ("n01", "n02")
     torch.testing.assert_close(x[:4, 0, 0, 0], torch.tensor([0.0, 10, 20, 30]) / 255)
 

@@ -44,4 +44,4 @@ def test_an_example_that_fails_its_audit_is_not_timed(monkeypatch: pytest.Monkey
         wball.DualAveraging, "__call__", lambda self, model, x, y: SimpleNamespace(images=x / 2, proof=None)
     )
     with pytest.raises(AssertionError):
-        auditing.row(name, x[:2], eps)
+        auditing.row(name, x[:2], eps, "linear")

@@ -149,9 +149,9 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeyp
     assert all(r.accuracy <= s.accuracy for r, s in zip(every.curve(), result.curve(), strict=True))
 
 
-@pytest.mark.parametrize(("side", "count"), [(28, 50), (96, 28), (224, 5), (1024, 1)])
+@pytest.mark.parametrize(("side", "count"), [(28, 50), (64, 32), (224, 2), (1024, 1)])
 def test_the_exact_check_of_large_images_is_bounded(side: int, count: int) -> None:
-    """32 or 1 % of them, but no more pixels than 5 images of 224 x 224 x 3, and one image at least."""
+    """32 or 1 % of them, but no more pixels than 32 images of 64 x 64 x 3, and one image at least."""
     found = 5000
     images = {
         "label": torch.zeros(found),

@@ -34,8 +34,9 @@ BARELY = (1e-6, 1e-5, 1e-7)
 this order."""
 PASSES, STILL = 100, 1e-9
 """How often the prices of islands are compared at most, and by how much they may be off (in moves) in the end."""
-MEET = DISTANCE_TOL / 3
-"""Of the distance: bounds must meet so closely. What is reported is the upper one."""
+MEET, FAR = DISTANCE_TOL / 3, 1e-2
+"""Of the distance: bounds must meet so closely (what is reported is the upper one), and this far apart they never do:
+chains of moves matter then."""
 
 
 def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None:
@@ -68,8 +69,11 @@ def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None
     for share in BARELY:
         firm = flow > share * float(a.max())
         island = _islands(len(a), source[firm], target[firm])
-        if upper - _lower_bound(moves, a, b, lost, prices, island, missing) <= near:
+        gap = upper - _lower_bound(moves, a, b, lost, prices, island, missing)
+        if gap <= near:
             return Matching(upper, missing, arcs, flow)
+        if gap > FAR * upper:
+            break
     return None
 
 

@@ -245,7 +245,9 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def _images_in(folder: Path, endings: set[str]) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in endings and p.name[0] != ".")
+    """The images in a folder, links to nothing included: reading them says so."""
+    found = (p for p in folder.iterdir() if p.suffix.lower() in endings and p.name[0] != ".")
+    return sorted(p for p in found if p.is_file() or p.is_symlink() and not p.exists())
 
 
 def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
