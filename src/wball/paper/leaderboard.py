@@ -70,7 +70,6 @@ PROTOCOLS = {
             "hu2020-mnist-adversarial",
             "mnist-adversarial-cnn",
             "mnist-certified-far",
-            "mnist-certified-near",
             "mnist-certified",
             "wong2019-mnist-standard",
             "mnist-adversarial",

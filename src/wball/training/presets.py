@@ -139,16 +139,6 @@ MNIST_CERTIFIED_FAR = dataclasses.replace(
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
 
-MNIST_CERTIFIED_NEAR = dataclasses.replace(
-    MNIST_CERTIFIED,
-    name="mnist-certified-near",
-    epochs=80,
-    batch_size=512,
-    noise=0.003,
-    smooth=Smooth(0.2, radius="per-image", low=0.05, start=0.05, grow=0.01, shrink=0.05, ramp=0.05),
-    summary="The paper's MNIST network, made for complete verification: less noise, a radius per digit, up to 0.2.",
-)
-
 CIFAR10_STANDARD = TrainConfig(
     "cifar10-standard",
     "cifar10",
@@ -280,7 +270,6 @@ _PRESETS = {
         MNIST_FLOW_NOISE,
         MNIST_CERTIFIED,
         MNIST_CERTIFIED_FAR,
-        MNIST_CERTIFIED_NEAR,
         CIFAR10_STANDARD,
         CIFAR10_STANDARD_PLAIN,
         CIFAR10_LINF_PROVABLE,
