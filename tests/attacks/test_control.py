@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from wball import DualAveraging, StandardAttack, WassersteinBall
 from wball.attacks import control, objectives, standard
-from wball.attacks.standard import _judged, _Member
+from wball.attacks.result import AttackStatus
+from wball.attacks.standard import _asked_again, _judged, _Member
 from wball.attacks.views import plain_view
 
 BALL = WassersteinBall(0.02)
@@ -97,6 +99,32 @@ def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tenso
     own = labels[whole.success][:, None]
     ahead = margin.scatter(1, own, -torch.inf).amax(1) - margin.gather(1, own)[:, 0]
     assert bool((ahead > standard.CLEARLY * margin.abs().amax(1)).all())
+
+
+def test_what_is_an_example_in_some_batches_only_is_not_claimed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """An evaluation on a GPU asked for the class of claimed examples in a batch of another size, and it was right."""
+    with torch.no_grad():
+        y = net(images).argmax(1)
+    own = F.one_hot(y, 5).float()
+
+    def rounding(z: Tensor) -> Tensor:
+        """The first two images are wrong by a hair wherever they move, in whole batches."""
+        logits = net(z)
+        if len(z) != len(images):
+            return logits.detach() * 0 + own[:1] if len(z) == 1 else logits
+        moved = (z != images).flatten(1).any(1)
+        hair = 100 * own + (100 + 1e-4) * own.roll(1, 1)
+        return torch.where((moved & (torch.arange(len(z)) < 2))[:, None], hair, 20 * own + logits)
+
+    ball = WassersteinBall(1e-4)
+    found = DualAveraging(ball, steps=5)(rounding, images, y)
+    assert bool(found.success[:2].any())
+    view = plain_view(rounding)
+    assert not bool(_asked_again(view, rounding, found.images[:1], y[:1], None).any())
+    attack = StandardAttack(ball, version="fast", check=False, view=view)
+    result = attack(rounding, images, y)
+    assert not bool(result.success[0]) and result.member is not None and int(result.member[0]) == -1
+    assert result.status[0] is AttackStatus.SURVIVED
 
 
 def test_version_two_adds_members_to_version_one() -> None:

@@ -41,7 +41,8 @@ The first 29 are :class:`~wball.DualAveraging`, the last is :class:`~wball.Score
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
 :mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 29 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
-answers decides. An example by a hair (:data:`CLEARLY`) counts, but the next members look for a clearer one.
+answers decides. After an example by a hair (:data:`CLEARLY`) the next members look for a clearer one; if there is none,
+it counts if it is one in batches of other sizes, too.
 ``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
 the numbers (:mod:`wball.attacks.findings`).
 
@@ -282,6 +283,12 @@ class StandardAttack(Attack):
             near[here] |= margin > almost[here]
             unclear[here] = ~clear
         assert best is not None
+        by_a_hair = (best.success & unclear).nonzero().squeeze(1)
+        if by_a_hair.numel() and self.version != "standard-1" and not view.random:
+            goal = None if target is None else target[by_a_hair]
+            held = _asked_again(view, model, best.images[by_a_hair], y[by_a_hair], goal)
+            best = _without(best, by_a_hair[~held])
+            member_of[by_a_hair[~held]] = -1
         best = replace(best, member=member_of, rising=rising & ~best.success)
         if self.version == "standard-1":
             return best
@@ -333,6 +340,24 @@ def _judged(
     margin = objectives.margin(logits, y, target)
     ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     return replace(found, loss=loss, success=success, status=status), margin, success & (ahead | view.random)
+
+
+def _asked_again(view: View, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
+    """Which examples still are some in batches of other sizes: each alone, and all of them twice."""
+    goals = [None] * len(z) if target is None else list(target.split(1))
+    alone = torch.cat([view.judge(model, *one) for one in zip(z.split(1), y.split(1), goals, strict=True)])
+    twice = None if target is None else target.repeat(2)
+    again = view.judge(model, torch.cat([z, z]), y.repeat(2), twice)
+    return alone & again[: len(z)] & again[len(z) :]
+
+
+def _without(best: AttackResult, index: Tensor) -> AttackResult:
+    """``best`` with no examples claimed at ``index``."""
+    success, status = best.success.clone(), list(best.status)
+    success[index] = False
+    for i in index.tolist():
+        status[i] = AttackStatus.SURVIVED
+    return replace(best, success=success, status=tuple(status))
 
 
 def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:
