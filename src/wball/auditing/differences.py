@@ -34,9 +34,9 @@ BARELY = (1e-6, 1e-5, 1e-7)
 this order."""
 PASSES, STILL = 100, 1e-9
 """How often the prices of islands are compared at most, and by how much they may be off (in moves) in the end."""
-MEET, FAR = DISTANCE_TOL / 3, 1e-2
-"""Of the distance: bounds must meet so closely (what is reported is the upper one), and this far apart they never do:
-chains of moves matter then."""
+MEET, FAR = 0.9 * DISTANCE_TOL, 1e-2
+"""Of the distance: bounds must meet so closely, and this far apart they never do: chains of moves matter then. What is
+reported is the upper one. So no point of the ball is rejected, and no other is accepted that would not be anyway."""
 
 
 def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None:
