@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,10 @@ class Search:
         return self.answer
 
     def _search(self, left: Tensor) -> None:
-        """Decide a group of images; in halves if they do not fit into a GPU's memory together."""
+        """Decide a group of images; in halves if they do not fit into a GPU's memory together.
+
+        An image that does not fit alone stays undecided, with what was found up to then.
+        """
         self.deadline = self.clock() + float((self.limit - self.answer.seconds[left]).sum())
         if self._late() or left.shape[0] == 0:
             return
@@ -121,11 +125,13 @@ class Search:
             self._prove(left)
             self._keep_leaves(left)
             return
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             if left.shape[0] == 1:
-                raise
+                warnings.warn(f"an image is left undecided for lack of memory: {error}", RuntimeWarning, stacklevel=4)
         torch.cuda.empty_cache()
         self._spent(left)
+        if left.shape[0] == 1:
+            return
         for half in left.chunk(2):
             self._search(half[~self.answer.broken[half] & ~self.answer.proved[half]])
 
