@@ -299,14 +299,18 @@ def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
     for row in _oracles(gpu):
         name = {"mnist": "28 x 28", "cifar10": "32 x 32 x 3"}.get(row["images"], row["images"])
         oracles[name] = max(oracles.get(name, row), row, key=lambda row: row["batch"])
-    checks = {row["images"]: row for row in _content(audits)["rows"]}
+    checks: dict[str, dict[str, Row]] = {}
+    for row in _content(audits)["rows"]:
+        checks.setdefault(row["images"], {})[row["network"]] = row
     cells = []
     for name in sorted({*oracles, *checks}, key=lambda name: [int(side) for side in name.split(" x ")]):
-        oracle, check = oracles.get(name), checks.get(name)
+        oracle, check = oracles.get(name), checks.get(name, {})
         step = None if oracle is None else f"{duration(oracle['time'].median / oracle['batch'])} ({oracle['batch']:,})"
-        times = [None, None] if check is None else [duration(1e3 * check[key]) for key in ("plan_s", "exact_s")]
+        asked = (("linear", "plan_s"), ("convolutional", "exact_s"), ("linear", "exact_s"))
+        times = [duration(1e3 * check[kind][key]) if kind in check else None for kind, key in asked]
         cells.append([name, step, *times])
-    head = ["one image", "a step of the oracle, H200 (batch)", "audit by its plan, one core", "exact audit, one core"]
+    head = ["one image", "a step of the oracle, H200 (batch)", "audit by its plan"]
+    head += ["exact audit, mass goes to neighbours", "exact audit, mass goes far"]
     measured = [
         [
             f"`{model['name']}`",

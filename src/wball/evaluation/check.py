@@ -27,7 +27,7 @@ SAMPLE_LEAST, SAMPLE_SHARE = 32, 0.01
 """Of the examples at a radius that a plan proves, so many are checked by exact transport, too."""
 SAMPLE_PIXELS = 400_000
 """They have no more pixels than this together (2 images of 224 x 224 x 3), unless one alone has more: exact transport
-takes a second for such an image, or, where mass goes far, a quarter of a minute."""
+takes seconds for such an image, or, where mass goes far, a quarter of a minute."""
 ROUNDING = 1e-7
 """Of the mass, by a pixel: what float32 images do not say. At radii of 1e-5 that is more than 1e-4 of the radius."""
 
