@@ -202,6 +202,29 @@ def calls(path: Path) -> list[Table]:
     return [Table(head, cells)]
 
 
+def growth(path: Path) -> list[Table]:
+    """Time a pixel, and on a GPU memory beside the batch, against what grows."""
+    sizes: dict[str, Callable[[Row], int]] = {
+        "batch of 28 × 28": lambda row: row["batch"],
+        "side of one image × 3": lambda row: row["shape"][-1],
+        "window, 8 images of 32 × 32 × 3": lambda row: row["window"],
+    }
+    found, tables = _content(path)["rows"], []
+    for grows, (title, size) in zip(("batch", "side", "window"), sizes.items(), strict=True):
+        rows = [row for row in found if row["grows"] == grows]
+        across = sorted({size(row) for row in rows})
+        cells = []
+        for call in dict.fromkeys(row["call"] for row in rows):
+            own = {size(row): row for row in rows if row["call"] == call}
+            cells.append([f"{call}, ns a pixel", *(number(own[k]["ns_per_pixel"]) for k in across)])
+            if all(row["extra_memory_in_batches"] is not None for row in own.values()):
+                memory = (f"{own[k]['extra_memory_in_batches']:.1f}" for k in across)
+                cells.append([f"{call}, extra memory / batch", *memory])
+        if across:
+            tables.append(Table([title, *(f"{k:,}" for k in across)], cells))
+    return tables
+
+
 def epochs(path: Path) -> list[Table]:
     """Seconds for all training images once, and what was to be reached."""
     rows = [
@@ -473,6 +496,9 @@ TABLES = {
     "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"),
     "cuda-calls": Source(calls, "calls_cuda.json"),
     "cpu-calls": Source(calls, "calls_cpu.json"),
+    "cuda-calls-digits": Source(calls, "calls_cuda_digits.json"),
+    "cuda-growth": Source(growth, "growth_cuda.json"),
+    "cpu-growth": Source(growth, "growth_cpu.json"),
 }
 
 

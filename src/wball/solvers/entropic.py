@@ -79,8 +79,10 @@ def escapes(moves: Moves, x: Tensor) -> Tensor:
 
 def entropy_of(x: Tensor, tau: Tensor) -> Tensor:
     """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
-    exact = x.to(torch.float64)
-    return tau * (torch.special.entr(masses(exact)) - masses(torch.special.entr(exact)))
+    terms = x.to(torch.float64, copy=True)
+    mass = masses(terms)
+    torch.special.entr(terms, out=terms)
+    return tau * (torch.special.entr(mass) - masses(terms))
 
 
 class EntropicProjection:
