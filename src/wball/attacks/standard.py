@@ -24,22 +24,24 @@ members   objective                     step size  steps  remarks
 19        margin                        6 -> 0     60     from the best attempt so far
 20        margin                        1          100    from the best attempt so far
 21        margin                        2          300
-22        DLR                           3 -> 0     300    near only
-23        margin                        20 -> 0    200    near only
-24        cross-entropy                 6 -> 0     400    near only
-25        margin                        6 -> 0     100    near only, random start, 1 nat
-26        margin                        6 -> 0     100    near only, random start, 3 nats
-27, 28    runner-up 2, 3                6 -> 0     100    near only, random start, 5 nats
-29        margin                        0.5        400    near only, from the best attempt so far
-30        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+22        margin                        6 -> 0     60     smoothed, 0.2
+23        cross-entropy                 6 -> 0     60     near only, smoothed, 0.1
+24        margin                        6 -> 0     100    near only, random start, 1 nat
+25        margin                        6 -> 0     100    near only, random start, 3 nats
+26        runner-up 2                   6 -> 0     100    near only, random start, 5 nats
+27        margin                        0.5        300    near only, from the best attempt so far
+28        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
+
+*Smoothed*: gradients are the mean over noise of that size, in pixel values. Networks that were trained against small
+changes of every pixel are flat around an image and hide from gradients what lies a little further.
 
 *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising. They are
 few, so that many steps cost little.
 
-The first 29 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+The first 27 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 29 climb those of smooth stand-ins
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 27 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
 answers decides. After an example by a hair (:data:`CLEARLY`) the next members look for a clearer one; if there is none,
 it counts if it is one in batches of other sizes, too.
@@ -66,6 +68,7 @@ from torch import Tensor
 from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.decision_search import DecisionSearch
+from wball.attacks.detours import Smoothed
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.pgd import PGD
@@ -99,6 +102,7 @@ class _Member:
     random_start: float = 0.0
     from_best: bool = False
     near: bool = False
+    smoothed: float = 0.0
 
     @property
     def steady(self) -> bool:
@@ -133,8 +137,9 @@ def _falling(
     random_start: float = 0.0,
     from_best: bool = False,
     near: bool = False,
+    smoothed: float = 0.0,
 ) -> _Member:
-    return _Member(objective, step_size, steps, 1.0, random_start, from_best, near)
+    return _Member(objective, step_size, steps, 1.0, random_start, from_best, near, smoothed)
 
 
 MEMBERS: dict[str, tuple[_Member, ...]] = {
@@ -162,14 +167,12 @@ MEMBERS["standard"] = (
     _falling("margin", steps=60, from_best=True),
     _Member("margin", step_size=1.0, from_best=True),
     _Member("margin", step_size=2.0, steps=300),
-    _falling("dlr", step_size=3.0, steps=300, near=True),
-    _falling("margin", step_size=20.0, steps=200, near=True),
-    _falling("cross-entropy", steps=400, near=True),
+    _falling("margin", steps=60, smoothed=0.2),
+    _falling("cross-entropy", steps=60, near=True, smoothed=0.1),
     _falling("margin", random_start=1.0, near=True),
     _falling("margin", random_start=3.0, near=True),
     _falling("runner-up-2", random_start=5.0, near=True),
-    _falling("runner-up-3", random_start=5.0, near=True),
-    _Member("margin", step_size=0.5, steps=400, from_best=True, near=True),
+    _Member("margin", step_size=0.5, steps=300, from_best=True, near=True),
 )
 
 
@@ -272,7 +275,12 @@ class StandardAttack(Attack):
             begin = None if start is None else start[here]
             if best is not None and kind is not None and kind.from_best:
                 begin = best.images[here]
-            found = member.take(here).attack_batch(view.model, x[here], y[here], goal, generator, progress, begin)
+            asked = view.model
+            if kind is not None and kind.smoothed:
+                if view.random or isinstance(asked, Smoothed):  # they are averaged already
+                    continue
+                asked = Smoothed(asked, kind.smoothed, self.ball.box)
+            found = member.take(here).attack_batch(asked, x[here], y[here], goal, generator, progress, begin)
             if kind is not None and kind.steady and found.rising is not None:
                 rising[here] = found.rising
             found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
