@@ -440,6 +440,7 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
         last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
+        last = last or linear and rest <= 3e-13 * (abs(dual) + noise)  # nothing but rounding is left
         if last or rest <= settings.promising * (goal.tol * abs(found[0] + offset) + floor):
             _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
