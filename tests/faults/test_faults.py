@@ -1,8 +1,9 @@
 """Evaluations that are killed, starved or deceived lose nothing, and say in one line what happened.
 
 More of the kind stands beside what it tests: ``test_resuming.py`` (kills at random moments, damaged files),
-``training/test_restart.py`` (the same for training), ``test_checkpoint.py`` (weights), ``test_data.py`` (data sets and
-downloads), ``test_cli.py`` (keyboard interrupts, full disks and folders in use at the command line).
+``training/test_restart.py`` (the same for training), ``test_checkpoint.py`` (weights), ``data/test_named.py`` and
+``test_fetch.py`` (data sets and downloads), ``test_cli.py`` (keyboard
+interrupts, full disks and folders in use at the command line).
 """
 
 from __future__ import annotations
