@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Projection = Callable[[Tensor, Tensor, float, float, int], Tensor]
+PeerProjection = Callable[[Tensor, Tensor, float, float, int], Tensor]
 """``(x, w, eps, reg, max_iter) -> z``"""
 
 FOLDER = "WBALL_PROJECTED_SINKHORN"
@@ -24,7 +24,7 @@ class Absent(Exception):
     """A peer is not installed here."""
 
 
-def released_projection() -> Projection:
+def released_projection() -> PeerProjection:
     """The paper's released code, PyPI ``projected-sinkhorn`` 0.2.
 
     The package pins a torch of its time, but its module runs with today's when its folder is on the path: either it is
@@ -63,7 +63,7 @@ def _released_module() -> Any:
     return module
 
 
-def art_projection() -> Projection:
+def art_projection() -> PeerProjection:
     """The projection inside ART's ``Wasserstein`` attack, in NumPy."""
     try:
         from art.attacks.evasion import Wasserstein

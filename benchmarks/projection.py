@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.inputs import Images, disturbed
-from benchmarks.peers import Absent, Projection, art_projection, released_projection
+from benchmarks.peers import Absent, PeerProjection, art_projection, released_projection
 from benchmarks.timing import Machine, Time, measure, peak_memory
 from wball import WassersteinBall
 from wball.kernels.dispatch import choose, load
+from wball.kernels.projected_sinkhorn import Projection
 from wball.kernels.projected_sinkhorn import reference as reference_projection
 
 TOL = 1e-4
@@ -156,7 +157,7 @@ def _peer_row(
     name: str, make: Any, images: Images, x: Tensor, w: Tensor, judge: Judge, device: torch.device, budget_s: float
 ) -> dict[str, Any]:
     try:
-        project: Projection = make()
+        project: PeerProjection = make()
     except Absent as reason:
         return {"method": name, "absent": str(reason)}
     iterations = 50 if name == "released" else 400  # their defaults

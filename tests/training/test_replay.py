@@ -14,6 +14,7 @@ from wball.attacks import GrowingRadius, objectives
 from wball.attacks.base import GradientAttack
 from wball.attacks.batch import AttackBatch
 from wball.attacks.recording import RECORDERS
+from wball.kernels.projected_sinkhorn import Projection
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
@@ -134,8 +135,8 @@ class _Idle:
 
     kernel = "triton"
 
-    def __init__(self, x: torch.Tensor, *_: Any, u: torch.Tensor, psi: torch.Tensor, **__: Any) -> None:
-        self.z, self.u, self.psi = x, u, psi
+    def __init__(self, asked: Projection) -> None:
+        self.z, self.u, self.psi = asked.x, asked.u, asked.psi
 
 
 def test_only_attacks_that_keep_their_batch_on_a_gpu_are_recorded() -> None:

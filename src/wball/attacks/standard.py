@@ -254,6 +254,8 @@ class StandardAttack(Attack):
         with torch.no_grad():
             outputs = ask(model, x[:1])
         check_classes("y", y, outputs)
+        if target is not None:
+            check_classes("target", target, outputs)
         view = self.view or self._view(model, x, y)
         hidden, targeted = not (view.is_useful and (view.own or view.clear)), target is not None
         members = self.members(targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only)
