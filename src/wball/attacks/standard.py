@@ -23,14 +23,12 @@ members   objective                     step size  steps  remarks
 18        cross-entropy                 6 -> 0     80     random start, 10 nats
 19        margin                        6 -> 0     60     from the best attempt so far
 20        margin                        1          100    from the best attempt so far
-21        margin                        2          300
-22        margin                        6 -> 0     60     smoothed, 0.2
+21        margin                        2          200
+22        margin                        6 -> 0     40     smoothed, 0.2
 23        cross-entropy                 6 -> 0     60     near only, smoothed, 0.1
-24        margin                        6 -> 0     100    near only, random start, 1 nat
-25        margin                        6 -> 0     100    near only, random start, 3 nats
-26        runner-up 2                   6 -> 0     100    near only, random start, 5 nats
-27        margin                        0.5        300    near only, from the best attempt so far
-28        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+24        margin                        6 -> 0     100    near only, random start, 3 nats
+25        margin                        0.5        150    near only, from the best attempt so far
+26        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
 ========  ============================  =========  =====  ====================
 
 *Smoothed*: gradients are the mean over noise of that size, in pixel values. Networks that were trained against small
@@ -39,9 +37,9 @@ changes of every pixel are flat around an image and hide from gradients what lie
 *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising. They are
 few, so that many steps cost little.
 
-The first 27 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+The first 25 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 27 climb those of smooth stand-ins
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 25 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
 answers decides. After an example by a hair (:data:`CLEARLY`) the next members look for a clearer one; if there is none,
 it counts if it is one in batches of other sizes, too.
@@ -166,13 +164,11 @@ MEMBERS["standard"] = (
     *MEMBERS["standard-1"],
     _falling("margin", steps=60, from_best=True),
     _Member("margin", step_size=1.0, from_best=True),
-    _Member("margin", step_size=2.0, steps=300),
-    _falling("margin", steps=60, smoothed=0.2),
+    _Member("margin", step_size=2.0, steps=200),
+    _falling("margin", steps=40, smoothed=0.2),
     _falling("cross-entropy", steps=60, near=True, smoothed=0.1),
-    _falling("margin", random_start=1.0, near=True),
     _falling("margin", random_start=3.0, near=True),
-    _falling("runner-up-2", random_start=5.0, near=True),
-    _Member("margin", step_size=0.5, steps=300, from_best=True, near=True),
+    _Member("margin", step_size=0.5, steps=150, from_best=True, near=True),
 )
 
 
