@@ -145,7 +145,7 @@ def main(words: Sequence[str] | None = None) -> None:
     remarks = targets.targets(rows) + projection.ratios(rows) + ([given.note] if given.note else [])
     report.write(out, rows, about, remarks)
     print("\n".join(remarks))
-    print(f"written: {out}.json, {out}.md, {out}.png")
+    print("written: " + ", ".join(str(out.with_suffix(ending)) for ending in (".json", ".md", ".png")))
 
 
 if __name__ == "__main__":
