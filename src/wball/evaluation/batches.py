@@ -414,7 +414,7 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
 
 
 def default_batch_size(x: Tensor) -> int:
-    """So many images like these make a batch, by their pixels."""
+    """The batch size for images of this size."""
     pixels = x[:1].numel()
     if x.is_cuda:
         return max(1, GPU_PIXELS // pixels, min(GPU_BATCH, GPU_MOST // pixels))
@@ -422,7 +422,7 @@ def default_batch_size(x: Tensor) -> int:
 
 
 def fitting_batch_size(model: Model, x: Tensor) -> int:
-    """So many images like these make a batch of which the model's gradients fit on the device."""
+    """The largest batch size, up to the default, at which the model's gradients fit on the device."""
     most = default_batch_size(x)
     if not x.is_cuda:
         return most

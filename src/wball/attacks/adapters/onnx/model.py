@@ -140,7 +140,7 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
 
 
 def _may_be_scores(kind: onnx.TypeProto) -> bool:
-    """Whether an output is a tensor of numbers that are no class numbers."""
+    """Whether an output can be scores: a tensor of floating-point numbers, not of class indices."""
     known = TYPES.get(kind.tensor_type.elem_type, torch.float32)
     return kind.HasField("tensor_type") and known.is_floating_point
 
