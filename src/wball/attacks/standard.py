@@ -261,9 +261,10 @@ class StandardAttack(Attack):
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
         rising, unclear = torch.zeros_like(member_of, dtype=torch.bool), torch.ones_like(member_of, dtype=torch.bool)
-        with torch.no_grad():
-            almost = NEAR * objectives.margin(ask(view.model, x), y, target)
-        near = torch.zeros_like(rising)
+        near, almost = torch.zeros_like(rising), None
+        if any(kind.near for kind in kinds.values()):
+            with torch.no_grad():
+                almost = NEAR * objectives.margin(ask(view.model, x), y, target)
         for number, member in enumerate(members):
             kind = kinds.get(number)
             here = (unclear & (near | rising) if kind is not None and kind.near else unclear).nonzero().squeeze(1)
@@ -286,7 +287,8 @@ class StandardAttack(Attack):
             better = torch.ones_like(clear) if best is None else _is_better(best, here, found)
             best = found if best is None else _merged(best, here, found, better)
             member_of[here[found.success & better]] = number
-            near[here] |= margin > almost[here]
+            if almost is not None:
+                near[here] |= margin > almost[here]
             unclear[here] = ~clear
         assert best is not None
         by_a_hair = (best.success & unclear).nonzero().squeeze(1)
