@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wball import PGD, AttackResult, DualAveraging, LinfBall, WassersteinBall
 from wball.attacks import GrowingRadius, recording
 from wball.attacks.base import Attack
+from wball.attacks.detours import Smoothed
 
 ATTACKS: dict[str, Attack] = {
     "dual averaging": DualAveraging(WassersteinBall(0.3), steps=20, decay=1.0),
@@ -61,6 +62,22 @@ def test_a_recorded_attack_returns_what_the_attack_returns(
     monkeypatch.delitem(recording.RECORDERS, "cpu")
     same(recorded, ATTACKS[name](net, images, labels))
     assert replays == [made, used]
+
+
+def test_gradients_averaged_over_the_attacks_noise_are_recorded(
+    net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise of their own was drawn from a generator that no recording knew: on a GPU such steps were never recorded."""
+    attack = DualAveraging(WassersteinBall(0.3), steps=20)
+
+    def attacked() -> AttackResult:
+        draws = torch.Generator(images.device).manual_seed(0)
+        return attack(Smoothed(net, 0.1, (0.0, 1.0), draws), images, labels, generator=draws)
+
+    recorded = attacked()
+    assert replays[1] > replays[0] > 0
+    monkeypatch.delitem(recording.RECORDERS, "cpu")
+    same(recorded, attacked())
 
 
 @pytest.mark.gpu

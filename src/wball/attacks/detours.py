@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from wball.attacks.base import into_box
+from wball.attacks.base import into_box, normal
 from wball.model import Model, ask
 
 TAPS = 4
@@ -89,12 +89,20 @@ class Tapped(_WithDetour):
 
 
 class Smoothed(_WithDetour):
-    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box."""
+    """``model`` with gradients averaged over noise of the given size, in pixel values, inside of the box.
 
-    def __init__(self, model: Model, noise: float, box: tuple[float, float] | None = None) -> None:
+    An attack whose steps are recorded gives its own source of noise as ``draws``: a recording knows no other.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        noise: float,
+        box: tuple[float, float] | None = None,
+        draws: torch.Generator | None = None,
+    ) -> None:
         super().__init__(model)
-        self.noise, self.box = noise, box
-        self._draws: torch.Generator | None = None
+        self.noise, self.box, self._draws = noise, box, draws
 
     def _find(self, x: Tensor) -> _Detour:
         with torch.no_grad():
@@ -102,8 +110,8 @@ class Smoothed(_WithDetour):
         self._draws = self._draws or torch.Generator(x.device).manual_seed(0)
         total = torch.zeros_like(values)
         for _ in range(DRAWS):
-            noise = torch.randn(x.shape, generator=self._draws, device=x.device).to(x)
-            total = total + ask(self.model, into_box(x + self.noise * noise, self.box))
+            noisy = x + self.noise * normal(x, self._draws)
+            total = total + ask(self.model, into_box(noisy, self.box))
         return _Detour(values, total / DRAWS, x)
 
 

@@ -278,7 +278,7 @@ class StandardAttack(Attack):
             if kind is not None and kind.smoothed:
                 if view.random or isinstance(asked, Smoothed):  # they are averaged already
                     continue
-                asked = Smoothed(asked, kind.smoothed, self.ball.box)
+                asked = Smoothed(asked, kind.smoothed, self.ball.box, generator)
             found = member.take(here).attack_batch(asked, x[here], y[here], goal, generator, progress, begin)
             if kind is not None and kind.steady and found.rising is not None:
                 rising[here] = found.rising
