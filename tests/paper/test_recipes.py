@@ -308,10 +308,10 @@ def test_training_tricks_and_the_cost_of_a_move(shop: Small) -> None:
 
 
 def test_all_epochs_of_the_papers_training(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Small, "_train", lambda self, name: Small._find(self, f"{name} by its preset"))
+    monkeypatch.setattr(Small, "_train", lambda self, name, epochs: Small._find(self, f"{name}, {epochs} epochs"))
     data = measured("epochs", shop)
     assert [r["epochs"] for r in data["rows"]] == [4, 15]
-    assert [r["name"] for r in data["rows"]] == [epochs.NAME, f"{epochs.NAME}-by-preset"]
+    assert [r["name"] for r in data["rows"]] == [f"{epochs.NAME}-{epochs.FEW}-epochs", epochs.NAME]
     (table,) = epochs.tables(data)
     assert table.rows[0][2] == "86.0 %" and table.rows[2][0].startswith("15 epochs")
     assert "With 15 epochs instead of 4" in epochs.remarks(data)[0]

@@ -215,16 +215,15 @@ class Workshop:
             raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
         return self._train(name)
 
-    def trained(self, name: str) -> Subject:
-        """The model that a preset makes, even where the zoo has another of that name: trained here, once."""
-        model, architecture, origin = self._train(name)
+    def trained(self, name: str, epochs: int) -> Subject:
+        """What a preset makes in other than its own number of epochs: trained here, once."""
+        model, architecture, origin = self._train(name, epochs)
         model = model.to(self.device).eval()
-        return Subject(
-            f"{name}-by-preset", model, architecture, origin, provenance.describe_model(model, name)["sha256"]
-        )
+        about = provenance.describe_model(model, name)
+        return Subject(f"{name}-{epochs}-epochs", model, architecture, origin, about["sha256"])
 
-    def _train(self, name: str) -> tuple[nn.Module, str, str]:
-        kind = "quick" if self.quick else "full"
+    def _train(self, name: str, epochs: int | None = None) -> tuple[nn.Module, str, str]:
+        kind = "quick" if self.quick else "full" if epochs is None else f"{epochs}-epochs"
         folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
         weights = folder / f"{name}.safetensors"
         if not weights.is_file() and not self.settings.may_train:
@@ -234,7 +233,7 @@ class Workshop:
             )
         with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
             if not weights.is_file():
-                config, data, test = self._training(name)
+                config, data, test = self._training(name, epochs)
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
                 train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
         model, architecture = _load(name, weights)
@@ -249,8 +248,11 @@ class Workshop:
         places = (self.settings.models / folder / f"{name}{end}" for folder in (".", name, *left) for end in ENDINGS)
         return next((path for path in places if path.is_file()), None)
 
-    def _training(self, name: str) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    def _training(
+        self, name: str, epochs: int | None = None
+    ) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
         config = preset(name, seed=self.settings.seed)
+        config = config if epochs is None else replace(config, epochs=epochs)
         x, y = self._loaded(config.dataset, "train")
         if not self.quick:
             return config, (x, y), self._loaded(config.dataset, "test")
