@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,17 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path, capsys: pyt
 
 def test_more_time_is_given_to_what_is_undecided() -> None:
     part = {"status": "CUUM", "seconds": [0.1, 5.0, 9.0, 0.0], "limits": [5.0, 5.0, 9.0, 5.0]}
-    assert deciding.pending(part, 6, 5.0) == [4, 5]  # new images first
-    assert deciding.pending(part, 4, 5.0) == []
-    assert deciding.pending(part, 4, 9.0) == [1]
+    assert deciding.pending(part, 6, 5.0, math.inf) == ([4, 5], 0.0)  # new images first, by anchored bounds
+    assert deciding.pending(part, 4, 5.0, math.inf) == ([], 5.0)
+    assert deciding.pending(part, 4, 9.0, math.inf) == ([1], 9.0)
+    assert deciding.pending(part, 4, 9.0, 6.0) == ([1], 6.0)
+    assert deciding.pending(part, 4, 9.0, 4.0) == ([], 4.0)  # it had more before
+    assert deciding.pending(part, 4, 20.0, 30.0) == ([1, 2], 15.0)
     deciding.put(part, [1], "F", [6.0], 9.0)
-    deciding.put(part, [4, 5], "CU", [0.2, 0.3], 9.0)
-    assert part["status"] == "CFUMCU"
-    assert part["seconds"] == [0.1, 6.0, 9.0, 0.0, 0.2, 0.3] and part["limits"] == [5.0, 9.0, 9.0, 5.0, 9.0, 9.0]
+    deciding.put(part, [4, 5], "CU", [0.25, 0.5], 0.0)
+    deciding.put(part, [5], "C", [0.5], 9.0)
+    assert part["status"] == "CFUMCC"
+    assert part["seconds"] == [0.1, 6.0, 9.0, 0.0, 0.25, 1.0] and part["limits"] == [5.0, 9.0, 9.0, 5.0, 0.0, 9.0]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
