@@ -200,7 +200,8 @@ def _decide(
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
     for some in torch.arange(len(left), device=x.device).split(512 if x.is_cuda else 1):
         index = torch.tensor(left, dtype=torch.long, device=x.device)[some]
-        search = Search(model, graph, ball.take(index), found.plans, time_limit, _numbers_at_once(x), _searched(x))
+        sizes = _numbers_at_once(x), _searched(x), _room(x)
+        search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
         answer = search.decide(x[index], y[index], known.take(some) if graph is same else None)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
@@ -346,6 +347,11 @@ def _images_at_once(x: Tensor) -> int:
 def _searched(x: Tensor) -> int:
     """Images that branch and bound searches together: their classes have anchors and gains of their own."""
     return min(64, max(1, _free(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
+
+
+def _room(x: Tensor) -> int:
+    """Bytes that gains of units searched together may take: a GPU's free memory, 2 GiB on a CPU."""
+    return max(1, _free(x.device)) if x.is_cuda else 2**31
 
 
 def _numbers_at_once(x: Tensor) -> int:

@@ -26,13 +26,8 @@ class Collector:
         self._chosen: Tensor | None = None
 
     def choose(self, lower: Tensor, upper: Tensor) -> None:
-        """If not all unstable units fit, take each image's most unstable ones; the others keep the usual lines."""
-        most = LIMIT * math.prod(self.source.shape) // self.source.gain_size
-        low, up = lower.view(self.images, -1), upper.view(self.images, -1)
-        if most < low.shape[1]:
-            depth = torch.minimum(up, -low)
-            best = depth.topk(max(1, most), 1)
-            self._chosen = torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
+        """If not all unstable units fit, leave some out: they keep the usual lines."""
+        self._chosen = chosen(lower, upper, self.source, LIMIT)
 
     def add(self, image: Tensor, unit: Tensor, at_input: Rows, charged: Charged, constant: Tensor) -> None:
         """Rows that bound ``-v`` from below: their values at the image and their gains."""
@@ -54,6 +49,17 @@ class Collector:
         image, unit, *gains = (torch.cat(part) for part in zip(*self._parts, strict=True))
         anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
         return anchor, self._centre.view(self.images, *self.shape)
+
+
+def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Tensor | None:
+    """``(images, units)``: each image's most unstable units, as many as there is room for; ``None`` if all fit."""
+    low, up = lower.flatten(1), upper.flatten(1)
+    most = limit * math.prod(source.shape) // source.gain_size
+    if most >= low.shape[1]:
+        return None
+    depth = torch.minimum(up, -low)
+    best = depth.topk(max(1, most), 1)
+    return torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
 
 
 def rounded_up(gains: Tensor) -> Tensor:

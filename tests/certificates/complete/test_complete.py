@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
-from wball.certificates import CertificateStatus, certify
+from wball.certificates import CertificateStatus, certificate, certify, collector
 from wball.certificates.anchor import ConvAnchor, image_convolution
-from wball.certificates.complete import program
+from wball.certificates.complete import gains, program, search
+from wball.certificates.complete.bound import Problems
+from wball.certificates.complete.gains import listed
 from wball.certificates.complete.nodes import Nodes
-from wball.certificates.complete.search import listed
+from wball.certificates.relaxation import Bounds
 from wball.certificates.tracing import trace
 from wball.input_sets import TransportSet
 from wball.input_sets.rows import Rows
@@ -74,6 +76,32 @@ def test_nodes_without_linear_programs_agree_too(monkeypatch: pytest.MonkeyPatch
     assert counts["UNKNOWN"] <= NETWORKS // 12, counts
 
 
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_little_memory_costs_answers_and_makes_none_wrong(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public l-inf network, all of whose classes are open at once, ran out of a GPU's memory."""
+    monkeypatch.setattr(program, "MOST_UNITS", 0)
+    monkeypatch.setattr(certificate, "_room", lambda x: 1)
+    if few:  # gains of a few units a layer
+        monkeypatch.setattr(gains, "FIRST_LIMIT", 60)
+        monkeypatch.setattr(collector, "LIMIT", 60)
+    sizes: list[int] = []
+
+    def spied(problems: Problems, room: int) -> list[Tensor]:
+        parts = gains.together(problems, room)
+        sizes.extend(part.shape[0] for part in parts)
+        return parts
+
+    monkeypatch.setattr(search, "together", spied)
+    names = []
+    for seed, part in ((20, 1.0), (21, 0.8)):
+        net, x, y, eps = tiny(seed)
+        ball = wball.WassersteinBall(part * eps, cost=wball.GridCost(window=5))
+        truth = true_margin(net, x, y, ball)
+        names.append(agree(certify(net, x, y, ball, "complete", time_limit=0.7), net, x, y, ball, truth))
+    assert sizes == [1, 1, 1] and set(names) <= {"CERTIFIED", "UNKNOWN"}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_boxes_are_decided_by_enumeration_of_signs() -> None:
     """An l-inf ball around one pixel: the margin is a piecewise linear function of one number."""
@@ -126,14 +154,15 @@ def test_a_layer_without_unstable_units_has_an_anchor_that_charges_nothing(devic
     convolution = image_convolution(trace(net, x), 2)
     source = wball.WassersteinBall(0.1).input_set(x, "full")
     assert convolution is not None and isinstance(source, TransportSet)
-    unstable = torch.zeros((2, 2, 6, 6), dtype=torch.bool, device=device)
+    ones = torch.ones((2, 2, 6, 6), dtype=torch.float64, device=device)
     image = torch.tensor([0, 1, 1], device=device)
-    for some in (unstable, ~unstable):
-        anchor = listed(ConvAnchor(convolution, source.moves), some, source)
+    for lowest in (0.5, -0.5):
+        bounds = Bounds({2: lowest * ones}, {2: ones})
+        anchor, _ = listed(ConvAnchor(convolution, source.moves), 0 * ones, bounds, 2, source)
         weights = Rows(torch.ones((3, 2, 6, 6), device=device), image)
         charges = anchor.charge(weights, Rows(torch.zeros((3, 1, 6, 6), device=device), image), source.active)
         assert charges.into.shape == (3, 1, 6, 6)
-        assert bool((charges.moves == 0).all()) == bool((some == unstable).all())
+        assert bool((charges.moves == 0).all()) == (lowest > 0)
 
 
 def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
-from wball.certificates.anchor import UnitAnchor, image_convolution
-from wball.certificates.collector import rounded_up
+from wball.certificates.anchor import image_convolution
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
+from wball.certificates.complete.gains import listed, together
 from wball.certificates.complete.leaves import Closed, Leaf
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.complete.program import Program
@@ -34,8 +34,6 @@ from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Bounds, Relaxation
 from wball.input_sets import InputSet, Plans, TransportSet
-from wball.input_sets.charges import Anchor
-from wball.input_sets.rows import Rows
 from wball.model import Model, ask, evaluating
 
 REACH = 4.0
@@ -77,7 +75,8 @@ class Answer:
 class Search:
     """Decides images of one model and ball, ``group`` of them searched together.
 
-    ``limit`` is in seconds an image, on average of those that are open together.
+    ``limit`` is in seconds an image, on average of those that are open together. Gains of units take about ``room``
+    bytes at a time.
     """
 
     def __init__(
@@ -89,10 +88,11 @@ class Search:
         limit: float,
         numbers: int,
         group: int,
+        room: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
-        self.numbers, self.group, self.clock, self.deadline = numbers, group, clock, math.inf
+        self.numbers, self.group, self.room, self.clock, self.deadline = numbers, group, room, clock, math.inf
         self.first: FirstLayer | None = None
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
@@ -210,19 +210,31 @@ class Search:
         self._spent(left)
         if image.numel() == 0:
             return
-        anchors = {k: (listed(a, bounds.unstable(k), source), c) for k, (a, c) in relaxation.anchors.items()}
+        anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
         every = Problems(self.graph, x, y, y, source, bounds, anchors, torch.arange(left.shape[0], device=x.device))
         problems = every.take(image)
         problems.other, problems.index = other, torch.arange(image.shape[0], device=x.device)
         if Program.serves(problems):
             self._tree(problems, problems.start(), Program(problems))
-        else:
-            problems, nodes = self._tighten(problems, improve(problems, problems.start(), ROOT_STEPS, 0.3))
             self._settle(left)
-            if not x.is_cuda:
-                self._attack("standard", left)
-            self._tree(problems, nodes, None)
-        self._settle(left)
+            return
+        del relaxation, every, anchors  # problems have their own
+        last, unattacked = self.deadline, left[: 0 if x.is_cuda else None]
+        waiting = together(problems, self.room)
+        while waiting:
+            share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
+            self.deadline = last - max(0.0, last - self.clock()) * (1 - share)
+            part = waiting.pop(0)
+            part = part[~self.answer.broken[self.image[part]]]
+            if part.numel() == 0:
+                continue
+            some = problems.take(part)
+            some, nodes = self._tighten(some, improve(some, some.start(), ROOT_STEPS, 0.3))
+            self._settle(left)
+            self._attack("standard", unattacked)
+            unattacked = left[:0]
+            self._tree(some, nodes, None)
+            self._settle(left)
 
     def _settle(self, left: Tensor) -> None:
         """Put together what is known about the problems of each image."""
@@ -288,10 +300,9 @@ class Search:
             others = {k: anchor for k, anchor in problems.anchors.items() if k != position}
             if position in relaxation.anchors:
                 anchor, at = relaxation.anchors[position]
-                unstable = bounds.unstable(position)
                 if shared:
-                    anchor = problems.anchors[position][0].restricted(unstable.flatten(1))
-                others[position] = listed(anchor, unstable, source), at
+                    anchor = problems.anchors[position][0].restricted(bounds.unstable(position).flatten(1))
+                others[position] = listed(anchor, at, bounds, position, source)
                 relaxation.anchors[position] = others[position]
             problems = replace(problems, anchors=others)
         return problems, empty
@@ -388,24 +399,3 @@ def _turn(nodes: Nodes, batch: int, problems: int, capacity: int) -> tuple[Tenso
     rank = torch.arange(len(nodes), device=problem.device) - (count.cumsum(0) - count)[problem]
     order = order[rank.argsort(stable=True)]
     return order[:batch], order[batch:]
-
-
-def listed(anchor: Anchor, unstable: Tensor, source: InputSet) -> UnitAnchor:
-    """An anchor as a list of the gains of its unstable units, so that charging many rows is one product."""
-    if isinstance(anchor, UnitAnchor):
-        return anchor
-    assert isinstance(source, TransportSet)
-    images = unstable.shape[0]
-    image, unit = unstable.flatten(1).nonzero(as_tuple=True)
-    parts = []
-    if image.shape[0] == 0:  # one unit that is not listed gives the gains their shape
-        image, unit = torch.zeros((2, 1), dtype=torch.long, device=unstable.device)
-    count = int(unstable.sum())
-    for some in torch.arange(image.shape[0], device=image.device).split(128):
-        weights = torch.zeros((some.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device)
-        weights.scatter_(1, unit[some][:, None], 1.0)
-        nothing = Rows(weights.new_zeros((some.shape[0], *source.x.shape[1:])), image[some])
-        charges = anchor.charge(Rows(weights.reshape(-1, *anchor.layer), image[some]), nothing, source.active)
-        parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
-    gains = tuple(torch.cat(part)[:count] for part in zip(*parts, strict=True))
-    return UnitAnchor(anchor.layer, image[:count], unit[:count], (gains[0], gains[1], gains[2]), images)
