@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     checks = [CHECKS[k] for k in given.only if not all((*CHECKS[k][:2], version) in done for version in VERSIONS)]
     if checks:
         net = wball.load_model(checks[0][0], root=given.models).to(given.device)
-        for version in VERSIONS:  # kernels are compiled before the first of them is timed
-            measure(net, x, y, 0.5, version)
+        for version in VERSIONS:  # kernels of every member are compiled and loaded before the first is timed
+            measure(net, x, y, checks[0][1], version)
     for name, eps, stated, goal in checks:
         net = wball.load_model(name, root=given.models).to(given.device)
         for version in VERSIONS:
