@@ -179,9 +179,12 @@ class Smooth(Radii):
 
     Attributes:
         eps: (largest) radius of the ball, in (fraction of mass) x (pixels).
+        anchored: ``S`` also counts what units that may switch can add: an anchored bound
+            (:mod:`wball.training.anchored`), for networks of one convolution and one hidden layer.
     """
 
     eps: float
+    anchored: bool = field(default=False, kw_only=True)
     ramp: float = field(default=0.3, kw_only=True)
 
     def __post_init__(self) -> None:

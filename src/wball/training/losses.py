@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
 from wball.certificates.trust import UnsupportedModule
+from wball.training.anchored import AnchoredBounds
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 from wball.training.network import AsTrained
@@ -25,6 +26,8 @@ class Objective(nn.Module):
         super().__init__()
         self.config, self._logits = config, AsTrained(model, config.optimisation)
         self._bounds = _bounds(model, like) if config.provable is not None else None
+        anchored = config.smooth is not None and config.smooth.anchored
+        self._anchored = AnchoredBounds(model, like[:1], config.optimisation.bf16) if anchored else None
 
     def forward(
         self, x: Tensor, z: Tensor, y: Tensor, progress: float, eps: float | Tensor = 0.0
@@ -58,15 +61,17 @@ class Objective(nn.Module):
         return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
 
     def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z = z.detach().requires_grad_(True)
-        logits = self._logits(z)
-        own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
-        rival = logits.detach().masked_fill(own > 0, -torch.inf).argmax(1)
-        excess = logits.gather(1, rival[:, None]) - logits.gather(1, y[:, None])
-        (gradient,) = torch.autograd.grad(excess.sum(), z, create_graph=True)
-        gain = linear_gain(gradient, x, WassersteinBall(eps))
-        loss = self._cross_entropy(logits + gain[:, None] * (1 - own), y)
-        return loss, (logits.argmax(1) == y).sum(), (excess.detach().squeeze(1) + gain.detach()) < 0
+        ball = WassersteinBall(eps)
+        if self._anchored is not None:
+            logits, gain = self._anchored.gains(x, y, ball.budget(x))
+        else:
+            z = z.detach().requires_grad_(True)
+            logits = self._logits(z)
+            (gradient,) = torch.autograd.grad(_excess(logits, y).sum(), z, create_graph=True)
+            own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
+            gain = linear_gain(gradient, x, ball)[:, None] * (1 - own)
+        raised = logits + gain
+        return self._cross_entropy(raised, y), (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         settings = self.config.provable
@@ -92,6 +97,12 @@ def _bounds(model: nn.Module, like: Tensor) -> LinfBounds:
                 "use a network without batch normalisation, such as mnist-cnn or cifar10-resnet-small"
             )
     return bounds
+
+
+def _excess(logits: Tensor, y: Tensor) -> Tensor:
+    """``f_r - f_y`` for the most likely wrong class ``r``."""
+    rival = logits.detach().scatter(1, y[:, None], -torch.inf).argmax(1)
+    return (logits.gather(1, rival[:, None]) - logits.gather(1, y[:, None])).squeeze(1)
 
 
 def _divergence(clean: Tensor, hard: Tensor) -> Tensor:
