@@ -24,6 +24,7 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 import wball
+from wball import provenance
 from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
 from wball.cli import main as command_line
 from wball.paper import measure as measuring
@@ -629,3 +630,9 @@ def test_models_of_full_recipes_are_trained_as_their_presets_say(
     assert config == quick_config(preset("mnist-flow-noise")) and test is None and isinstance(start, nn.Module)
     standard = quick.subject("mnist-standard").model
     assert start is not standard and all(map(torch.equal, start.parameters(), standard.parameters()))
+
+
+def test_a_result_of_weights_that_were_replaced_says_so() -> None:
+    about = provenance.describe_model(wball.load_model("mnist-standard"), "mnist-standard")
+    assert list(page.replaced({"rows": [about, {"name": "elsewhere", "sha256": "1"}]})) == []
+    assert list(page.replaced({"rows": [about | {"sha256": "1"}]})) == ["mnist-standard"]

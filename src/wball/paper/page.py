@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
 from wball.paper.recipe import Recipe
+from wball.provenance import describe_model
+from wball.zoo import list_models, load_model
 
 ASSETS = "assets/reproduction"
 
@@ -42,6 +45,8 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
         lines.append(f"- Left out: `{model}` ({why}).")
     for what, why in data.get("left_out", {}).items():
         lines.append(f"- Left out: {what} ({why}).")
+    for model in sorted(set(replaced(data))):
+        lines.append(f"- `{model}`: measured with earlier weights. Those of the zoo were trained anew since.")
     if made.draw is not None:
         lines += ["", f"![{made.title}]({ASSETS}/{made.name}.png)"]
     where = f"{origin['device']}, kernel {origin['kernel']}, torch {origin['versions']['torch']}, seed {origin['seed']}"
@@ -53,6 +58,23 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def replaced(data: Any) -> Iterator[str]:
+    """Models of the zoo that a result was measured on, and that have other weights now."""
+    if isinstance(data, Mapping):
+        name, checksum = data.get("name"), data.get("sha256")
+        if checksum is not None and name in list_models() and checksum != _checksum(name):
+            yield name
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ()
+    for part in parts:
+        yield from replaced(part)
+
+
+@cache
+def _checksum(name: str) -> str:
+    """Of the weights that the zoo has now."""
+    return str(describe_model(load_model(name))["sha256"])
 
 
 def _commit(said: str) -> str:
