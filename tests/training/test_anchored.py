@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from wball import DualAveraging, GridCost, WassersteinBall, certify
 from wball.certificates.trust import UnsupportedModule
 from wball.models import CIFAR10_MEAN, CIFAR10_STD, Normalized, shallow
 from wball.training import Smooth, train
-from wball.training.anchored import AnchoredBounds
+from wball.training.anchored import AnchoredBounds, record
 from wball.training.bounds import linear_gain
 
 
@@ -30,7 +31,7 @@ def trained(steps: int = 60) -> tuple[nn.Module, Tensor, Tensor]:
 
 def margins(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     with torch.no_grad():
-        logits, gains = AnchoredBounds(model, x[:1]).gains(x, y, WassersteinBall(eps).budget(x))
+        logits, gains = AnchoredBounds(model, x[:1])(x, y, WassersteinBall(eps).budget(x))
         raised = logits + gains
         return raised.gather(1, y[:, None])[:, 0] - raised.scatter(1, y[:, None], -torch.inf).amax(1)
 
@@ -69,7 +70,7 @@ def test_units_that_cannot_switch_charge_nothing() -> None:
     z = x.clone().requires_grad_(True)
     logits = model(z)
     ball = WassersteinBall(0.001, GridCost(3))  # so small that no pixel runs out of mass
-    found, gains = AnchoredBounds(model, x[:1]).gains(x, y, ball.budget(x))
+    found, gains = AnchoredBounds(model, x[:1])(x, y, ball.budget(x))
     torch.testing.assert_close(found, logits)
     for k in range(10):
         rise = logits[:, k] - logits.gather(1, y[:, None])[:, 0]
@@ -79,7 +80,7 @@ def test_units_that_cannot_switch_charge_nothing() -> None:
 
 def test_a_ball_of_radius_0_gains_nothing_and_has_a_gradient() -> None:
     model, (x, y) = small_model(), small_data(6)
-    logits, gains = AnchoredBounds(model, x[:1]).gains(x, y, torch.zeros(6, dtype=torch.float64))
+    logits, gains = AnchoredBounds(model, x[:1])(x, y, torch.zeros(6, dtype=torch.float64))
     assert not bool(gains.detach().any())
     F.cross_entropy(logits + gains, y).backward()
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
@@ -89,7 +90,7 @@ def test_colour_images_and_normalisation_inside_the_network() -> None:
     torch.manual_seed(0)
     model = Normalized(shallow(3, 8, filters=4, hidden=6, kernel=6), CIFAR10_MEAN, CIFAR10_STD)
     x, y = torch.rand(3, 3, 8, 8), torch.tensor([1, 2, 3])
-    logits, gains = AnchoredBounds(model, x[:1]).gains(x, y, WassersteinBall(0.01).budget(x))
+    logits, gains = AnchoredBounds(model, x[:1])(x, y, WassersteinBall(0.01).budget(x))
     torch.testing.assert_close(logits, model(x))
     assert bool((gains.gather(1, y[:, None]) == 0).all()) and int((gains > 0).sum()) == 27
 
@@ -116,3 +117,29 @@ def test_training_makes_the_bounds_tighter_than_robustness_to_first_order() -> N
 
     first_order = Smooth(0.3, ramp=0.0)
     assert taken(dataclasses.replace(first_order, anchored=True)) < 0.95 * taken(first_order)
+
+
+@pytest.mark.gpu
+def test_a_recording_on_a_gpu_gives_the_same_gains_and_gradients() -> None:
+    torch.manual_seed(0)
+    model = shallow(1, 28, filters=4, hidden=8, kernel=10).cuda()
+    x, y = torch.rand(6, 1, 28, 28, device="cuda"), torch.arange(6, device="cuda")
+    budget = WassersteinBall(0.1).budget(x)
+
+    def step(bounds: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        logits, gains = bounds(x, y, budget)
+        F.cross_entropy(logits + gains, y).backward()
+        return [logits.detach().clone(), gains.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = step(AnchoredBounds(model, x[:1]))
+    bounds = AnchoredBounds(model, x[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record(bounds, x, y, budget)
+    for _ in range(2):
+        for ours, theirs in zip(step(bounds), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    with torch.no_grad():  # weights are read where they lie
+        model[5].weight.mul_(2.0)
+    torch.testing.assert_close(step(bounds)[1], 2 * plain[1], atol=1e-4, rtol=1e-3)

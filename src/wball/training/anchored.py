@@ -28,18 +28,19 @@ Listed are the moves to the four neighbours. A diagonal move earns at most what 
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wball.certificates.activations import anchored_line, upper_line
 from wball.certificates.graph import Activation, Conv2d, Diagonal, Graph, Input, Linear, Reshape
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
 
 STRAIGHT = ((-1, 0), (0, -1), (0, 1), (1, 0))
 DIAGONAL = ((-1, -1), (-1, 1), (1, -1), (1, 1))
+FAR = math.sqrt(2)
 HOPS = 2
 """How many moves in a row a unit of mass can make, each at what the first one earns."""
 TURN = 1.2
@@ -50,16 +51,19 @@ ROOM = 1e-5
 """Units may move by this share of their size at least."""
 PRICES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Prices that are tried for the units of the convolution, as shares of the steepest gain."""
+AGREEMENT = 1e-2
+"""A recording must raise logits by what the bounds themselves raise them, up to this share."""
 
 
-class AnchoredBounds:
+class AnchoredBounds(nn.Module):
     """Bounds of the margins of a network ``Conv2d, ReLU, Flatten, Linear, ReLU, Linear``.
 
     Normalisation of the channels by constants may come first. The model is traced once; its parameters may change
-    afterwards, and gradients reach them.
+    afterwards, and gradients reach them. With ``bf16`` gains are summed in that precision.
     """
 
     def __init__(self, model: nn.Module, like: Tensor, bf16: bool = False) -> None:
+        super().__init__()
         graph = trace(model, like)
         before = [op for op in graph.ops if isinstance(op, Diagonal)]
         layers = [op for op in graph.ops if not isinstance(op, (Input, Reshape, Diagonal))]
@@ -70,40 +74,66 @@ class AnchoredBounds:
                 "anchored training is for one convolution, ReLU, a hidden linear layer, ReLU and a linear layer, such "
                 f"as mnist-shallow; this network has {', '.join(kind.__name__ for kind in kinds)}"
             )
-        first, _, hidden, _, last = layers
+        first, bend, hidden, last_bend, last = layers
         assert isinstance(first, Conv2d) and isinstance(hidden, Linear) and isinstance(last, Linear)
         if first.groups != 1 or first.dilation != (1, 1):
             raise UnsupportedModule(f"anchored training has no bound for groups or dilation, as in {first.name!r}")
-        self.before, self.first, self.hidden, self.last = before, first, hidden, last
+        if any(isinstance(op, Activation) and op.leak for op in (bend, last_bend)):
+            raise UnsupportedModule(f"anchored training has no bound for leaky activations, as {bend.name!r}; use ReLU")
+        self.model, self.first, self.hidden, self.last = model, first, hidden, last  # the model for its parameters
         self.image, self.bf16 = tuple(like.shape[1:]), bf16
         height, width = self.image[1:]
         row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         inside = [(row + r >= 0) & (row + r < height) & (column + c >= 0) & (column + c < width) for r, c in STRAIGHT]
-        self.inside = torch.stack(inside)[:, None].to(like.device)  # (moves, 1, H, W)
+        dtype, device = first.weight.dtype, like.device
 
-    def gains(self, x: Tensor, y: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+        def constant(value: Tensor) -> Tensor:
+            return value.to(device, dtype)
+
+        self.inside = constant(torch.stack(inside)[:, None])  # (moves, 1, H, W)
+        self.every = torch.eye(math.prod(first.shape), dtype=dtype, device=device).unflatten(1, first.shape)
+        self.fee = constant(torch.tensor([1.0] * 4 + [FAR] * 4)).view(1, 8, 1, 1, 1)
+        self.classes = torch.arange(last.shape[0], device=device)
+        self.price = constant(torch.tensor(PRICES)).view(-1, 1)
+        # A move out of a place adds what stands where it ends, and takes what stands there.
+        steps = torch.zeros((8, 1, 3, 3))
+        steps[:, 0, 1, 1] = -1.0
+        for k, (r, c) in enumerate(STRAIGHT + DIAGONAL):
+            steps[k, 0, 1 + r, 1 + c] = 1.0
+        self.steps = constant(steps)
+        scale, shift = constant(torch.ones(1, 1, 1, 1)), constant(torch.zeros(1, 1, 1, 1))
+        for op in before:
+            scale, shift = scale * op.scale.to(dtype), shift * op.scale.to(dtype) + op.shift.to(dtype)
+        self.scale, self.shift = scale, shift
+
+    def forward(self, x: Tensor, y: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """The logits, and how much the best plan can raise each of them over that of ``y``, ``(B, classes)`` each."""
-        at_first, kernel, budget = self._convolved(x), self._kernel(), budget.to(x.dtype)
-        fall, rise = self._first_reach(x, kernel, budget)
-        first = _Lines(at_first, fall, rise)
+        budget = budget.to(x.dtype)
+        at_first = self.first.forward(x * self.scale + self.shift)
+        moves = self._differences(self.first.weight * self.scale)
+        first = _Lines(at_first, *self._first_reach(x, moves, budget))
         at_hidden = self.hidden.forward(at_first.clamp(min=0).flatten(1))
         logits = self.last.forward(at_hidden.clamp(min=0))
 
-        per_move = self._per_move(kernel)
+        per_move = self._per_move(moves[:, : len(STRAIGHT)])
         gained = self._earned(self.hidden.weight.expand(x.shape[0], -1, -1), first, per_move)
         mass = HOPS * x.flatten(1)[:, None]
         rate = gained.amax(2).to(x.dtype)
-        reach = _most([(rate, 1.0), (TURN * rate, math.sqrt(2))], mass, budget)
+        reach = _most(rate, TURN * rate, mass, budget)
         hidden = _Lines(at_hidden, reach, reach)
 
-        rows = self.last.weight - self.last.weight[y][:, None]
+        own = (y[:, None] == self.classes).to(x.dtype)
+        rows = self.last.weight - (own @ self.last.weight)[:, None]
         up, down = rows.clamp(min=0), rows.clamp(max=0)
         linear = (up * hidden.beta[:, None] + down * hidden.slope[:, None]) @ self.hidden.weight
         charge = (up * hidden.omega[:, None]).to(gained.dtype) @ gained.clamp(min=0).flatten(2)
-        total = self._earned(linear, first, per_move) + charge.unflatten(2, gained.shape[2:])
-        total = total.to(x.dtype)
-        rings = [(total.amax(2), 1.0), (self._diagonal(total).amax(2), math.sqrt(2))]
-        return logits, _most(rings, mass, budget)
+        total = (self._earned(linear, first, per_move) + charge.unflatten(2, gained.shape[2:])).to(x.dtype)
+        return logits, _most(total.amax(2), self._diagonal(total).amax(2), mass, budget)
+
+    def _differences(self, kernel: Tensor) -> Tensor:
+        """What each move out of each place around a kernel adds to its unit, ``(F, moves, C, k + 2, k + 2)``."""
+        found = F.conv2d(kernel.flatten(0, 1)[:, None], self.steps, padding=2)
+        return found.unflatten(0, kernel.shape[:2]).transpose(1, 2)
 
     def _earned(self, rows: Tensor, lines: _Lines, per_move: Tensor) -> Tensor:
         """``(B, R, moves, pixels)``: what each move out of each pixel adds to rows ``(B, R, units)`` at most."""
@@ -114,65 +144,59 @@ class AnchoredBounds:
         return out.unflatten(2, (len(STRAIGHT), -1))
 
     def _diagonal(self, gains: Tensor) -> Tensor:
-        """What diagonal moves earn at most: one straight move after the other, in the better order."""
+        """What diagonal moves earn at most: one straight move after the other, in the order that earns less."""
         maps = gains.unflatten(3, self.image)
+        wide = F.pad(maps, (1,) * 4)
         height, width = self.image[1:]
 
         def then(one: int, two: int) -> Tensor:
             r, c = STRAIGHT[one]
-            wide = F.pad(maps[:, :, two], (1,) * 4)
-            return maps[:, :, one] + wide[..., 1 + r : 1 + r + height, 1 + c : 1 + c + width]
+            return maps[:, :, one] + wide[:, :, two, :, 1 + r : 1 + r + height, 1 + c : 1 + c + width]
 
         corners = [(0, 1), (0, 2), (3, 1), (3, 2)]
         return torch.stack([torch.minimum(then(a, b), then(b, a)).flatten(2) for a, b in corners], 2)
 
-    def _convolved(self, x: Tensor) -> Tensor:
-        for op in self.before:
-            x = op.forward(x)
-        return self.first.forward(x)
-
-    def _kernel(self) -> Tensor:
-        kernel = self.first.weight
-        for op in self.before:
-            kernel = kernel * op.scale.to(kernel.dtype).view(1, -1, 1, 1)
-        return kernel
-
-    def _per_move(self, kernel: Tensor) -> Tensor:
+    def _per_move(self, moves: Tensor) -> Tensor:
         """What each move does to each unit, and under it the positive part: ``(2 units, moves x pixels)``."""
-        units = math.prod(self.first.shape)
-        every = torch.eye(units, dtype=kernel.dtype, device=kernel.device).reshape(units, *self.first.shape)
-        gain = _differences(kernel, STRAIGHT).flatten(1, 2)
-        out = F.conv_transpose2d(every, torch.cat([gain, gain.clamp(min=0)], 1), stride=self.first.stride)
+        gain = moves.flatten(1, 2)
+        out = F.conv_transpose2d(self.every, torch.cat([gain, gain.clamp(min=0)], 1), stride=self.first.stride)
         (top, left), (height, width) = (tuple(p + 1 for p in self.first.padding), self.image[1:])
         out = F.pad(out, (0, max(0, left + width - out.shape[3]), 0, max(0, top + height - out.shape[2])))
         out = out[:, :, top : top + height, left : left + width].unflatten(1, (2, len(STRAIGHT), -1)) * self.inside
         return out.flatten(2).transpose(0, 1).flatten(0, 1)
 
-    def _first_reach(self, x: Tensor, kernel: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+    def _first_reach(self, x: Tensor, moves: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How far the units of the convolution can fall and rise, at the best of a few prices."""
-        gain = _differences(kernel, STRAIGHT + DIAGONAL)
-        fee = torch.tensor([1.0] * 4 + [math.sqrt(2)] * 4, dtype=x.dtype, device=x.device).view(1, 8, 1, 1, 1)
         padding = [p + 1 for p in self.first.padding]
-        out = []
-        for sign in (-1.0, 1.0):
-            steep = (sign * gain / fee).flatten(1).amax(1)
-            prices = [share * steep for share in PRICES]
-            most = [(sign * gain - psi.view(-1, 1, 1, 1, 1) * fee).amax(1).clamp(min=0) for psi in prices]
-            moved = F.conv2d(HOPS * x, torch.cat(most), stride=self.first.stride, padding=padding)
-            spent = budget[:, None, None] * torch.stack(prices)
-            out.append((moved.unflatten(1, (len(PRICES), -1)) + spent[..., None, None]).amin(1))
-        return out[0], out[1]
+        both = torch.stack([-moves, moves])
+        steep = (both / self.fee).flatten(2).amax(2)
+        psi = self.price * steep[:, None]  # (2, prices, F)
+        most = (both[:, None] - psi[..., None, None, None, None] * self.fee).amax(3).clamp(min=0)
+        moved = F.conv2d(HOPS * x, most.flatten(0, 2), stride=self.first.stride, padding=padding)
+        spent = budget[:, None, None, None] * psi
+        value = (moved.unflatten(1, psi.shape) + spent[..., None, None]).amin(2)
+        return value[:, 0], value[:, 1]
 
 
 class _Lines:
-    """Slope, bend and the activation's own slope of each unit, ``(B, units)``."""
+    """Slope ``beta``, bend ``omega`` and the activation's own slope of each unit, ``(B, units)``.
+
+    As :func:`wball.certificates.activations.anchored_line` has them for a ReLU, with a gradient everywhere: a unit that
+    nothing can move would have 0 / 0 in lines that are not used.
+    """
 
     def __init__(self, centre: Tensor, fall: Tensor, rise: Tensor) -> None:
-        centre, room = centre.flatten(1), ROOM * (1 + centre.detach().abs().flatten(1))
-        # Units that nothing can move would have 0 / 0 in the gradient of lines that are not used.
-        low, up = centre - fall.flatten(1) - room, centre + rise.flatten(1) + room
-        self.omega, self.beta, _, _ = anchored_line(low, up, centre, 0.0, *upper_line(low, up, 0.0))
-        self.slope = (centre > 0).to(centre.dtype)
+        centre, fall, rise = (v.flatten(1) for v in (centre, fall, rise))
+        room = ROOM * (1 + centre.detach().abs())
+        fall, rise = fall + room, rise + room
+        active = centre > 0
+        crossing = ((centre < fall) & (centre > -rise)).to(centre.dtype)
+        self.slope = active.to(centre.dtype)
+        # Where a unit crosses: from 0 at the low end to its value, and on to its value at the high end.
+        left = centre.clamp(min=0) / fall
+        right = torch.where(active, torch.ones_like(centre), (centre + rise) / rise)
+        self.beta = torch.lerp(self.slope, left, crossing)
+        self.omega = crossing * (right - left)
 
 
 def _first(graph: Graph, before: list[Diagonal]) -> bool:
@@ -181,34 +205,39 @@ def _first(graph: Graph, before: list[Diagonal]) -> bool:
     return all(op.scale.shape[2:] == (1, 1) for op in before) and after[0] == 1 + len(before)
 
 
-def _differences(kernel: Tensor, moves: tuple[tuple[int, int], ...]) -> Tensor:
-    """What each move out of each place around a kernel adds to its unit, ``(F, moves, C, k + 2, k + 2)``."""
-    wide, wider = F.pad(kernel, (1,) * 4), F.pad(kernel, (2,) * 4)
-    height, width = wide.shape[2:]
-    return torch.stack([wider[..., 1 + r : 1 + r + height, 1 + c : 1 + c + width] - wide for r, c in moves], 1)
-
-
-def _most(rings: list[tuple[Tensor, float]], mass: Tensor, budget: Tensor) -> Tensor:
+def _most(straight: Tensor, diagonal: Tensor, mass: Tensor, budget: Tensor) -> Tensor:
     r"""``min over psi of psi E + sum_i x_i max_d (G_d - psi d)^+``, ``(B, R)``, differentiable in the gains.
 
-    ``rings`` has the best gains ``(B, R, pixels)`` of the moves of each cost ``d``.
+    ``straight`` and ``diagonal`` are the best gains ``(B, R, pixels)`` of moves of cost 1 and ``sqrt(2)``.
     """
     limit = budget[:, None]
-
-    def value(psi: Tensor) -> Tensor:
-        best = torch.stack([gain - fee * psi[..., None] for gain, fee in rings]).amax(0).clamp(min=0)
-        return (best * mass).sum(2) + psi * limit
-
     with torch.no_grad():
-        low = torch.zeros_like(rings[0][0][..., 0])
-        high = torch.stack([gain.amax(2) / fee for gain, fee in rings]).amax(0).clamp(min=0)
+        low, high = torch.zeros_like(straight[..., 0]), torch.maximum(straight, diagonal / FAR).amax(2).clamp(min=0)
         for _ in range(ROUNDS):
             psi = 0.5 * (low + high)
-            best, paid = torch.zeros_like(rings[0][0]), torch.zeros_like(rings[0][0])
-            for gain, fee in rings:
-                score = gain - fee * psi[..., None]
-                paid = torch.where(score > best, fee, paid)
-                best = torch.maximum(score, best)
+            one, two = straight - psi[..., None], diagonal - FAR * psi[..., None]
+            longer = (two > one) & (two > 0)
+            paid = longer * FAR + (~longer & (one > 0))
             dear = (paid * mass).sum(2) > limit
             low, high = torch.where(dear, psi, low), torch.where(dear, high, psi)
-    return value(high)
+    best = torch.maximum(straight - high[..., None], diagonal - FAR * high[..., None]).clamp(min=0)
+    return (best * mass).sum(2) + high * limit
+
+
+def record(bounds: AnchoredBounds, x: Tensor, y: Tensor, budget: Tensor) -> None:
+    """Let the bounds replay two CUDA graphs for batches like this one, forwards and backwards: else 1,000 launches.
+
+    Where that fails, or disagrees, a warning says so, and the bounds go on as they were, which always works.
+    """
+    with torch.no_grad():
+        expected = bounds(x, y, budget)[1]
+    try:
+        torch.cuda.make_graphed_callables(bounds, (x.clone(), y.clone(), budget.clone()))
+        found = bounds(x, y, budget)[1].detach()
+        worst = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if not worst <= AGREEMENT:
+            raise RuntimeError(f"a replay differs by {worst:g} of the largest gain")
+    except (RuntimeError, AttributeError) as error:
+        torch.cuda.synchronize(x.device)
+        warnings.warn(f"the bounds are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        bounds.__dict__.pop("forward", None)  # what was put in its place

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from wball.ball import WassersteinBall
 from wball.certificates.trust import UnsupportedModule
-from wball.training.anchored import AnchoredBounds
+from wball.training.anchored import AnchoredBounds, record
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 from wball.training.network import AsTrained
@@ -28,6 +28,7 @@ class Objective(nn.Module):
         self._bounds = _bounds(model, like) if config.provable is not None else None
         anchored = config.smooth is not None and config.smooth.anchored
         self._anchored = AnchoredBounds(model, like[:1], config.optimisation.bf16) if anchored else None
+        self._record = config.optimisation.cuda_graph and like.is_cuda
 
     def forward(
         self, x: Tensor, z: Tensor, y: Tensor, progress: float, eps: float | Tensor = 0.0
@@ -63,7 +64,11 @@ class Objective(nn.Module):
     def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ball = WassersteinBall(eps)
         if self._anchored is not None:
-            logits, gain = self._anchored.gains(x, y, ball.budget(x))
+            budget = ball.budget(x)
+            if self._record:
+                self._record = False
+                record(self._anchored, x, y, budget)
+            logits, gain = self._anchored(x, y, budget)
         else:
             z = z.detach().requires_grad_(True)
             logits = self._logits(z)
