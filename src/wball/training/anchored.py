@@ -91,7 +91,7 @@ class AnchoredBounds(nn.Module):
             return value.to(device, dtype)
 
         self.inside = constant(torch.stack(inside)[:, None])  # (moves, 1, H, W)
-        self.every = torch.eye(math.prod(first.shape), dtype=dtype, device=device).unflatten(1, first.shape)
+        self.places = constant(_places(first, height, width))
         self.fee = constant(torch.tensor([1.0] * 4 + [FAR] * 4)).view(1, 8, 1, 1, 1)
         self.classes = torch.arange(last.shape[0], device=device)
         self.price = constant(torch.tensor(PRICES)).view(-1, 1)
@@ -158,12 +158,10 @@ class AnchoredBounds(nn.Module):
 
     def _per_move(self, moves: Tensor) -> Tensor:
         """What each move does to each unit, and under it the positive part: ``(2 units, moves x pixels)``."""
-        gain = moves.flatten(1, 2)
-        out = F.conv_transpose2d(self.every, torch.cat([gain, gain.clamp(min=0)], 1), stride=self.first.stride)
-        (top, left), (height, width) = (tuple(p + 1 for p in self.first.padding), self.image[1:])
-        out = F.pad(out, (0, max(0, left + width - out.shape[3]), 0, max(0, top + height - out.shape[2])))
-        out = out[:, :, top : top + height, left : left + width].unflatten(1, (2, len(STRAIGHT), -1)) * self.inside
-        return out.flatten(2).transpose(0, 1).flatten(0, 1)
+        both = torch.stack([moves, moves.clamp(min=0)])  # (2, F, moves, C, k + 2, k + 2)
+        maps = (both.flatten(4) @ self.places.flatten(1)).unflatten(4, self.places.shape[1:])
+        maps = maps * self.inside.flatten(2)[:, :, None]  # (2, F, moves, C, positions, pixels)
+        return maps.permute(0, 1, 4, 2, 3, 5).reshape(maps.shape[0] * math.prod(self.first.shape), -1)
 
     def _first_reach(self, x: Tensor, moves: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How far the units of the convolution can fall and rise, at the best of a few prices."""
@@ -203,6 +201,16 @@ def _first(graph: Graph, before: list[Diagonal]) -> bool:
     """Whether all scaling is of the image's channels, before anything else."""
     after = [k for k, op in enumerate(graph.ops) if k and not isinstance(op, Diagonal)]
     return all(op.scale.shape[2:] == (1, 1) for op in before) and after[0] == 1 + len(before)
+
+
+def _places(layer: Conv2d, height: int, width: int) -> Tensor:
+    """Which pixel each place around the kernel falls on at each position, ``(places, positions, pixels)``: 1 or 0."""
+    ends = []
+    for k, side in enumerate((height, width)):
+        place, position = torch.arange(layer.weight.shape[2 + k] + 2), torch.arange(layer.shape[1 + k])
+        pixel = layer.stride[k] * position + place[:, None] - layer.padding[k] - 1
+        ends.append((pixel[..., None] == torch.arange(side)).float())
+    return torch.einsum("apr,bqc->abpqrc", *ends).flatten(4).flatten(2, 3).flatten(0, 1)
 
 
 def _most(straight: Tensor, diagonal: Tensor, mass: Tensor, budget: Tensor) -> Tensor:
