@@ -30,6 +30,9 @@ SURVIVORS, PIXELS = 32, 200_000
 """Images looked at, of those that survived the largest radius: so many, and no more than make so many pixels."""
 SAMPLES, OTHERS = 8, 4
 """Random points, and projections of images that the model takes for something else, of each."""
+PROJECTED = 64 * 64 * 3
+"""Pixels of an image up to which others are projected onto its ball: a projection of 224 x 224 x 3 pixels takes longer
+than their attack. Larger images are left to the random points."""
 ROUGHLY: dict[str, Any] = {"tol": 1e-2, "max_iter": 20}
 """How exact projections must be. All of their points are in the ball, and exact ones of large images take minutes."""
 MANY = 0.2
@@ -67,7 +70,7 @@ def look_for_missed(
     fooled, size = torch.zeros(len(alive), dtype=torch.bool), int(result.settings["batch_size"])
     for _ in range(SAMPLES):
         fooled |= _wrong(model, largest.sample(centres, generator), labels, size)
-    for shift in range(1, OTHERS + 1):
+    for shift in range(1, OTHERS + 1) if x[:1].numel() <= PROJECTED else ():
         others = _others(result, labels, shift)
         if others is not None:
             fooled |= _wrong(model, _projected(largest, centres, x[others.to(x.device)]), labels, size)
