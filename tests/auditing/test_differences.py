@@ -123,6 +123,57 @@ def test_any_prices_bound_the_distance_from_below() -> None:
         assert differences._lower_bound(moves, a, b, a - b, prices, island, 0.0) <= least * (1 + 1e-9)
 
 
+def test_one_pixel_rounded_is_no_distance() -> None:
+    """The last bit of one pixel changed, and there is nobody to give it to: the audit broke off."""
+    x = 0.2 + 0.6 * smooth(1)
+    z = x.clone()
+    z[0, 0, 3, 4] = torch.nextafter(z[0, 0, 3, 4], torch.tensor(1.0))
+    report = audit(WassersteinBall(0.01), x, z)
+    assert report.all_valid and float(report.distance) < 1e-7
+
+
+def leftovers(count: int, spare: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Rounding at a few pixels, which adds up to nothing."""
+    random = np.random.default_rng(seed)
+    left = np.zeros(len(spare))
+    left[random.permutation(np.flatnonzero(spare > 0))[:count]] = 1e-8 * random.standard_normal(count)
+    left[left != 0] -= left.sum() / count
+    return left
+
+
+def test_leftovers_go_straight_and_cheaper_than_along_a_tree() -> None:
+    """All of them are settled, nobody sends what it has not, and no way is shorter than a straight one."""
+    moves, spare = ListedMoves(GridCost(), SIDE, SIDE), 0.1 + smooth(0).double().numpy().ravel()
+    left = leftovers(60, spare)
+    cost, sent, missing = differences._carry(moves, spare, left)
+    along_a_tree = differences._carry_along_a_tree(moves, spare, left)[0]
+    assert missing <= 1e-20
+    assert (sent >= 0).all() and (sent <= spare).all()
+    pixels = np.stack(np.divmod(np.flatnonzero(left), SIDE), 1).astype(float)
+    reach = np.linalg.norm(pixels[:, None] - pixels, axis=2)
+    mass = left[left != 0]
+    over, under = np.maximum(mass, 0), np.maximum(-mass, 0)
+    least = ot.emd2(over / over.sum(), under / under.sum(), reach) * over.sum()
+    assert least * (1 - 1e-9) <= cost <= 0.7 * along_a_tree
+
+
+def test_straight_ways_turn_where_pixels_have_mass() -> None:
+    """Between two pixels lies a black field: the first corner is in it, the other is not."""
+    spare = np.ones((SIDE, SIDE))
+    spare[5, 30] = 0.0
+    left = np.zeros((SIDE, SIDE))
+    left[5, 5], left[20, 30] = 1e-6, -1e-6
+    moves = ListedMoves(GridCost(), SIDE, SIDE)
+    cost, sent, rest = differences._carry_straight(moves, spare.ravel(), left.ravel())
+    way = np.zeros((SIDE, SIDE), dtype=bool)
+    way[5:20, 5] = way[20, 5:30] = True
+    assert not rest.any()
+    assert cost == pytest.approx(40e-6)
+    assert np.array_equal(sent.reshape(SIDE, SIDE) > 0, way)
+    spare[20, 5] = 0.0
+    assert np.array_equal(differences._carry_straight(moves, spare.ravel(), left.ravel())[2], left.ravel())
+
+
 def test_large_images_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ball, x = WassersteinBall(0.01), smooth(8).expand(2, 3, -1, -1).contiguous()
     z = moved(ball, x, 9)

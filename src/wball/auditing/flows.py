@@ -20,7 +20,10 @@ AGREE = 1e-8  # of the mass, times the dearest move: bounds from both sides must
 
 
 class ListedMoves:
-    """Every move ``source -> target`` that a cost allows on a grid, and its price."""
+    """Every move ``source -> target`` that a cost allows on a grid, and its price.
+
+    ``straight`` is what a step to the next pixel in a row or column costs, inf if there is none in some direction.
+    """
 
     def __init__(self, cost: GroundCost, height: int, width: int) -> None:
         n = height * width
@@ -28,6 +31,7 @@ class ListedMoves:
         if isinstance(cost, DenseCost):
             if cost.size != n:
                 raise ValueError(f"the ball's cost is for {cost.size} pixels, but the images have {n}")
+            self.straight = math.inf
             price = cost.matrix.cpu().numpy().T.copy()  # row k: the moves that end in k
             target = np.repeat(np.arange(n)[:, None], n, axis=1)
         else:
@@ -39,11 +43,17 @@ class ListedMoves:
                 inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
                 price[k, inside] = value
                 target[k, inside] = rows[inside] * width + columns[inside]
+            self.straight = max(_price(steps, *step) for step in ((0, 1), (0, -1), (1, 0), (-1, 0)))
+        self.grid = (height, width)
         self.symmetric = not isinstance(cost, DenseCost)
         step, self.source = np.nonzero(np.isfinite(price))
         self.target, self.price = target[step, self.source], price[step, self.source]
         self.dearest = float(self.price.max())
         self.cheapest = float(self.price[self.price > 0].min()) if bool((self.price > 0).any()) else 0.0
+
+
+def _price(steps: list[tuple[int, int, float]], down: int, right: int) -> float:
+    return next((value for *step, value in steps if step == [down, right]), math.inf)
 
 
 class Matching(NamedTuple):
