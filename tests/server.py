@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
+
+Running = TypeVar("Running", bound="Server")
 
 
 class Server:
@@ -27,6 +30,13 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def __enter__(self: Running) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         name, wanted = request.path.lstrip("/"), request.headers.get("Range")

@@ -26,10 +26,8 @@ from wball.data import (
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    running = Server()
-    yield running
-    running.http.shutdown()
-    running.http.server_close()
+    with Server() as running:
+        yield running
 
 
 def mnist_source(server: Server, *mirrors: str) -> fetch.Source:

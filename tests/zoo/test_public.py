@@ -49,10 +49,8 @@ class Authors(Server):
 
 @pytest.fixture
 def authors() -> Iterator[Authors]:
-    running = Authors()
-    yield running
-    running.http.shutdown()
-    running.http.server_close()
+    with Authors() as running:
+        yield running
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.box import intervals
+from wball.memory import free_bytes
 from wball.model import ask, check_classes, evaluating
 
 FINE = 128
@@ -330,33 +331,26 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return own - logits.scatter(1, y[:, None], -math.inf).amax(1)
 
 
-def _free(device: torch.device) -> int:
-    """Bytes of a GPU that this process can still have, those in the allocator's cache included."""
-    taken, (free, total) = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)
-    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - taken
-    return int(min(allowed, free + torch.cuda.memory_reserved(device) - taken))
-
-
 def _images_at_once(x: Tensor) -> int:
     """Images bounded together: few on a CPU; on a GPU as many as leave half a megabyte per pixel for their anchors."""
     if x.is_cuda:
-        return min(512, max(2, _free(x.device) // (2**19 * x[0].numel())))
+        return min(512, max(2, free_bytes(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
 
 
 def _searched(x: Tensor) -> int:
     """Images that branch and bound searches together: their classes have anchors and gains of their own."""
-    return min(64, max(1, _free(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
+    return min(64, max(1, free_bytes(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
 
 
 def _room(x: Tensor) -> int:
     """Bytes that gains of units searched together may take: a GPU's free memory, 2 GiB on a CPU."""
-    return max(1, _free(x.device)) if x.is_cuda else 2**31
+    return max(1, free_bytes(x.device)) if x.is_cuda else 2**31
 
 
 def _numbers_at_once(x: Tensor) -> int:
     """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a GPU's free memory."""
-    return min(2**29, max(2**22, _free(x.device) // 2**7)) if x.is_cuda else 2**22
+    return min(2**29, max(2**22, free_bytes(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
 class _Problem:

@@ -33,6 +33,7 @@ from wball.evaluation.schema import COLUMNS
 from wball.evaluation.stream import Images, View
 from wball.evaluation.tally import Tally
 from wball.evaluation.trust import EvaluationWarning, as_code
+from wball.memory import free_bytes
 from wball.model import Model, as_found, ask, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
@@ -435,5 +436,4 @@ def fitting_batch_size(model: Model, x: Tensor) -> int:
         if logits.requires_grad:
             torch.autograd.grad(logits.sum(), z, allow_unused=True)
     image = (torch.cuda.max_memory_allocated(x.device) - before) // PROBED
-    free = torch.cuda.mem_get_info(x.device)[0]
-    return max(1, min(most, int(GPU_SHARE * free) // max(1, image)))
+    return max(1, min(most, int(GPU_SHARE * free_bytes(x.device)) // max(1, image)))

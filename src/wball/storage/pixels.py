@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 GLANCE = 4096
 """Pixels that are looked at first: hardly any image that is no bytes needs a look at all."""
 
