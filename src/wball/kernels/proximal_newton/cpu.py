@@ -46,6 +46,7 @@ class _Settings(NamedTuple):
     inner: int
     settled: float
     spent: float
+    spent_linear: float
     cg_tol: float
     cg_max: int
     damping: float
@@ -338,10 +339,13 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
 
 
 @compiled(inner=True)
-def _first_price(p, step, u, shares, gradient):  # type: ignore[no-untyped-def]
-    """About the price at which the first step's plan costs the budget, from above."""
-    low, high = 0.0, 0.0
-    for attempt in range(80):
+def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped-def]
+    """About the price at which the first step's plan costs the budget, from above; ``kink`` is that of any plan.
+
+    Where that is unknown (quadratic columns), it is 0.
+    """
+    low, high = 0.0, kink
+    for attempt in range(0 if p.linear else 80):
         if _evaluate(p, step, u, high, shares, gradient)[1] <= 0.0:
             break
         low, high = high, 4.0 * high if attempt > 0 else 1e-3 * _range(u)
@@ -382,12 +386,13 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         sigma *= settings.warmer
     least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre, end), 0, math.inf
     if psi < 0.0:
-        psi = _first_price(p, step, u, shares, gradient)
+        psi = _first_price(p, step, u, found[3] if linear else 0.0, shares, gradient)
     while steps < goal.max_iter:
         dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
         solved, taken, ascends = False, 0, True
         while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
             solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
+            solved = solved and (not linear or abs(slope) <= settings.spent_linear * moved + 1e-13 * p.budget)
             if solved:
                 break
             d_psi = _direction(p, step, settings, u, psi, shares, gradient, slope, d)
@@ -440,7 +445,7 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
         last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
-        last = last or linear and rest <= 3e-13 * (abs(dual) + noise)  # nothing but rounding is left
+        last = last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)  # nothing but rounding is left
         if last or rest <= settings.promising * (goal.tol * abs(found[0] + offset) + floor):
             _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)

@@ -12,7 +12,8 @@ the first price, the start of a proximal step, or a trial of the line search. Sc
 Triton 3.6 assigns in branches within branches of a loop may be lost (prices were, which doubled the steps).
 
 Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that are not at their
-kinks have no curvature of their own, which makes no difference to conjugate gradients.
+kinks have no curvature of their own, which makes no difference to conjugate gradients. Their first plan is the best
+without a box, as a step of no length around itself: where it overfills no pixel, that is all.
 """
 
 # mypy: ignore-errors
@@ -48,8 +49,8 @@ TILE = 1024
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, CG_TOL, CG_MAX, DAMPING, DAMPING_LINEAR,
- HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
+(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX, DAMPING,
+ DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
@@ -161,6 +162,75 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
         bit = (bits * 0 + 1) << k
         bits = bits | (there & bit)
     return bits
+
+
+@triton.jit
+def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
+    """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest of these cost."""
+    top, toll = mass * 0.0 + float("-inf"), mass * 0.0
+    for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+        fee = tl.load(fee_ptr + k)
+        gain = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0) - psi * fee
+        toll = tl.where(gain > top, fee, toll)
+        top = tl.maximum(top, gain)
+    return sum_two(tl.where(rows, mass * top, 0.0), mass * toll)
+
+
+@triton.jit
+def _kink(
+    u_ptr, centre_ptr, place, rows, mass, span, budget, max_iter, offset_ptr, fee_ptr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """The price at which the best plan without a box costs the budget; stores the shares of that plan.
+
+    See :func:`wball.kernels.image_rows.kink`: two lines bracket the kink and are intersected until they meet there.
+    """
+    cheapest = span * 0.0 + float("inf")
+    for k in tl.range(0, MOVES):
+        fee = tl.load(fee_ptr + k)
+        cheapest = tl.where(fee > 0.0, tl.minimum(cheapest, fee), cheapest)
+    low, high = span * 0.0, 2.0 * span / tl.where(cheapest < float("inf"), cheapest, 1.0) + 1e-30
+    value_low, cost_low = _earned(u_ptr, place, rows, mass, low, offset_ptr, fee_ptr, MOVES)
+    high = tl.where(cost_low <= budget, low, high)
+    value_high, cost_high = _earned(u_ptr, place, rows, mass, high, offset_ptr, fee_ptr, MOVES)
+    value_high += high * budget
+    step = max_iter * 0
+    going = cost_low > budget
+    while going & (step < max_iter):
+        # Slopes budget - cost: negative on the left, not negative on the right.
+        left, right = budget - cost_low, budget - cost_high
+        meet = (value_low - value_high + right * high - left * low) / tl.maximum(right - left, 1e-300)
+        crosses = (step % 3 < 2) & (meet > low) & (meet < high)  # every third step halves, against creeping brackets
+        psi = tl.where(crosses, meet, 0.5 * (low + high))
+        value, cost = _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES)
+        value += psi * budget
+        line = tl.maximum(value_low + left * (psi - low), value_high - right * (high - psi))
+        flat = (step % 3 < 2) & (value - line <= 1e-15 * (tl.abs(value) + tl.abs(value_low)))
+        dear = cost <= budget
+        high, cost_high, value_high = (
+            tl.where(dear, psi, high), tl.where(dear, cost, cost_high), tl.where(dear, value, value_high)
+        )  # fmt: skip
+        low, cost_low, value_low = (
+            tl.where(dear, low, psi), tl.where(dear, cost_low, cost), tl.where(dear, value_low, value)
+        )  # fmt: skip
+        going = (flat | (high - low <= 4e-16 * high)) == False  # noqa: E712
+        step += 1
+    spread = cost_low - cost_high
+    blend = tl.where(spread > 0.0, (budget - cost_high) / tl.maximum(spread, 1e-300), 0.0)
+    blend = tl.minimum(tl.maximum(blend, 0.0), 1.0)
+    top_low, top_high = mass * 0.0 + float("-inf"), mass * 0.0 + float("-inf")
+    at_low, at_high = tl.zeros(place.shape, tl.int32), tl.zeros(place.shape, tl.int32)
+    for k in tl.range(0, MOVES):
+        end, fee = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0), tl.load(fee_ptr + k)
+        at_low = tl.where(end - low * fee > top_low, k, at_low)
+        top_low = tl.maximum(top_low, end - low * fee)
+        at_high = tl.where(end - high * fee > top_high, k, at_high)
+        top_high = tl.maximum(top_high, end - high * fee)
+    for k in tl.range(0, MOVES):
+        share = tl.where(at_high == k, 1.0 - blend, 0.0) + tl.where(at_low == k, blend, 0.0)
+        tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
+    tl.debug_barrier()
+    return tl.where(value_low <= value_high, low, high)
 
 
 @triton.jit
@@ -446,13 +516,18 @@ def _solve_kernel(
     sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
     least = LEAST * sigma
     best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
-    psi = tl.where(warm != 0, best_psi, zero)
+    if LINEAR:
+        psi = _kink(
+            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, STAGED, MOVES
+        )
+    else:
+        psi = tl.where(warm != 0, best_psi, zero)
     trial_psi, low, dual, slope, moved, size = psi, zero, zero, zero, zero, zero
     d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
     # A linear dual is a difference of sums, which round in proportion to their own size.
     noise = tl.sum(x * tl.abs(w), 0) if LINEAR else zero
     steps, taken, halved, idle, tried = none, none, none, none, none
-    phase = tl.where(warm != 0, none + START, none + PRICE)
+    phase = none + START if LINEAR else tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = _evaluate(
             s_ptr, mark_ptr, centre_ptr, one, trial_psi, sigma, budget, lo, hi, offset_ptr, fee_ptr,
@@ -490,6 +565,9 @@ def _solve_kernel(
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
                 solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
+                opens = LINEAR & (tried == 0)  # with the plan that knows no box
+                if LINEAR:
+                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget) | opens
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
@@ -542,16 +620,18 @@ def _solve_kernel(
                         share = whole * tl.load(flow_ptr + k * STAGED + place, mask=real, other=0.0)
                         tl.store(flow_ptr + k * STAGED + place, mass * share, mask=real)
                         if solved:
-                            share = tl.where(sound, share, tl.where(k == 0, 1.0, 0.0))
+                            share = tl.where(sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0))  # noqa: E712
                             tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
                     quick, slow = tl.minimum(sigma * GROWTH, MOST / _range(at, reached)), sigma / GROWTH
                     next_sigma = tl.where(taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma))
-                    sigma = tl.where(solved, next_sigma, sigma / SHRINK)
+                    sigma = tl.where(opens, sigma, tl.where(solved, next_sigma, sigma / SHRINK))
                     rest = dual - pull - bound  # the gap of the plan as it is
-                    idle = tl.where(rest < 0.999 * narrow, 0, idle + 1)
-                    narrow = tl.minimum(rest, narrow)
+                    idle = tl.where((rest < 0.999 * narrow) | opens, 0, idle + 1)
+                    narrow = tl.where(opens, narrow, tl.minimum(rest, narrow))
                     last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
-                    if last | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)):
+                    if LINEAR:  # nothing but rounding is left
+                        last = last | (solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise)))  # noqa: E712
+                    if last | opens | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)):
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
                         scale, z = repair(
@@ -572,7 +652,10 @@ def _solve_kernel(
                         best_primal = tl.minimum(best_primal, primal)
                     taken = none
                     done = last | (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
-                    phase = tl.where(done, none + END, none + START)
+                    # The first proximal step: its price is below that of any plan.
+                    phase = tl.where(done, none + END, tl.where(opens, none + BISECT, none + START))
+                    trial_psi = tl.where(opens, 0.5 * psi, trial_psi)
+                    tried = tl.where(opens, 1, tried)
         tl.debug_barrier()
     tl.store(primal_ptr + n, best_primal)
     tl.store(dual_ptr + n, best_dual)
