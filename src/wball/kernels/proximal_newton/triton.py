@@ -28,9 +28,27 @@ from torch import Tensor
 
 from wball.kernels.books import Best, Problem
 from wball.kernels.proximal_newton import settings
+from wball.kernels.proximal_newton.triton_dual import (
+    BUFFERS,
+    COLUMN,
+    GRADIENT,
+    HELD,
+    LEVEL,
+    MASS,
+    TARGET,
+    TOLL,
+    TRIAL,
+    D,
+    Q,
+    S,
+    U,
+    column,
+    evaluate,
+    kink,
+    settle,
+)  # fmt: skip
 from wball.kernels.proximal_newton.triton_repair import repair
 from wball.kernels.triton_stencil import (
-    INTERPRETED,
     is_halo,
     kernel,
     staged_position,
@@ -44,21 +62,13 @@ from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images are too much work for one program."""
-TILE = 1024
-"""Rows or columns that an evaluation sees to at once."""
+TILE = 4096
+"""Moves of rows, or into columns, that an evaluation sees to at once."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX, DAMPING,
- DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (tl.constexpr(value) for value in settings.ALL)  # fmt: skip
-BUFFERS = tl.constexpr(12)
-D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
-"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
-that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
-which are no longer needed when the repair works there.
-What lies before the first pixel of the potentials is the halo behind the buffer before them."""
-UNROLLED = tl.constexpr(5)
-"""Moves whose loads are under way at once."""
+(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX,
+ DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = map(tl.constexpr, settings.ALL)  # fmt: skip
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -83,7 +93,9 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
     lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int16, device=device)
-    centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
+    slots = max(2, triton.next_power_of_2(len(moves)))
+    centre = torch.empty((batch, table.staged, slots), dtype=torch.float32, device=device)
+    listed = torch.empty((batch, 2, table.values), dtype=torch.int32, device=device)
     flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
     box = (max(columns.lo, 0.0) if columns.linear else columns.lo, columns.hi)
@@ -96,9 +108,10 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     _solve_kernel[(batch,)](
         x.contiguous(), columns.target.contiguous(), start.contiguous(), terms,
         best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
-        scratch, marks, lists, centre, flow, table.offset, *_tables(moves, device), 1, batch, max_iter, int(warm),
+        scratch, marks, lists, listed, centre, flow, table.offset, *_tables(moves, device),
+        1, batch, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
-        LOWER=columns.lo > 0, LINEAR=columns.linear, BLOCK=block, TILE=min(block, TILE),
+        SLOTS=slots, LOWER=columns.lo > 0, LINEAR=columns.linear, BLOCK=block, TILE=TILE,
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
@@ -113,44 +126,12 @@ def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _add_three(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def _three_sums(a, b, c):
-    if INTERPRETED:
-        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
-    else:
-        return tl.reduce((a, b, c), 0, _add_three)
-
-
-@triton.jit
 def _range(values, real):
     """How far the values spread, and some positive number where they do not."""
     high = tl.max(tl.where(real, values, float("-inf")), 0)
     low = tl.min(tl.where(real, values, float("inf")), 0)
     span = tl.maximum(high - low, 1e-3 * tl.maximum(tl.abs(low), tl.abs(high)))
     return tl.where(span > 1e-200, span, span * 0.0 + 1.0)
-
-
-@triton.jit
-def _column(w, u, come, lo, hi, LINEAR: tl.constexpr):
-    """The column at potential ``u`` where the plan puts ``come``, its curvature, and the least of its objective.
-
-    Without a clip at 0 the dual of a projection stays strongly concave there. A linear column sits at its kink
-    ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
-    """
-    free = w - u
-    if LINEAR:
-        full, drained = (free > 0.0) | ((free == 0.0) & (come > hi)), (free < 0.0) | ((free == 0.0) & (come < lo))
-        z = tl.where(full, hi, tl.where(drained, lo, come))
-        return z, free * 0.0, -free * tl.where(free > 0.0, hi, lo)
-    else:
-        least = tl.where(lo > 0.0, lo, float("-inf"))
-        curved = tl.where((free < hi) & (free > least), free * 0.0 + 1.0, free * 0.0)
-        z = tl.maximum(tl.minimum(free, hi), least)
-        return z, curved, 0.5 * (w - z) * (w - z) + u * z
 
 
 @triton.jit
@@ -162,169 +143,6 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
         bit = (bits * 0 + 1) << k
         bits = bits | (there & bit)
     return bits
-
-
-@triton.jit
-def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
-    """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest of these cost."""
-    top, toll = mass * 0.0 + float("-inf"), mass * 0.0
-    for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-        fee = tl.load(fee_ptr + k)
-        gain = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0) - psi * fee
-        toll = tl.where(gain > top, fee, toll)
-        top = tl.maximum(top, gain)
-    return sum_two(tl.where(rows, mass * top, 0.0), mass * toll)
-
-
-@triton.jit
-def _kink(
-    u_ptr, centre_ptr, place, rows, mass, span, budget, max_iter, offset_ptr, fee_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
-    """The price at which the best plan without a box costs the budget; stores the shares of that plan.
-
-    See :func:`wball.kernels.image_rows.kink`: two lines bracket the kink and are intersected until they meet there.
-    """
-    cheapest = span * 0.0 + float("inf")
-    for k in tl.range(0, MOVES):
-        fee = tl.load(fee_ptr + k)
-        cheapest = tl.where(fee > 0.0, tl.minimum(cheapest, fee), cheapest)
-    low, high = span * 0.0, 2.0 * span / tl.where(cheapest < float("inf"), cheapest, 1.0) + 1e-30
-    value_low, cost_low = _earned(u_ptr, place, rows, mass, low, offset_ptr, fee_ptr, MOVES)
-    high = tl.where(cost_low <= budget, low, high)
-    value_high, cost_high = _earned(u_ptr, place, rows, mass, high, offset_ptr, fee_ptr, MOVES)
-    value_high += high * budget
-    step = max_iter * 0
-    going = cost_low > budget
-    while going & (step < max_iter):
-        # Slopes budget - cost: negative on the left, not negative on the right.
-        left, right = budget - cost_low, budget - cost_high
-        meet = (value_low - value_high + right * high - left * low) / tl.maximum(right - left, 1e-300)
-        crosses = (step % 3 < 2) & (meet > low) & (meet < high)  # every third step halves, against creeping brackets
-        psi = tl.where(crosses, meet, 0.5 * (low + high))
-        value, cost = _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES)
-        value += psi * budget
-        line = tl.maximum(value_low + left * (psi - low), value_high - right * (high - psi))
-        flat = (step % 3 < 2) & (value - line <= 1e-15 * (tl.abs(value) + tl.abs(value_low)))
-        dear = cost <= budget
-        high, cost_high, value_high = (
-            tl.where(dear, psi, high), tl.where(dear, cost, cost_high), tl.where(dear, value, value_high)
-        )  # fmt: skip
-        low, cost_low, value_low = (
-            tl.where(dear, low, psi), tl.where(dear, cost_low, cost), tl.where(dear, value_low, value)
-        )  # fmt: skip
-        going = (flat | (high - low <= 4e-16 * high)) == False  # noqa: E712
-        step += 1
-    spread = cost_low - cost_high
-    blend = tl.where(spread > 0.0, (budget - cost_high) / tl.maximum(spread, 1e-300), 0.0)
-    blend = tl.minimum(tl.maximum(blend, 0.0), 1.0)
-    top_low, top_high = mass * 0.0 + float("-inf"), mass * 0.0 + float("-inf")
-    at_low, at_high = tl.zeros(place.shape, tl.int32), tl.zeros(place.shape, tl.int32)
-    for k in tl.range(0, MOVES):
-        end, fee = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0), tl.load(fee_ptr + k)
-        at_low = tl.where(end - low * fee > top_low, k, at_low)
-        top_low = tl.maximum(top_low, end - low * fee)
-        at_high = tl.where(end - high * fee > top_high, k, at_high)
-        top_high = tl.maximum(top_high, end - high * fee)
-    for k in tl.range(0, MOVES):
-        share = tl.where(at_high == k, 1.0 - blend, 0.0) + tl.where(at_low == k, blend, 0.0)
-        tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
-    tl.debug_barrier()
-    return tl.where(value_low <= value_high, low, high)
-
-
-@triton.jit
-def _evaluate(
-    s_ptr, mark_ptr, centre_ptr, one, psi, sigma, budget, lo, hi, offset_ptr, fee_ptr,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, LINEAR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
-    how far the plan moved and what that costs, the size of the gradient, and its product with the direction.
-
-    Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers fit in registers.
-    """
-    N: tl.constexpr = C * H * W
-    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-    u_ptr = s_ptr + TRIAL * STAGED
-    lanes = tl.arange(0, TILE) * one
-    cost, worth = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    moved, pull = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for first in tl.range(0, N, TILE):
-        index = first + lanes
-        real = index < N
-        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
-        m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
-        rows = m > 0.0
-        t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-        # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
-        # monotone from there. The marked sets are nested, so that equal counts are equal sets.
-        count = t * 0.0 - 1.0
-        open_rows = tl.max(rows.to(tl.int32), 0)
-        tries = open_rows * 0
-        while (open_rows > 0) & (tries < MOVES + 3):
-            total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-            for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-                end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-                v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-                v += sigma * (end - psi * tl.load(fee_ptr + k))
-                above = v > t
-                total += tl.where(above, v, 0.0)
-                used += tl.where(above, 1.0, 0.0)
-                top = tl.maximum(top, v)
-            settled = (used == count) | (rows == False)  # noqa: E712
-            t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
-            count = tl.where(settled, count, used)
-            open_rows = tl.max(tl.where(settled, 0, 1), 0)
-            tries += 1
-        value, away, paid = t * 0.0, t * 0.0, t * 0.0
-        marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
-        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-            end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-            at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-            fee = tl.load(fee_ptr + k)
-            gain = end - psi * fee
-            part = at + sigma * gain - t
-            taken = rows & (part > 0.0)
-            part = tl.where(taken, part, 0.0)
-            marks = marks | tl.where(taken, (marks * 0 + 1) << k, marks * 0)
-            value += tl.where(taken, gain * part, 0.0)
-            paid += fee * part
-            away += (part - at) * (part - at)
-        tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
-        tl.store(mark_ptr + place, marks, mask=real)
-        cost += m * paid
-        worth += m * value
-        moved += m * m * away
-        pull += m * away
-    tl.debug_barrier()
-    least, size, along = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for first in tl.range(0, N, TILE):
-        index = first + lanes
-        real = index < N
-        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
-        u = tl.load(u_ptr + place, mask=real, other=0.0)
-        come = u * 0.0
-        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-            start = place - tl.load(offset_ptr + k)
-            taken = real & (((tl.load(mark_ptr + start, mask=real, other=0) >> k) & 1) != 0)
-            part = tl.load(centre_ptr + k * STAGED + start, mask=taken, other=0.0).to(tl.float64)
-            part += sigma * (u - psi * tl.load(fee_ptr + k))
-            part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
-            come += tl.where(taken, part * tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0), 0.0)
-        w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-        z, _, value = _column(w, u, come, lo, hi, LINEAR)
-        gradient = tl.where(real, z - come, 0.0)
-        tl.store(s_ptr + GRADIENT * STAGED + place, gradient, mask=real)
-        least += tl.where(real, value, 0.0)
-        size += gradient * gradient
-        along += gradient * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
-    spent, worth_rows, length = _three_sums(cost, worth, moved)
-    worth_columns, steep, ahead = _three_sums(least, size, along)
-    back = tl.sum(pull, 0) / (2.0 * sigma)
-    slope = spent - budget
-    slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
-    return worth_columns - psi * budget - worth_rows + back, slope, tl.sqrt(length), back, tl.sqrt(steep), ahead
 
 
 @triton.jit
@@ -388,7 +206,7 @@ def _direction(
     u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
     w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
     gradient = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
-    _, curved, _ = _column(w, u, u * 0.0, lo, hi, LINEAR)
+    _, curved, _ = column(w, u, u * 0.0, lo, hi, LINEAR)
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
@@ -457,10 +275,11 @@ def _direction(
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, terms_ptr,
     best_flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
-    scratch_ptr, marks_ptr, lists_ptr, centre_ptr, flow_ptr, offset_ptr, fee_ptr, reverse_ptr,
+    scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, flow_ptr, offset_ptr, fee_ptr, reverse_ptr,
     one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    MOVES: tl.constexpr, SLOTS: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -473,7 +292,9 @@ def _solve_kernel(
     s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
     mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
     list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
-    centre_ptr += n * (MOVES * STAGED)
+    row_ptr = listed_ptr + n * (2 * N)
+    column_ptr = row_ptr + N
+    centre_ptr += n * (SLOTS * STAGED)
     flow_ptr += n * (MOVES * STAGED)
     budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
     tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
@@ -494,16 +315,21 @@ def _solve_kernel(
     tl.store(s_ptr + MASS * STAGED + place, x, mask=real)
     tl.store(s_ptr + LEVEL * STAGED + place, x * 0.0, mask=real)
     tl.store(s_ptr + D * STAGED + place, x * 0.0, mask=real)
+    tl.store(s_ptr + GRADIENT * STAGED + place, x * 0.0, mask=real)
     tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
     for k in tl.range(0, MOVES):
-        tl.store(centre_ptr + k * STAGED + place, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
+        tl.store(centre_ptr + place * SLOTS + k, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
     tl.debug_barrier()
     reached = x > 0.0
     for k in tl.range(1, MOVES):
         there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
         reached = reached | (there != 0)
     reached = real & reached
-    columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
+    n_rows, n_columns = tl.sum(rows.to(tl.int32), 0), tl.sum(reached.to(tl.int32), 0)
+    tl.store(row_ptr + tl.cumsum(rows.to(tl.int32), 0) - 1, place.to(tl.int32), mask=rows)
+    tl.store(column_ptr + tl.cumsum(reached.to(tl.int32), 0) - 1, place.to(tl.int32), mask=reached)
+    columns = n_columns.to(tl.float64)
+    beyond = tl.sum(tl.where(real & (reached == False), 0.5 * w * w, 0.0), 0)  # noqa: E712
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
     u = tl.where(reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w)
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
@@ -517,8 +343,9 @@ def _solve_kernel(
     least = LEAST * sigma
     best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
     if LINEAR:
-        psi = _kink(
-            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, STAGED, MOVES
+        beyond = beyond * 0.0
+        psi = kink(
+            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, MOVES, SLOTS
         )
     else:
         psi = tl.where(warm != 0, best_psi, zero)
@@ -526,12 +353,12 @@ def _solve_kernel(
     d_psi, rise, length, promised, narrow = zero, zero, zero, zero, zero + float("inf")
     # A linear dual is a difference of sums, which round in proportion to their own size.
     noise = tl.sum(x * tl.abs(w), 0) if LINEAR else zero
-    steps, taken, halved, idle, tried = none, none, none, none, none
+    steps, taken, halved, idle, tried = none, none, none, none, none - 1 if LINEAR else none
     phase = none + START if LINEAR else tl.where(warm != 0, none + START, none + PRICE)
     while phase != END:
-        new_dual, new_slope, new_moved, pull, new_size, along = _evaluate(
-            s_ptr, mark_ptr, centre_ptr, one, trial_psi, sigma, budget, lo, hi, offset_ptr, fee_ptr,
-            C, H, W, RR, RC, MOVES, LINEAR, TILE,
+        new_dual, new_slope, new_moved, pull, new_size, along = evaluate(
+            s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, trial_psi, sigma, budget, lo, hi,
+            beyond, offset_ptr, fee_ptr, STAGED, MOVES, SLOTS, LINEAR, TILE,
         )  # fmt: skip
         if phase < START:
             # About the price at which the first step's plan costs the budget, from above.
@@ -565,9 +392,9 @@ def _solve_kernel(
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
                 solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
-                opens = LINEAR & (tried == 0)  # with the plan that knows no box
+                opens = tried < 0  # with the plan that knows no box
                 if LINEAR:
-                    solved = solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget) | opens
+                    solved = (solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)) | opens
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
@@ -585,43 +412,26 @@ def _solve_kernel(
                     tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
                     phase = none + SEARCH
                 else:
-                    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
                     mass = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
                     wish = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
-                    total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
-                    for k in tl.range(0, MOVES):
-                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-                        gain = end - psi * tl.load(fee_ptr + k)
-                        top = tl.maximum(top, gain)
-                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-                        part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
-                        total += part
-                        tl.store(flow_ptr + k * STAGED + place, part, mask=real)
-                    top = tl.where(rows, mass * top, 0.0)
+                    earned, absolute = settle(
+                        s_ptr, centre_ptr, flow_ptr, row_ptr, n_rows, one, psi, sigma,
+                        tl.where(solved, 1, 0), tl.where(opens, 1, 0),
+                        offset_ptr, fee_ptr, STAGED, MOVES, SLOTS, TILE,
+                    )  # fmt: skip
                     if LINEAR:
-                        value = (at - wish) * tl.where(at < wish, hi, lo)
-                        arriving, hard = sum_two(tl.where(real, value, 0.0), top)
-                        priced = arriving - psi * budget
+                        value = tl.sum(tl.where(real, (at - wish) * tl.where(at < wish, hi, lo), 0.0), 0) - psi * budget
                         # Sums of float64: wider than they can be off.
-                        bound = priced - hard - 1e-13 * (tl.sum(tl.abs(top), 0) + tl.abs(priced))
+                        bound = value - earned - 1e-13 * (absolute + tl.abs(value))
                     else:
                         bounded = tl.minimum(tl.maximum(wish - at, lo), hi)
-                        off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded - top
-                        bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
+                        off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded
+                        bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget - earned
                     if bound > best_dual:
                         tl.store(best_u_ptr + n * N + index, at, mask=real)
                     best_psi = tl.where(bound > best_dual, psi, best_psi)
                     best_dual = tl.maximum(best_dual, bound)
-                    # Rows that sum to 1; the next centre.
-                    sound = rows & (total > 0.5) & (total < 2.0)
-                    whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
-                    for k in tl.range(0, MOVES):
-                        share = whole * tl.load(flow_ptr + k * STAGED + place, mask=real, other=0.0)
-                        tl.store(flow_ptr + k * STAGED + place, mass * share, mask=real)
-                        if solved:
-                            share = tl.where(sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0))  # noqa: E712
-                            tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
                     quick, slow = tl.minimum(sigma * GROWTH, MOST / _range(at, reached)), sigma / GROWTH
                     next_sigma = tl.where(taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma))
                     sigma = tl.where(opens, sigma, tl.where(solved, next_sigma, sigma / SHRINK))
