@@ -54,7 +54,13 @@ def test_only_what_is_better_is_kept() -> None:
     still = Plan.identity(given.moves, given.x)
     unknown, nothing = torch.full((3,), -math.inf, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     best = Best(
-        still.flow, given.objective(still), unknown.clone(), unknown.clone(), torch.zeros_like(given.x), nothing
+        still.flow,
+        given.x.clone(),
+        given.objective(still),
+        unknown.clone(),
+        unknown.clone(),
+        torch.zeros_like(given.x),
+        nothing,
     )
     plan, everyone = some_plan(given, 0), torch.arange(3)
     better = best.primal - torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
@@ -62,6 +68,7 @@ def test_only_what_is_better_is_kept() -> None:
     best.keep_plan(everyone, plan, better)
     assert torch.equal(best.primal, torch.minimum(before, better))
     assert torch.equal(best.flow[0], plan.flow[0]) and torch.equal(best.flow[1:], still.flow[1:])
+    assert torch.equal(best.z[0], plan.columns()[0]) and torch.equal(best.z[1:], given.x[1:])
     u, psi = torch.ones_like(given.x), torch.ones(3, dtype=torch.float64)
     best.keep_duals(everyone, u, psi, (better, better))
     best.keep_duals(torch.tensor([1]), 2 * u[:1], 2 * psi[:1], (better[1:2] - 9, better[1:2] + 1))
@@ -79,6 +86,8 @@ def test_an_image_is_done_within_its_tolerance() -> None:
     primal = torch.tensor([2.0, 2.0, -2.0], dtype=torch.float64)
     gap = torch.tensor([1.9e-3, 2.1e-3, 2.0e-3], dtype=torch.float64)
     still = Plan.identity(given.moves, given.x).flow
-    best = Best(still, primal, primal - gap, primal - gap, torch.zeros_like(given.x), torch.zeros_like(primal))
+    best = Best(
+        still, given.x.clone(), primal, primal - gap, primal - gap, torch.zeros_like(given.x), torch.zeros_like(primal)
+    )
     assert given.done(best)[:2].tolist() == [True, False]
     assert given.take(torch.tensor([1, 0])).done(best, torch.tensor([1, 0])).tolist() == [False, True]

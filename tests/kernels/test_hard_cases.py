@@ -444,7 +444,9 @@ def nothing_known(problem: Problem) -> Best:
     unknown = torch.full_like(problem.budget, -math.inf)
     still = Plan.identity(problem.moves, problem.x).flow.contiguous()
     centre, nowhere = problem.columns.objective(problem.x), torch.zeros_like(problem.x)
-    return Best(still, centre, unknown.clone(), unknown.clone(), nowhere, torch.zeros_like(problem.budget))
+    return Best(
+        still, problem.x.clone(), centre, unknown.clone(), unknown.clone(), nowhere, torch.zeros_like(problem.budget)
+    )
 
 
 def check_books(problem: Problem, best: Best) -> None:
@@ -456,6 +458,7 @@ def check_books(problem: Problem, best: Best) -> None:
     torch.testing.assert_close(plan.rows(), x, rtol=1e-14, atol=1e-15)
     assert float(plan.cost()) <= float(problem.budget) * (1 + 1e-14), "budget"
     z = plan.columns()
+    torch.testing.assert_close(best.z, z, rtol=1e-13, atol=1e-15)
     assert float(z.min()) >= columns.lo - 1e-12 and float(z.max()) <= columns.hi + 1e-12, "box"
     assert float(problem.objective(plan)) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
     bound, hard = problem.lower_bounds(best.u, best.psi)

@@ -52,6 +52,7 @@ class Best:
 
     Attributes:
         flow: the best plan, ``(B, C, K, H, W)``.
+        z: its columns, ``(B, C, H, W)``.
         primal: its objective.
         dual: the best lower bound of the optimum.
         hard: the best lower bound of the optimum without entropy.
@@ -60,6 +61,7 @@ class Best:
     """
 
     flow: Tensor
+    z: Tensor
     primal: Tensor
     dual: Tensor
     hard: Tensor
@@ -81,6 +83,7 @@ class Best:
         better = primal < self.primal[index]
         self.primal[index] = torch.where(better, primal, self.primal[index])
         self.flow[index[better]] = plan.flow[better]
+        self.z[index[better]] = plan.columns()[better]
 
     def keep_duals(self, index: Tensor, u: Tensor, psi: Tensor, bounds: tuple[Tensor, Tensor]) -> None:
         """Keep lower bounds (of the optimum, and of the one without entropy) where they are the best so far."""

@@ -62,6 +62,7 @@ class Known(NamedTuple):
     """The arrays of :class:`wball.kernels.books.Best`, and the steps used."""
 
     flow: Any
+    z: Any
     primal: Any
     dual: Any
     hard: Any
@@ -89,7 +90,7 @@ def improve(
     images = (problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset, limits.floor)
     given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
-    known = [t.numpy() for t in (best.flow, best.primal, best.dual, best.hard, best.u, best.psi)] + [n_iter]
+    known = [t.numpy() for t in (best.flow, best.z, best.primal, best.dual, best.hard, best.u, best.psi)] + [n_iter]
     assert isinstance(problem.moves, StencilMoves)
     arrays = window(problem.moves)
 
@@ -459,15 +460,19 @@ def recall(values, cell, count):  # type: ignore[no-untyped-def]
 @compiled(inner=True)
 def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[no-untyped-def]
     """Write what was found about image ``m``, where it is better. ``found``: primal, dual, hard bound, price."""
-    flow, u = known.flow[m], known.u[m]
+    flow, z, u = known.flow[m], known.z[m], known.u[m]
     _, height, width = target.shape
     area = height * width
     if found[0] < known.primal[m]:
         fill(flow, 0.0)
+        fill(z, 0.0)
         for a in range(p.mass.size):
             i = cell[p.home[a]]
             for k in range(p.fee.size):
                 flow[i // area, k, i // width % height, i % width] = best_flow[a, k]
+                if best_flow[a, k] > 0.0:
+                    j = cell[p.end[a, k]]
+                    z[j // area, j // width % height, j % width] += best_flow[a, k]
     if found[1] > known.dual[m]:
         # Out of reach nothing arrives: u = w makes z(u) = 0, and u = g costs nothing.
         copy(target, u)

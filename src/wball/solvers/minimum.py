@@ -34,7 +34,7 @@ class Minimum:
         self.single = (problem.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         still = Plan.identity(problem.moves, x).flow
         primal, nothing = problem.columns.objective(x), torch.zeros_like(bound)  # what stays has no entropy
-        self.best = Best(still, primal, bound.clone(), bound.clone(), torch.zeros_like(x), nothing)
+        self.best = Best(still, x.clone(), primal, bound.clone(), bound.clone(), torch.zeros_like(x), nothing)
         self.n_iter = torch.zeros_like(bound, dtype=torch.long)
         self.served = set[str]()
 
@@ -82,11 +82,12 @@ class Minimum:
         self.n_iter[todo] += steps.to(self.n_iter.device)
         self.best.put(todo, part)
 
-    def hold_back(self, spend: Tensor) -> Plan:
-        """The best plans, shrunk to what may be spent on points that will be rounded."""
+    def hold_back(self, spend: Tensor) -> Best:
+        """What is known, its plans shrunk to what may be spent on points that will be rounded."""
         plan = Plan(self.problem.moves, self.best.flow)
         plan, primal = held_back(plan, self.problem.budget, spend, self.best.primal, self.problem.objective)
         if plan.flow is not self.best.flow:
             self.best.flow.copy_(plan.flow)
+            self.best.z.copy_(plan.columns())
             self.best.primal.copy_(primal)
-        return plan
+        return self.best

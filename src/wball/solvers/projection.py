@@ -146,12 +146,11 @@ def _solved(
     else:
         scale = (target - x).flatten(1).abs().amax(1).clamp(min=1e-12)
         run.follow_path(start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter)
-    plan, best = run.hold_back(problem.spendable()), run.best
-    plans.add(plan.flow)
-    point = plan.columns()
-    residual = (point - (target - best.u).clamp(*lo_hi)).flatten(1).abs().amax(1)
+    best = run.hold_back(problem.spendable())
+    plans.add(best.flow)
+    residual = (best.z - (target - best.u).clamp(*lo_hi)).flatten(1).abs().amax(1)
     return ProjectionResult(
-        point=as_given(point, problem.x, problem.box),
+        point=as_given(best.z, problem.x, problem.box),
         objective=best.primal if math.isinf(reg) else best.primal + entropy_of(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=torch.where(run.single, torch.zeros_like(residual), residual),

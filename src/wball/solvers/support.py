@@ -96,16 +96,13 @@ def _solved(
     run = Minimum(goal, _bound(goal))
     if math.isinf(reg) and math.isfinite(goal.columns.hi):
         run.newton_for_support(scaled, max_iter)
-    if math.isfinite(reg) or dispatch.home(dispatch.choose("entropic_path", grid, moves), grid) != grid.device:
-        run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
-    if math.isinf(reg) or problem.box is not None:
-        spread = (scaled.flatten(1).amax(1) - scaled.flatten(1).amin(1)).clamp(min=1e-30)
-        run.follow_path(scaled, torch.maximum(0.25 * spread, tau), max_iter)
-    plan = run.hold_back(problem.spendable())
-    plans.add(plan.flow)
-    point = as_given(plan.columns(), x, problem.box)
+    if math.isfinite(reg) or run.todo.numel():
+        _followed(run, reg, scaled, problem.box is not None, max_iter)
+    best = run.hold_back(problem.spendable())
+    plans.add(best.flow)
+    point = as_given(best.z, x, problem.box)
     value = dot(direction, as_grid(point))
-    upper, done = torch.maximum(size * -run.best.hard, value), goal.done(run.best)
+    upper, done = torch.maximum(size * -best.hard, value), goal.done(best)
     if math.isinf(reg):
         # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
         weight = direction.abs()
@@ -114,6 +111,19 @@ def _solved(
         done = done & (upper - value <= allowed + rounding + 1e-300)
     status = statuses(done, run.n_iter < max_iter, deadline.late)
     return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
+
+
+def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: int) -> None:
+    """Improve what is not solved yet by way of the problem without a box and along the path."""
+    problem = run.problem
+    if (
+        math.isfinite(reg)
+        or dispatch.home(dispatch.choose("entropic_path", start, problem.moves), start) != start.device
+    ):
+        run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
+    if math.isinf(reg) or boxed:
+        spread = (start.flatten(1).amax(1) - start.flatten(1).amin(1)).clamp(min=1e-30)
+        run.follow_path(start, torch.maximum(0.25 * spread, problem.tau), max_iter)
 
 
 def _bound(problem: Problem) -> Tensor:

@@ -82,7 +82,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 
 def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
-    """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
+    """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move nothing."""
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
     n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -96,7 +96,6 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     slots = max(2, triton.next_power_of_2(len(moves)))
     centre = torch.empty((batch, table.staged, slots), dtype=torch.float32, device=device)
     listed = torch.empty((batch, 2, table.values), dtype=torch.int32, device=device)
-    flow = torch.empty((batch, len(moves), table.staged), dtype=torch.float64, device=device)
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
     box = (max(columns.lo, 0.0) if columns.linear else columns.lo, columns.hi)
     lo, hi = (torch.full_like(budget, bound) for bound in box)
@@ -107,8 +106,8 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     block = table.block
     _solve_kernel[(batch,)](
         x.contiguous(), columns.target.contiguous(), start.contiguous(), terms,
-        best.flow, best.u, best.primal, best.dual, best.psi, n_iter,
-        scratch, marks, lists, listed, centre, flow, table.offset, *_tables(moves, device),
+        best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter,
+        scratch, marks, lists, listed, centre, table.offset, *_tables(moves, device),
         1, batch, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
         SLOTS=slots, LOWER=columns.lo > 0, LINEAR=columns.linear, BLOCK=block, TILE=TILE,
@@ -119,10 +118,11 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
 
 
 @lru_cache(maxsize=64)
-def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What each move costs, and the move that goes back (0: none)."""
+def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What each move costs, the move that goes back (0: none), and how far apart its ends are in an image."""
     back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
-    return torch.tensor(moves.costs, dtype=torch.float64).to(device), back.to(device)
+    flat = torch.tensor([r * moves.shape[1] + c for r, c in moves.offsets], dtype=torch.int32)
+    return torch.tensor(moves.costs, dtype=torch.float64).to(device), back.to(device), flat.to(device)
 
 
 @triton.jit
@@ -274,8 +274,8 @@ def _direction(
 @kernel("one", "batch", "max_iter", "warm")
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, terms_ptr,
-    best_flow_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
-    scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, flow_ptr, offset_ptr, fee_ptr, reverse_ptr,
+    flow_ptr, z_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
+    scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, offset_ptr, fee_ptr, reverse_ptr, flat_ptr,
     one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, SLOTS: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr,
@@ -295,7 +295,9 @@ def _solve_kernel(
     row_ptr = listed_ptr + n * (2 * N)
     column_ptr = row_ptr + N
     centre_ptr += n * (SLOTS * STAGED)
-    flow_ptr += n * (MOVES * STAGED)
+    flow_ptr += n * (MOVES * N)
+    pixel = index % (H * W)
+    home = (index - pixel).to(tl.int64) * MOVES + pixel
     budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
     tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
     offset = tl.load(terms_ptr + 5 * batch + n)
@@ -341,7 +343,8 @@ def _solve_kernel(
     none = tl.max(rows.to(tl.int32), 0) * 0
     sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
     least = LEAST * sigma
-    best_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
+    centre_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
+    best_primal = centre_primal
     if LINEAR:
         beyond = beyond * 0.0
         psi = kink(
@@ -418,7 +421,7 @@ def _solve_kernel(
                     earned, absolute = settle(
                         s_ptr, centre_ptr, flow_ptr, row_ptr, n_rows, one, psi, sigma,
                         tl.where(solved, 1, 0), tl.where(opens, 1, 0),
-                        offset_ptr, fee_ptr, STAGED, MOVES, SLOTS, TILE,
+                        offset_ptr, fee_ptr, H, W, RR, RC, STAGED, MOVES, SLOTS, TILE,
                     )  # fmt: skip
                     if LINEAR:
                         value = tl.sum(tl.where(real, (at - wish) * tl.where(at < wish, hi, lo), 0.0), 0) - psi * budget
@@ -441,27 +444,28 @@ def _solve_kernel(
                     last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
                     if LINEAR:  # nothing but rounding is left
                         last = last | (solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise)))  # noqa: E712
-                    if last | opens | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor)):
+                    shown = last | opens | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor))
+                    if shown:
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
                         scale, z = repair(
-                            s_ptr + Q * STAGED, flow_ptr, place, real, marks, incoming, mass, budget, lo, hi,
-                            offset_ptr, fee_ptr, reverse_ptr, STAGED, MOVES, LOWER,
+                            s_ptr + Q * STAGED, flow_ptr, place, home, real, marks, incoming, mass, budget, lo, hi,
+                            offset_ptr, flat_ptr, fee_ptr, reverse_ptr, STAGED, H * W, MOVES, LOWER,
                         )  # fmt: skip
                         primal = tl.sum(tl.where(real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0), 0)
-                        if primal < best_primal:
-                            pixel = index % (H * W)
-                            out = best_flow_ptr + n * (N * MOVES) + (index - pixel) * MOVES + pixel
-                            stays = mass
-                            for k in tl.range(1, MOVES):
-                                used = ((marks >> k) & 1) != 0
-                                part = scale * tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-                                stays -= part
-                                tl.store(out + k * (H * W), part, mask=real)
-                            tl.store(out, tl.maximum(stays, 0.0), mask=real)
-                        best_primal = tl.minimum(best_primal, primal)
+                        # There is room for one plan: the last, or that of the centre where it is better.
+                        helps = primal < centre_primal
+                        scale, best_primal = tl.where(helps, scale, 0.0), tl.where(helps, primal, centre_primal)
+                        stays = mass
+                        for k in tl.range(1, MOVES):
+                            used = ((marks >> k) & 1) != 0
+                            part = scale * tl.load(flow_ptr + k * (H * W) + home, mask=used, other=0.0)
+                            stays -= part
+                            tl.store(flow_ptr + k * (H * W) + home, part, mask=used)
+                        tl.store(flow_ptr + home, tl.maximum(stays, 0.0), mask=real)
+                        tl.store(z_ptr + n * N + index, tl.where(helps, tl.maximum(z, 0.0), mass), mask=real)
                     taken = none
-                    done = last | (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
+                    done = last | (shown & (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor))
                     # The first proximal step: its price is below that of any plan.
                     phase = tl.where(done, none + END, tl.where(opens, none + BISECT, none + START))
                     trial_psi = tl.where(opens, 0.5 * psi, trial_psi)

@@ -225,6 +225,7 @@ def evaluate(
 @triton.jit
 def settle(
     s_ptr, centre_ptr, flow_ptr, row_ptr, n_rows, one, psi, sigma, renew, stay, offset_ptr, fee_ptr,
+    H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     STAGED: tl.constexpr, MOVES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The plan of the current potentials, its rows summing to 1, in ``flow``; and where asked for it is the next centre
@@ -246,7 +247,9 @@ def settle(
         size += tl.where(real, tl.abs(top), 0.0)
         sound = real & (total > 0.5) & (total < 2.0)
         share = part * tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
-        tl.store(flow_ptr + k * STAGED + place, m * share, mask=valid)
+        inside = place % ((H + RR) * (W + RC))
+        spot = place // ((H + RR) * (W + RC)) * (MOVES * H * W) + inside // (W + RC) * W + inside % (W + RC)
+        tl.store(flow_ptr + spot + k * (H * W), m * share, mask=valid)
         if renew != 0:
             share = tl.where(sound & (stay == 0), share, tl.where(k == 0, 1.0, 0.0))
             tl.store(centre_ptr + place * SLOTS + k, share.to(tl.float32), mask=valid)

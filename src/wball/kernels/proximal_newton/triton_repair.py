@@ -14,21 +14,21 @@ ROOM, PLENTY, RATE, REST = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED: tl.constexpr, MOVES: tl.constexpr):
+def _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE: tl.constexpr, MOVES: tl.constexpr):
     """What each pixel sends away and receives."""
-    sent, come = tl.zeros(place.shape, tl.float64), tl.zeros(place.shape, tl.float64)
+    sent, come = tl.zeros(spot.shape, tl.float64), tl.zeros(spot.shape, tl.float64)
     for k in tl.range(1, MOVES):
-        step = tl.load(offset_ptr + k)
-        sent += tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+        step = tl.load(flat_ptr + k)
+        sent += tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
         used = real & (((incoming >> k) & 1) != 0)
-        come += tl.load(flow_ptr + k * STAGED + place - step, mask=used, other=0.0)
+        come += tl.load(flow_ptr + k * PLANE + spot - step, mask=used, other=0.0)
     return sent, come
 
 
 @triton.jit
 def _send_back(
-    s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
+    s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,
+    STAGED: tl.constexpr, PLANE: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones recall."""
     room = tl.maximum(hi - z, 0.0)
@@ -40,7 +40,7 @@ def _send_back(
     for k in tl.range(1, MOVES):
         start = place - tl.load(offset_ptr + k)
         used = real & (((incoming >> k) & 1) != 0)
-        part = tl.load(flow_ptr + k * STAGED + start, mask=used, other=0.0)
+        part = tl.load(flow_ptr + k * PLANE + spot - tl.load(flat_ptr + k), mask=used, other=0.0)
         full += part
         easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
@@ -52,50 +52,51 @@ def _send_back(
         easy, full = z * 0.0, z * 0.0
         for k in tl.range(1, MOVES):
             used = ((marks >> k) & 1) != 0
-            part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-            spot = place + tl.load(offset_ptr + k)
+            part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
+            there = place + tl.load(offset_ptr + k)
             full += part
-            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0))
+            easy += tl.minimum(part, tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0))
         lack = tl.where(z < lo - rounding, more * (lo - z), 0.0)
         recall = tl.where(easy >= lack, lack / tl.maximum(easy, 1e-300), 0.0)
         recall_rest = tl.where(easy >= lack, 0.0, lack / tl.maximum(full, 1e-300))
     tl.debug_barrier()
     for k in tl.range(1, MOVES):
         used = ((marks >> k) & 1) != 0
-        part = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-        spot = place + tl.load(offset_ptr + k)
-        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + spot, mask=used, other=0.0)
-        back += part * tl.load(s_ptr + REST * STAGED + spot, mask=used, other=0.0)
+        part = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
+        there = place + tl.load(offset_ptr + k)
+        back = tl.minimum(part, room) * tl.load(s_ptr + RATE * STAGED + there, mask=used, other=0.0)
+        back += part * tl.load(s_ptr + REST * STAGED + there, mask=used, other=0.0)
         if LOWER:
-            plenty = tl.load(s_ptr + PLENTY * STAGED + spot, mask=used, other=0.0)
+            plenty = tl.load(s_ptr + PLENTY * STAGED + there, mask=used, other=0.0)
             back = tl.maximum(back, tl.minimum(part, plenty) * recall + part * recall_rest)
-        tl.store(flow_ptr + k * STAGED + place, part - tl.minimum(back, part), mask=used)
+        tl.store(flow_ptr + k * PLANE + spot, part - tl.minimum(back, part), mask=used)
     tl.debug_barrier()
 
 
 @triton.jit
 def repair(
-    s_ptr, flow_ptr, place, real, marks, incoming, x, budget, lo, hi, offset_ptr, fee_ptr, reverse_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
+    s_ptr, flow_ptr, place, spot, real, marks, incoming, x, budget, lo, hi, offset_ptr, flat_ptr, fee_ptr, reverse_ptr,
+    STAGED: tl.constexpr, PLANE: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
 
-    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in use. Returns a
+    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in use. Plans are not
+    staged: moves are ``PLANE`` apart, ``spot`` is where those of a pixel begin, ``flat`` holds their offsets. Returns a
     factor that is left to apply to everything that moves, and the columns with it.
     """
     tl.debug_barrier()
     for k in tl.range(1, MOVES):
         back = tl.load(reverse_ptr + k)
         if back > k:  # one end of a pair of opposite moves sees to both
-            there = place + tl.load(offset_ptr + k)
+            there = spot + tl.load(flat_ptr + k)
             used = ((marks >> k) & 1) != 0
-            ahead = tl.load(flow_ptr + k * STAGED + place, mask=used, other=0.0)
-            behind = tl.load(flow_ptr + back * STAGED + there, mask=used, other=0.0)
+            ahead = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
+            behind = tl.load(flow_ptr + back * PLANE + there, mask=used, other=0.0)
             common = tl.minimum(ahead, behind)
-            tl.store(flow_ptr + k * STAGED + place, ahead - common, mask=used)
-            tl.store(flow_ptr + back * STAGED + there, behind - common, mask=used)
+            tl.store(flow_ptr + k * PLANE + spot, ahead - common, mask=used)
+            tl.store(flow_ptr + back * PLANE + there, behind - common, mask=used)
     tl.debug_barrier()
-    sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+    sent, come = _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE, MOVES)
     # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
     rounding = 1e-13 * tl.maximum(hi, 1.0)
     z = x + (come - sent)
@@ -106,16 +107,16 @@ def repair(
         # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
         more = tl.where(sweep > SWEEPS - 40, 2.0 * more, more)
         _send_back(
-            s_ptr, flow_ptr, place, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr,
-            STAGED, MOVES, LOWER,
+            s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,
+            STAGED, PLANE, MOVES, LOWER,
         )  # fmt: skip
-        sent, come = _exchange(flow_ptr, place, real, marks, incoming, offset_ptr, STAGED, MOVES)
+        sent, come = _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE, MOVES)
         z = x + (come - sent)
         wrong = tl.max(tl.where(real & ((z > hi + rounding) | (z < lo - rounding)), 1, 0), 0)
         sweep += 1
     cost = x * 0.0
     for k in tl.range(1, MOVES):
-        part = tl.load(flow_ptr + k * STAGED + place, mask=((marks >> k) & 1) != 0, other=0.0)
+        part = tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
         cost += part * tl.load(fee_ptr + k)
     spent = tl.sum(cost, 0)
     scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
