@@ -14,7 +14,7 @@ SETTLED, SPENT, SPENT_LINEAR = 0.1, 0.02, 0.3
 """A step is solved when the columns' residual is this fraction of what the plan moved, and the cost is that near to the
 budget. What linear columns do not spend is all that is left in the end: there the cost must also be within this
 fraction of what the plan moved, or at a price a little too high plans drift back step by step."""
-CG_TOL, CG_MAX = 0.1, 300
+CG_TOL, CG_MAX = 3e-2, 300
 DAMPING, DAMPING_LINEAR = 1e-2, 4.0
 """Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
 else leave directions without curvature, and linear columns have none of their own."""

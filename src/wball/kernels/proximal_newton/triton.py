@@ -45,7 +45,6 @@ from wball.kernels.proximal_newton.triton_dual import (
     column,
     evaluate,
     kink,
-    settle,
 )  # fmt: skip
 from wball.kernels.proximal_newton.triton_repair import repair
 from wball.kernels.triton_stencil import (
@@ -62,8 +61,10 @@ from wball.moves import Moves, StencilMoves
 
 MAX_VALUES = 16384
 """Larger images are too much work for one program."""
-TILE = 4096
-"""Moves of rows, or into columns, that an evaluation sees to at once."""
+TILE = 1024
+"""Rows or columns that an evaluation sees to at once, of images that are listed half as many."""
+MAX_LISTED = 1024
+"""Rows and columns of images with at most so many values are listed: larger ones are photographs."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
@@ -93,9 +94,9 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
     lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int16, device=device)
-    slots = max(2, triton.next_power_of_2(len(moves)))
-    centre = torch.empty((batch, table.staged, slots), dtype=torch.float32, device=device)
-    listed = torch.empty((batch, 2, table.values), dtype=torch.int32, device=device)
+    centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
+    is_listed = table.block <= MAX_LISTED
+    listed = torch.empty((batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device)
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
     box = (max(columns.lo, 0.0) if columns.linear else columns.lo, columns.hi)
     lo, hi = (torch.full_like(budget, bound) for bound in box)
@@ -110,7 +111,8 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
         scratch, marks, lists, listed, centre, table.offset, *_tables(moves, device),
         1, batch, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
-        SLOTS=slots, LOWER=columns.lo > 0, LINEAR=columns.linear, BLOCK=block, TILE=TILE,
+        LOWER=columns.lo > 0, LINEAR=columns.linear, LISTED=is_listed, BLOCK=block,
+        TILE=block // 2 if is_listed else TILE,
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
@@ -278,7 +280,7 @@ def _solve_kernel(
     scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, offset_ptr, fee_ptr, reverse_ptr, flat_ptr,
     one, batch, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    MOVES: tl.constexpr, SLOTS: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr,
+    MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
@@ -294,10 +296,8 @@ def _solve_kernel(
     list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
     row_ptr = listed_ptr + n * (2 * N)
     column_ptr = row_ptr + N
-    centre_ptr += n * (SLOTS * STAGED)
+    centre_ptr += n * (MOVES * STAGED)
     flow_ptr += n * (MOVES * N)
-    pixel = index % (H * W)
-    home = (index - pixel).to(tl.int64) * MOVES + pixel
     budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
     tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
     offset = tl.load(terms_ptr + 5 * batch + n)
@@ -320,18 +320,22 @@ def _solve_kernel(
     tl.store(s_ptr + GRADIENT * STAGED + place, x * 0.0, mask=real)
     tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
     for k in tl.range(0, MOVES):
-        tl.store(centre_ptr + place * SLOTS + k, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
+        tl.store(centre_ptr + k * STAGED + place, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
     tl.debug_barrier()
     reached = x > 0.0
     for k in tl.range(1, MOVES):
         there = tl.load(mark_ptr + place - tl.load(offset_ptr + k), mask=real, other=0)
         reached = reached | (there != 0)
     reached = real & reached
-    n_rows, n_columns = tl.sum(rows.to(tl.int32), 0), tl.sum(reached.to(tl.int32), 0)
-    tl.store(row_ptr + tl.cumsum(rows.to(tl.int32), 0) - 1, place.to(tl.int32), mask=rows)
-    tl.store(column_ptr + tl.cumsum(reached.to(tl.int32), 0) - 1, place.to(tl.int32), mask=reached)
-    columns = n_columns.to(tl.float64)
-    beyond = tl.sum(tl.where(real & (reached == False), 0.5 * w * w, 0.0), 0)  # noqa: E712
+    columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
+    if LISTED:
+        before_row, before_column = tl.cumsum(rows.to(tl.int32), 0) - 1, tl.cumsum(reached.to(tl.int32), 0) - 1
+        tl.store(row_ptr + before_row, place.to(tl.int32), mask=rows)
+        tl.store(column_ptr + before_column, place.to(tl.int32), mask=reached)
+        n_rows, n_columns = tl.max(before_row, 0) + 1, tl.max(before_column, 0) + 1
+        beyond = tl.sum(tl.where(real & (reached == False), 0.0 if LINEAR else 0.5 * w * w, 0.0), 0)  # noqa: E712
+    else:
+        n_rows, n_columns, beyond = N, N, budget * 0.0
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
     u = tl.where(reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w)
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
@@ -346,9 +350,8 @@ def _solve_kernel(
     centre_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
     best_primal = centre_primal
     if LINEAR:
-        beyond = beyond * 0.0
         psi = kink(
-            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, MOVES, SLOTS
+            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, STAGED, MOVES
         )
     else:
         psi = tl.where(warm != 0, best_psi, zero)
@@ -361,7 +364,7 @@ def _solve_kernel(
     while phase != END:
         new_dual, new_slope, new_moved, pull, new_size, along = evaluate(
             s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, trial_psi, sigma, budget, lo, hi,
-            beyond, offset_ptr, fee_ptr, STAGED, MOVES, SLOTS, LINEAR, TILE,
+            beyond, offset_ptr, fee_ptr, C, H, W, RR, RC, MOVES, LINEAR, LISTED, TILE,
         )  # fmt: skip
         if phase < START:
             # About the price at which the first step's plan costs the budget, from above.
@@ -415,26 +418,45 @@ def _solve_kernel(
                     tl.store(s_ptr + TRIAL * STAGED + place, near, mask=real)
                     phase = none + SEARCH
                 else:
+                    pixel = index % (H * W)
+                    home = (index - pixel).to(tl.int64) * MOVES + pixel
+                    level = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
                     mass = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
                     wish = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
+                    total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
-                    earned, absolute = settle(
-                        s_ptr, centre_ptr, flow_ptr, row_ptr, n_rows, one, psi, sigma,
-                        tl.where(solved, 1, 0), tl.where(opens, 1, 0),
-                        offset_ptr, fee_ptr, H, W, RR, RC, STAGED, MOVES, SLOTS, TILE,
-                    )  # fmt: skip
+                    for k in tl.range(0, MOVES):
+                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                        gain = end - psi * tl.load(fee_ptr + k)
+                        top = tl.maximum(top, gain)
+                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+                        part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
+                        total += part
+                        tl.store(flow_ptr + k * (H * W) + home, part, mask=real)
+                    top = tl.where(rows, mass * top, 0.0)
                     if LINEAR:
-                        value = tl.sum(tl.where(real, (at - wish) * tl.where(at < wish, hi, lo), 0.0), 0) - psi * budget
+                        value = (at - wish) * tl.where(at < wish, hi, lo)
+                        arriving, hard = sum_two(tl.where(real, value, 0.0), top)
+                        priced = arriving - psi * budget
                         # Sums of float64: wider than they can be off.
-                        bound = value - earned - 1e-13 * (absolute + tl.abs(value))
+                        bound = priced - hard - 1e-13 * (tl.sum(tl.abs(top), 0) + tl.abs(priced))
                     else:
                         bounded = tl.minimum(tl.maximum(wish - at, lo), hi)
-                        off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded
-                        bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget - earned
+                        off = 0.5 * (wish - bounded) * (wish - bounded) + at * bounded - top
+                        bound = tl.sum(tl.where(real, off, 0.0), 0) - psi * budget
                     if bound > best_dual:
                         tl.store(best_u_ptr + n * N + index, at, mask=real)
                     best_psi = tl.where(bound > best_dual, psi, best_psi)
                     best_dual = tl.maximum(best_dual, bound)
+                    # Rows that sum to 1; the next centre.
+                    sound = rows & (total > 0.5) & (total < 2.0)
+                    whole = tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
+                    for k in tl.range(0, MOVES):
+                        share = whole * tl.load(flow_ptr + k * (H * W) + home, mask=real, other=0.0)
+                        tl.store(flow_ptr + k * (H * W) + home, mass * share, mask=real)
+                        if solved:
+                            share = tl.where(sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0))  # noqa: E712
+                            tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
                     quick, slow = tl.minimum(sigma * GROWTH, MOST / _range(at, reached)), sigma / GROWTH
                     next_sigma = tl.where(taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma))
                     sigma = tl.where(opens, sigma, tl.where(solved, next_sigma, sigma / SHRINK))

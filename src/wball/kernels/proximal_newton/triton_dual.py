@@ -1,7 +1,6 @@
-r"""The dual of a proximal step inside a Triton program: at given potentials, who sends what, and the end of a step.
+r"""The dual of a proximal step inside a Triton program: at given potentials, who sends what and what is left over.
 
-Rows and columns that take part are listed, because of a digit's pixels few have mass, and come in tiles of rows by
-moves: what the moves of a row are worth is loaded once and stays in registers while its threshold is sought.
+Of small images, rows with mass and columns within their reach are listed: of a digit's pixels, one in six has mass.
 """
 
 # mypy: ignore-errors
@@ -10,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wball.kernels.triton_stencil import INTERPRETED, sum_two
+from wball.kernels.triton_stencil import INTERPRETED, staged_position, sum_two
 
 BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
@@ -18,8 +17,8 @@ D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.const
 that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
 which are no longer needed when the repair works there.
 What lies before the first pixel of the potentials is the halo behind the buffer before them."""
-ROUNDS = tl.constexpr(3)
-"""Newton steps on the rows' thresholds between two looks at whether all are found."""
+UNROLLED = tl.constexpr(5)
+"""Moves whose loads are under way at once."""
 
 
 @triton.jit
@@ -29,11 +28,11 @@ def _add_three(a0, a1, a2, b0, b1, b2):
 
 @triton.jit
 def three_sums(a, b, c):
-    """Sums over a tile for the price of one wait."""
+    """Three sums for the price of one wait."""
     if INTERPRETED:
-        return tl.sum(a), tl.sum(b), tl.sum(c)
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0)
     else:
-        return tl.reduce((a, b, c), None, _add_three)
+        return tl.reduce((a, b, c), 0, _add_three)
 
 
 @triton.jit
@@ -59,7 +58,7 @@ def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
 def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
     """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest of these cost."""
     top, toll = mass * 0.0 + float("-inf"), mass * 0.0
-    for k in tl.range(0, MOVES, loop_unroll_factor=5):
+    for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
         fee = tl.load(fee_ptr + k)
         gain = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0) - psi * fee
         toll = tl.where(gain > top, fee, toll)
@@ -70,7 +69,7 @@ def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.conste
 @triton.jit
 def kink(
     u_ptr, centre_ptr, place, rows, mass, span, budget, max_iter, offset_ptr, fee_ptr,
-    MOVES: tl.constexpr, SLOTS: tl.constexpr,
+    STAGED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """The price at which the best plan without a box costs the budget; stores the shares of that plan.
 
@@ -119,93 +118,100 @@ def kink(
         top_high = tl.maximum(top_high, end - high * fee)
     for k in tl.range(0, MOVES):
         share = tl.where(at_high == k, 1.0 - blend, 0.0) + tl.where(at_low == k, blend, 0.0)
-        tl.store(centre_ptr + place * SLOTS + k, share.to(tl.float32), mask=rows)
+        tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
     tl.debug_barrier()
     return tl.where(value_low <= value_high, low, high)
 
 
 @triton.jit
-def _tile(
-    list_ptr, first, count, one, offset_ptr, fee_ptr, MOVES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr
+def _position(
+    list_ptr, index, real, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, LISTED: tl.constexpr
 ):
-    """A tile of a list: positions, which of them and of their moves are real, the moves' numbers, offsets and fees."""
-    lanes = first + tl.arange(0, TILE // SLOTS)[:, None] * one
-    k = tl.arange(0, SLOTS)[None, :]
-    real = lanes < count
-    place = tl.load(list_ptr + lanes, mask=real, other=0).to(tl.int64)
-    step = tl.load(offset_ptr + k, mask=k < MOVES, other=0)
-    fee = tl.load(fee_ptr + k, mask=k < MOVES, other=0.0)
-    return place, real, real & (k < MOVES), k, step, fee
+    """Where the rows or columns with these numbers are staged: by their list, or all pixels one after the other."""
+    if LISTED:
+        return tl.load(list_ptr + index, mask=real, other=0).to(tl.int64)
+    else:
+        return staged_position(tl.where(real, index, 0), H, W, RR, RC)
 
 
 @triton.jit
 def evaluate(
     s_ptr, mark_ptr, centre_ptr, row_ptr, column_ptr, n_rows, n_columns, one, psi, sigma, budget, lo, hi, beyond,
     offset_ptr, fee_ptr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, SLOTS: tl.constexpr, LINEAR: tl.constexpr, TILE: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
+    MOVES: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
     how far the plan moved and what that costs, the size of the gradient, and its product with the direction.
 
-    ``beyond`` is the value of the columns out of reach.
+    Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers fit in registers.
+    ``beyond`` is the value of the columns that are not listed.
     """
-    ROWS: tl.constexpr = TILE // SLOTS
+    STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     u_ptr = s_ptr + TRIAL * STAGED
-    cost, worth = tl.zeros([ROWS, 1], tl.float64), tl.zeros([ROWS, 1], tl.float64)
-    moved, pull = tl.zeros([ROWS, 1], tl.float64), tl.zeros([ROWS, 1], tl.float64)
-    for first in tl.range(0, n_rows, ROWS):
-        place, real, valid, k, step, fee = _tile(row_ptr, first, n_rows, one, offset_ptr, fee_ptr, MOVES, SLOTS, TILE)
+    lanes = tl.arange(0, TILE) * one
+    cost, worth = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    moved, pull = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    for first in tl.range(0, n_rows, TILE):
+        real = first + lanes < n_rows
+        place = _position(row_ptr, first + lanes, real, H, W, RR, RC, LISTED)
         m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
+        rows = m > 0.0
         t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-        end = tl.load(u_ptr + place + step, mask=valid, other=float("-inf"))
-        at = tl.load(centre_ptr + place * SLOTS + k, mask=valid, other=0.0).to(tl.float64)
-        gain = end - psi * fee
-        v = at + sigma * gain
         # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
-        # monotone from there. The sets in use are nested, so that equal counts are equal sets.
-        top = tl.max(v, 1)[:, None]
-        count = tl.sum(valid.to(tl.int32), 1)[:, None] * 0 - 1
-        open_rows = tl.max(real.to(tl.int32)) * 0 + 1
+        # monotone from there. The marked sets are nested, so that equal counts are equal sets.
+        count = t * 0.0 - 1.0
+        open_rows = tl.max(rows.to(tl.int32), 0)
         tries = open_rows * 0
         while (open_rows > 0) & (tries < MOVES + 3):
-            for _ in tl.static_range(ROUNDS):
+            total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
+            for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+                end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+                v += sigma * (end - psi * tl.load(fee_ptr + k))
                 above = v > t
-                used = tl.sum(above.to(tl.int32), 1)[:, None]
-                total = tl.sum(tl.where(above, v, 0.0), 1)[:, None]
-                settled = (used == count) | (real == False)  # noqa: E712
-                inner = (total - 1.0) / tl.maximum(used, 1).to(tl.float64)
-                t = tl.where(settled, t, tl.where(used > 0, inner, top - 1.0))
-                count = tl.where(settled, count, used)
-            open_rows = tl.max(tl.where(settled, 0, 1))
-            tries += ROUNDS
-        taken = valid & (v > t)
-        part = tl.where(taken, v - t, 0.0)
-        marked = tl.where(taken, tl.full([1, SLOTS], 1, mark_ptr.dtype.element_ty) << k, 0)
+                total += tl.where(above, v, 0.0)
+                used += tl.where(above, 1.0, 0.0)
+                top = tl.maximum(top, v)
+            settled = (used == count) | (rows == False)  # noqa: E712
+            t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
+            count = tl.where(settled, count, used)
+            open_rows = tl.max(tl.where(settled, 0, 1), 0)
+            tries += 1
+        value, away, paid = t * 0.0, t * 0.0, t * 0.0
+        marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
+        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+            end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+            at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+            fee = tl.load(fee_ptr + k)
+            gain = end - psi * fee
+            part = at + sigma * gain - t
+            taken = rows & (part > 0.0)
+            part = tl.where(taken, part, 0.0)
+            marks = marks | tl.where(taken, (marks * 0 + 1) << k, marks * 0)
+            value += tl.where(taken, gain * part, 0.0)
+            paid += fee * part
+            away += (part - at) * (part - at)
         tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
-        tl.store(mark_ptr + place, tl.sum(marked, 1)[:, None], mask=real)
-        away = tl.sum((part - at) * (part - at), 1)[:, None]
-        cost += m * tl.sum(fee * part, 1)[:, None]
-        worth += m * tl.sum(tl.where(taken, gain * part, 0.0), 1)[:, None]
+        tl.store(mark_ptr + place, marks, mask=real)
+        cost += m * paid
+        worth += m * value
         moved += m * m * away
         pull += m * away
     tl.debug_barrier()
-    least, size, along = (
-        tl.zeros([ROWS, 1], tl.float64),
-        tl.zeros([ROWS, 1], tl.float64),
-        tl.zeros([ROWS, 1], tl.float64),
-    )
-    for first in tl.range(0, n_columns, ROWS):
-        place, real, valid, k, step, fee = _tile(
-            column_ptr, first, n_columns, one, offset_ptr, fee_ptr, MOVES, SLOTS, TILE
-        )
+    least, size, along = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    for first in tl.range(0, n_columns, TILE):
+        real = first + lanes < n_columns
+        place = _position(column_ptr, first + lanes, real, H, W, RR, RC, LISTED)
         u = tl.load(u_ptr + place, mask=real, other=0.0)
-        start = place - step
-        taken = valid & (((tl.load(mark_ptr + start, mask=valid, other=0) >> k) & 1) != 0)
-        part = tl.load(centre_ptr + start * SLOTS + k, mask=taken, other=0.0).to(tl.float64)
-        part += sigma * (u - psi * fee)
-        part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
-        part *= tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0)
-        come = tl.sum(tl.where(taken, part, 0.0), 1)[:, None]
+        come = u * 0.0
+        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
+            start = place - tl.load(offset_ptr + k)
+            taken = real & (((tl.load(mark_ptr + start, mask=real, other=0) >> k) & 1) != 0)
+            part = tl.load(centre_ptr + k * STAGED + start, mask=taken, other=0.0).to(tl.float64)
+            part += sigma * (u - psi * tl.load(fee_ptr + k))
+            part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
+            come += tl.where(taken, part * tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0), 0.0)
         w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
         z, _, value = column(w, u, come, lo, hi, LINEAR)
         gradient = tl.where(real, z - come, 0.0)
@@ -215,43 +221,8 @@ def evaluate(
         along += gradient * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
     spent, worth_rows, length = three_sums(cost, worth, moved)
     worth_columns, steep, ahead = three_sums(least, size, along)
-    back = tl.sum(pull) / (2.0 * sigma)
+    back = tl.sum(pull, 0) / (2.0 * sigma)
     slope = spent - budget
     slope = tl.where((psi <= 0.0) & (slope <= 0.0), 0.0, slope)
     dual = beyond + worth_columns - psi * budget - worth_rows + back
     return dual, slope, tl.sqrt(length), back, tl.sqrt(steep), ahead
-
-
-@triton.jit
-def settle(
-    s_ptr, centre_ptr, flow_ptr, row_ptr, n_rows, one, psi, sigma, renew, stay, offset_ptr, fee_ptr,
-    H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
-    STAGED: tl.constexpr, MOVES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The plan of the current potentials, its rows summing to 1, in ``flow``; and where asked for it is the next centre
-    (``renew``), or the plan that moves nothing is (``stay``). Returns what rows earn at most, and that without signs.
-    """
-    ROWS: tl.constexpr = TILE // SLOTS
-    hard, size = tl.zeros([ROWS, 1], tl.float64), tl.zeros([ROWS, 1], tl.float64)
-    for first in tl.range(0, n_rows, ROWS):
-        place, real, valid, k, step, fee = _tile(row_ptr, first, n_rows, one, offset_ptr, fee_ptr, MOVES, SLOTS, TILE)
-        m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
-        t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-        end = tl.load(s_ptr + U * STAGED + place + step, mask=valid, other=float("-inf"))
-        at = tl.load(centre_ptr + place * SLOTS + k, mask=valid, other=0.0).to(tl.float64)
-        gain = end - psi * fee
-        part = tl.where(valid, tl.maximum(at + sigma * gain - t, 0.0), 0.0)
-        total = tl.sum(part, 1)[:, None]
-        top = m * tl.max(gain, 1)[:, None]
-        hard += tl.where(real, top, 0.0)
-        size += tl.where(real, tl.abs(top), 0.0)
-        sound = real & (total > 0.5) & (total < 2.0)
-        share = part * tl.where(sound, 1.0 / tl.where(sound, total, 1.0), 0.0)
-        inside = place % ((H + RR) * (W + RC))
-        spot = place // ((H + RR) * (W + RC)) * (MOVES * H * W) + inside // (W + RC) * W + inside % (W + RC)
-        tl.store(flow_ptr + spot + k * (H * W), m * share, mask=valid)
-        if renew != 0:
-            share = tl.where(sound & (stay == 0), share, tl.where(k == 0, 1.0, 0.0))
-            tl.store(centre_ptr + place * SLOTS + k, share.to(tl.float32), mask=valid)
-    earned, absolute, _ = three_sums(hard, size, size)
-    return earned, absolute
