@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import wball
 from benchmarks.inputs import Images, cifar10, disturbed, mnist
 from benchmarks.launches import counted
-from benchmarks.origin import begun, keep, timed_options
+from benchmarks.origin import begun, keep, rows_before, timed_options
 from benchmarks.peers import Absent, released_projection
 from benchmarks.timing import peak_memory
 
@@ -171,7 +171,7 @@ def _timed(call: Call, device: torch.device, samples: list[float]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = timed_options("calls", __doc__, seconds=2.0)
+    parser = timed_options("calls", __doc__, seconds=2.0, resumes=True)
     parser.add_argument("--images", type=int, default=100, help="images of a batch")
     parser.add_argument("--digits", type=int, nargs="+", default=[128, 1000, 10000], help="batch sizes of the attacks")
     parser.add_argument("--steps", type=int, default=100, help="steps of an attack")
@@ -200,13 +200,14 @@ def main(arguments: list[str] | None = None) -> None:
         *attacks(x, y, attacked, [n for n in given.digits if n <= len(x)], given.steps),
         *certificates(x, y, proved, min(given.proofs, len(x))),
     )
-    rows: list[dict[str, Any]] = []
+    rows = rows_before(given, out, about)
+    made = {row["call"] for row in rows}
     for call in (
         *balls(digits, given.images, exact, given.seed),
         *balls(images, given.images, colour, given.seed),
         *sorted(longer, key=lambda call: call.target or 0.0),  # a run that is stopped has the shorter ones
     ):
-        if given.only is None or given.only in call.name:
+        if call.name not in made and (given.only is None or given.only in call.name):
             rows.append(row(call, device, given.seconds, given.once))
             keep(out, {"environment": about, "rows": rows})
             print(rows[-1], flush=True)

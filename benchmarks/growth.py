@@ -18,7 +18,7 @@ from torch import Tensor
 
 import wball
 from benchmarks.inputs import disturbed, mnist, scenes
-from benchmarks.origin import begun, keep, timed_options
+from benchmarks.origin import begun, keep, rows_before, timed_options
 from benchmarks.timing import peak_memory
 
 BATCHES = (1, 10, 100, 1000, 10000)
@@ -39,16 +39,21 @@ def problems(
         yield "window", scenes(8, 32), window, 3000.0
 
 
-def row(grows: str, x: Tensor, window: int, reg: float, seconds: float, seed: int) -> Iterator[dict[str, Any]]:
-    """The calls on one batch."""
+def row(
+    grows: str, x: Tensor, window: int, reg: float, seconds: float, seed: int, made: set[str]
+) -> Iterator[dict[str, Any]]:
+    """The calls on one batch, but for those that are ``made``."""
     ball, w = wball.WassersteinBall(0.05, wball.GridCost(window)), disturbed(x.cpu(), STEP, seed).to(x)
     random = torch.Generator(x.device).manual_seed(seed)
     for name, call in (
         ("project", lambda: ball.project(x, w, reg=reg, tol=1e-4)),
         ("sample", lambda: ball.sample(x, random)),
     ):
+        if name in made:
+            continue
         samples: list[float] = []
         call()
+        extra = peak_memory(call, x.device)
         end = time.perf_counter() + seconds
         while not samples or (time.perf_counter() < end and len(samples) < 20):
             begin = time.perf_counter()
@@ -56,7 +61,6 @@ def row(grows: str, x: Tensor, window: int, reg: float, seconds: float, seed: in
             if x.is_cuda:
                 torch.cuda.synchronize(x.device)
             samples.append(time.perf_counter() - begin)
-        extra = peak_memory(call, x.device)
         yield {
             "call": name,
             "grows": grows,
@@ -87,17 +91,23 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = timed_options("growth", __doc__, seconds=1.0)
+    parser = timed_options("growth", __doc__, seconds=1.0, resumes=True)
     parser.add_argument("--batch", type=int, default=BATCHES[-1], help="largest batch")
     parser.add_argument("--windows", type=int, nargs="*", default=WINDOWS, help="sides of the windows")
     parser.add_argument("--side", type=int, default=SIDES[-1], help="largest side of an image")
+    parser.add_argument("--longest", type=float, default=60.0, help="seconds of a call after which nothing grows more")
     given = parser.parse_args(arguments)
     device, out, about = begun("growth", given)
-    rows: list[dict[str, Any]] = []
+    rows = rows_before(given, out, about)
     for grows, x, window, reg in problems(
         given.batch, given.side, given.windows, mnist(given.data, torch.device("cpu")).x
     ):
-        for found in row(grows, x.to(device), window, reg, given.seconds, given.seed):
+        alike = [r for r in rows if r["grows"] == grows]
+        if any(r["seconds"] > given.longest for r in alike):
+            continue
+        size = [len(x), list(x.shape[1:]), window]
+        made = {r["call"] for r in alike if [r["batch"], r["shape"], r["window"]] == size}
+        for found in row(grows, x.to(device), window, reg, given.seconds, given.seed, made):
             rows.append(found)
             keep(out, {"environment": about, "seed": given.seed, "rows": rows})
             print(found, flush=True)

@@ -15,8 +15,10 @@ from wball.ball import WassersteinBall
 from wball.storage.atomic import write_whole
 
 
-def timed_options(name: str, about: str | None, seconds: float, measured: str = "call") -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark that times something."""
+def timed_options(
+    name: str, about: str | None, seconds: float, measured: str = "call", *, resumes: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark that times something, and of those that go on where they stopped."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}".strip(), description=about)
     parser.add_argument(
         "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
@@ -26,6 +28,8 @@ def timed_options(name: str, about: str | None, seconds: float, measured: str = 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
     parser.add_argument("--out", type=Path, help=f"default: results/{name or 'bench'}_<device>.json")
+    if resumes:
+        parser.add_argument("--resume", action="store_true", help="keep the rows that this commit left in the file")
     return parser
 
 
@@ -50,6 +54,16 @@ def environment(device: str, data: Path | None, *files: Path) -> dict[str, Any]:
 def keep(path: Path, content: dict[str, Any]) -> None:
     """Write a result that grows row by row: a run that is killed leaves the rows before, whole."""
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def rows_before(given: argparse.Namespace, out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that a run of this commit left when it was stopped; none unless ``--resume`` asks for them."""
+    if not given.resume or not out.exists():
+        return []
+    before = json.loads(out.read_text(encoding="utf-8"))
+    same = before["environment"]["commit"] == about["commit"]
+    rows: list[dict[str, Any]] = before["rows"] if same else []
+    return rows
 
 
 def earlier(path: Path, **settings: Any) -> dict[str, Any]:
