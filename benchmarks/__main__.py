@@ -13,6 +13,7 @@ one call, ``resnet50`` the share of the network at 224 x 224. Each has a ``--hel
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,56 +21,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import (
-    agreeing,
-    auditing,
-    calls,
-    deciding,
-    epochs,
-    exact,
-    growth,
-    launches,
-    masks,
-    memory,
-    oracle,
-    projection,
-    proving,
-    public,
-    report,
-    resnet50,
-    separation,
-    soundness,
-    streaming,
-    strength,
-    targets,
-    threads,
-    validity,
-    warm,
-)
+from benchmarks import oracle, projection, report, targets, threads, warm
 from benchmarks.inputs import Images, cifar10, mnist
 from benchmarks.origin import timed_options
 from benchmarks.timing import Time, machine
 
-OTHERS = {
-    "calls": calls.main,
-    "growth": growth.main,
-    "validity": validity.main,
-    "soundness": soundness.main,
-    "proving": proving.main,
-    "deciding": deciding.main,
-    "agreeing": agreeing.main,
-    "auditing": auditing.main,
-    "exact": exact.main,
-    "separation": separation.main,
-    "launches": launches.main,
-    "strength": strength.main,
-    "masks": masks.main,
-    "public": public.main,
-    "streaming": streaming.main,
-    "memory": memory.main,
-    "resnet50": resnet50.main,
-    "epochs": epochs.main,
-}
+OTHERS = (
+    "calls", "growth", "launches", "validity", "soundness", "proving", "deciding", "agreeing", "auditing", "exact",
+    "separation", "strength", "masks", "public", "streaming", "memory", "resnet50", "epochs",
+)  # fmt: skip
+"""Benchmarks of their own, each a module with a ``main``, which is imported when it is asked for."""
+
 PARTS = ("projection", "threads", "oracle", "windows", "large", "quality")
 
 
@@ -107,7 +69,7 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
 def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else list(words)
     if words and words[0] in OTHERS:
-        OTHERS[words[0]](words[1:])
+        importlib.import_module(f"benchmarks.{words[0]}").main(words[1:])
         return
     given = arguments(words)
     if given.render is not None:
