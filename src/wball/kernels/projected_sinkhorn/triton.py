@@ -24,6 +24,7 @@ from torch import Tensor
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
+    INTERPRETED,
     RANGE,
     extent,
     kernel,
@@ -32,7 +33,7 @@ from wball.kernels.triton_stencil import (
     solve_price,
     stage_halos,
     stencil,
-    sum_six,
+    sum_five,
     too_large,
     warps,
     why_not_here,
@@ -45,14 +46,25 @@ MAX_VALUES = 16384
 EXACT_RANGE = 600.0
 """Potentials that differ by no more than this over an image need no logs in float64."""
 
-ROUGH_TOL, ROUGH_SHARE = 3e-5, 0.7
-"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap that it cannot resolve."""
+ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.7
+"""Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below what it may resolve."""
+
+PATIENCE, RESOLVED = 30, 3e-5
+"""Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it resolves for sure."""
+
+REMEMBERED = 3
+ROWS = 3 + 2 * REMEMBERED
+"""Images that the memory of the sweeps takes: metric, last change, last end, and differences with their steps."""
 
 _FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
 _OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(reference.FROM_SWEEP)
 _PARTS = tl.constexpr(reference.PARTS)
+_REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
+_DOUBT, _DEPENDENT = tl.constexpr(3.0), tl.constexpr(1e-5)
+_RESOLVED = tl.constexpr(RESOLVED)
+_REPAIRS_AGAIN = tl.constexpr(12)
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
 
@@ -71,35 +83,38 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
     z, u_out = torch.empty((2, *x.shape), dtype=out, device=device)
-    keep = torch.empty(x.shape, dtype=work, device=device)
-    give = torch.empty(x.shape if gives else (1,), dtype=work, device=device)
+    kept = torch.empty(x.shape, dtype=torch.float32, device=device)
     # objective, gap, allowed gap, cost, residual, scale of what moves
     numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
     psi_out = torch.empty(batch, dtype=work, device=device)
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    (staged,) = table.stage(1, batch, device, work)
     x, w, budget = x.contiguous(), problem.w.contiguous(), problem.budget.to(torch.float64)
     rough = max(ROUGH_SHARE * tol, ROUGH_TOL) if doubly else tol
+    keep, give = kept, torch.empty(x.shape if gives else (1,), dtype=torch.float32, device=device)
     for first in (True, False) if batch else ():
         exact = doubly and not first
         start = (problem.u.contiguous(), problem.psi) if first else (u_out, psi_out)
+        memory = torch.empty((batch, ROWS, table.values) if first else (1,), dtype=torch.float32, device=device)
+        (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
+        if exact:
+            keep, give = (torch.empty(t.shape, dtype=torch.float64, device=device) for t in (keep, give))
         _projection_kernel[(batch,)](
-            x, w, budget, problem.tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter,
-            staged if exact else staged.view(torch.float32), wide,
-            table.offset, table.exact_fee if exact else table.fee,
+            x, w, budget, problem.tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
+            memory, table.offset, table.exact_fee if exact else table.fee,
             _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * problem.unit,
-            tol if exact else rough, problem.max_iter, batch,
+            tol if exact else rough, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
             # Where few sweeps are made the moves are looped over, which is faster to compile.
-            **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact,
+            **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
             REPAIRED=box is not None or not (first or exact),
-            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
+            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block, num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
         )  # fmt: skip
+        del memory, staged
     objective, gap, allowed, cost, residual, scale = numbers
     answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter)
     if not problem.factors:
         return answer
-    return replace(answer, keep=keep, give=give if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
+    return replace(answer, keep=keep.to(work), give=give.to(work) if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
 
 
 @lru_cache(maxsize=16)
@@ -132,6 +147,14 @@ def wright_omega(y, EXACT: tl.constexpr):
 @triton.jit
 def _clip(values, lo, hi):
     return tl.minimum(tl.maximum(values, lo), hi)
+
+
+@triton.jit
+def _log_ratio(above, bound):
+    """``log((bound + above) / bound)``, to the relative precision of ``above`` where that is small."""
+    t = above / bound
+    near = t * (1.0 - t * (0.5 - t * (0.33333333333333333 - t * (0.25 - t * 0.2))))
+    return tl.where(tl.abs(t) < 1e-3, near, tl.log(1.0 + t))
 
 
 @triton.jit
@@ -174,16 +197,16 @@ def _exchanged(
         )  # fmt: skip
 
 
-@kernel("one", "max_iter", "batch", "tol")
+@kernel("one", "max_iter", "patience", "batch", "tol")
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
-    s_ptr, wide_ptr,
+    s_ptr, wide_ptr, kept_ptr, memory_ptr,
     offset_ptr, fee_ptr,
-    box_ptr, one, slack, tol, max_iter, batch,
+    box_ptr, one, slack, tol, max_iter, patience, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
-    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    REMEMBERS: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -197,8 +220,11 @@ def _projection_kernel(
     here = image * N + index
     s_ptr += image * STAGED
     keep_out += image * N
+    kept_ptr += image * N
     if GIVES:
         give_out += image * N
+    if REMEMBERS:
+        memory_ptr += image * (_ROWS * N)
     stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
@@ -215,7 +241,7 @@ def _projection_kernel(
     log_tau = tl.log(tau)
 
     beta = u / tau
-    last = beta
+    last = beta if not REMEMBERS else 0.0
     price = psi / tau
     streak = 0.0
     begun = 0 if LINEAR and not EXACT else tl.load(n_iter_out + image)
@@ -225,6 +251,11 @@ def _projection_kernel(
     scale = at_centre.to(REAL)
     done = single
     wide = False
+    left = False
+    lowest = 0.0 * psi + float("inf")
+    best = lowest
+    since = 0
+    sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
     while (n_iter < max_iter) & (done == False):  # noqa: E712
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
@@ -250,25 +281,27 @@ def _projection_kernel(
         _stage(s_ptr, place, t, real)
         received = flows(s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
 
-        # Columns.
-        columns = received + x * (1.0 - moved)
+        # Columns. What a pixel gains is small: so far from the box it is known better than the column itself.
+        gained = received - x * moved
+        columns = x + gained
+        over = (x - hi) + gained
+        under = (lo - x) - gained
         log_s = tl.log(columns) - beta
         omega = wright_omega(w / tau + log_s - log_tau, EXACT)
         new = w / tau - omega
-        new = tl.where(omega * tau > hi, tl.log(hi) - log_s, new)
-        new = tl.where(omega * tau < lo, tl.log(lo) - log_s, new)
+        new = tl.where(omega * tau > hi, beta - _log_ratio(over, hi), new)
+        new = tl.where(omega * tau < lo, beta - _log_ratio(-under, lo), new)
         new = tl.where(real, new, 0.0)
         n_iter += 1
 
         # About the gap after a repair: columns above hi will send mass back, unspent.
         kept = _clip(columns, lo, hi)
-        misfit, outside, entropy, distance, cost, turn = sum_six(
+        misfit, outside, entropy, distance, cost = sum_five(
             tl.where(real, _misfit(w, tau * beta, kept, lo, hi), 0.0),
-            tl.where(real, tl.abs(columns - kept), 0.0),
+            tl.where(real, tl.maximum(over, 0.0) + tl.maximum(under, 0.0), 0.0),
             tl.where(real, beta * columns - x * log_sum, 0.0),
             tl.where(real, 0.5 * (w - columns) * (w - columns), 0.0),
             x * mean,
-            (new - beta) * (new - last),
         )
         scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
         scale += tol * at_centre.to(REAL)
@@ -283,23 +316,32 @@ def _projection_kernel(
             stayed = x * (1.0 - moved)
             raw_sent = x * moved
             raw_received = received
+            repairs = _REPAIRS
+            if EXACT and REPAIRED:  # noqa: SIM102, decided when compiling
+                if offers == 0:  # float32 has repaired this plan, up to its rounding
+                    keep = tl.load(kept_ptr + index, mask=real, other=1.0).to(REAL)
+                    raw_sent = _exchanged(
+                        s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
+                        offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
+                    )  # fmt: skip
+                    repairs = _REPAIRS_AGAIN
             if not LINEAR:  # the very numbers that arrive, which are off by the rounding of their exponents
                 raw_sent = _exchanged(
                     s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
                     offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
                 )  # fmt: skip
             sent = raw_sent
-            arrived = raw_received
-            z = x - sent + arrived
+            arrived = keep * raw_received
+            z = x + (arrived - sent)
             if REPAIRED:
-                over, under = _outside(z, x, lo, hi, slack, real, LINEAR)
-                broken = tl.max((over | under).to(tl.int32), 0)
+                above, below = _outside(z, x, lo, hi, slack, real, LINEAR)
+                broken = tl.max((above | below).to(tl.int32), 0)
                 repair = 0
-                while (repair <= _REPAIRS) & (broken > 0):
-                    final = repair == _REPAIRS
+                while (repair <= repairs) & (broken > 0):
+                    final = repair == repairs
                     more = tl.where(final | (repair < _FROM_SWEEP), 0.0, _OVERSHOOT)
                     tighter_keep, tighter_give = tighten(
-                        x, raw_sent, raw_received, keep, give, over, under, lo, hi, tl.where(final, 0.0, 1.0), more
+                        x, raw_sent, raw_received, keep, give, above, below, lo, hi, tl.where(final, 0.0, 1.0), more
                     )
                     raw_sent = _exchanged(
                         s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, fees,
@@ -312,15 +354,15 @@ def _projection_kernel(
                         )  # fmt: skip
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
-                    mix = tl.max(way_back(z, x - next_sent + next_arrived, hi, slack, real), 0)
+                    mix = tl.max(way_back(z, x + (next_arrived - next_sent), hi, slack, real), 0)
                     mix = tl.where(final & (lo == 0.0), mix, 1.0)
                     sent += mix * (next_sent - sent)
                     arrived += mix * (next_arrived - arrived)
                     keep += mix * (tighter_keep - keep)
                     give += mix * (tighter_give - give)
-                    z = x - sent + arrived
-                    over, under = _outside(z, x, lo, hi, slack, real, LINEAR)
-                    broken = tl.max((over | under).to(tl.int32), 0)
+                    z = x + (arrived - sent)
+                    above, below = _outside(z, x, lo, hi, slack, real, LINEAR)
+                    broken = tl.max((above | below).to(tl.int32), 0)
                     repair += 1
             # Within the budget.
             paid = _exchanged(
@@ -332,7 +374,7 @@ def _projection_kernel(
             spent *= shrink
             sent *= shrink.to(REAL)
             arrived *= shrink.to(REAL)
-            z = _clip(x - sent + arrived, lo, hi)
+            z = _clip(x + (arrived - sent), lo, hi)
             # The gap of this plan.
             stay = tl.maximum(x - sent, 0.0)
             divergence = _total(
@@ -359,17 +401,36 @@ def _projection_kernel(
                 tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
             _note(numbers_out + image, batch, distance_exact + entropy_exact, gap, allowed, spent, residual, shrink)
             offers += 1
+            if REMEMBERS:  # what float32 cannot spend for want of a finer price, float64 will
+                gap -= tl.where(
+                    patience < max_iter, heat * value * tl.minimum(budget_exact - spent, RESOLUTION * budget_exact), 0.0
+                )
             done = (gap <= allowed) | (offers == _ROUNDS)
             target = tl.maximum(0.5 * target, tol * _LEAST)
-        # Momentum, restarted when a sweep turns back.
-        streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
-        weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
-        beta = tl.where(wide, beta, new + weight * (new - last))
-        last = new
+        if REMEMBERS:
+            since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
+            best = tl.minimum(best, estimate)
+            left = (since >= patience) & (done == False)  # noqa: E712
+            free = (omega * tau >= lo) & (omega * tau <= hi)
+            trusted = (n_iter > 1) & (estimate <= _DOUBT * lowest)
+            following, sizes = _conjugate(
+                memory_ptr, index, real, beta, new, columns + tl.where(free, tau, 0.0), n_iter, sizes, trusted, N
+            )
+            lowest = tl.where(trusted, tl.minimum(lowest, estimate), estimate)
+            beta = tl.where(wide | left, beta, following)
+            done = done | left
+        else:  # momentum, restarted when a sweep turns back
+            turn = tl.sum((new - beta) * (new - last), 0)
+            streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
+            weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
+            beta = tl.where(wide, beta, new + weight * (new - last))
+            last = new
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
-        if wide:  # where the next launch takes over
+        if wide | left:  # where the next launch takes over, with a plan that nobody has repaired
+            if REMEMBERS:
+                tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
             tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
     tl.store(n_iter_out + image, begun + n_iter)
@@ -385,8 +446,77 @@ def _projection_kernel(
             numbers_out + image, batch, at_centre, tl.where(single, 0.0, float("inf")), tol * at_centre, 0.0, 0.0, 0.0
         )
         if single:
-            tl.store(u_out + here, u, mask=real)
+            tl.store(u_out + here, beta, mask=real)  # tau is 1
             tl.store(psi_out + image, psi)
+
+
+@triton.jit
+def _add_eight(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6, a7 + b7
+
+
+@triton.jit
+def _products(metric, f, d0, d1, d2, d3):
+    """The square of a difference, its products with the others, and those of the change with all."""
+    g, f = metric * d0, metric * f
+    if INTERPRETED:
+        return (
+            tl.sum(g * d0, 0), tl.sum(g * d1, 0), tl.sum(g * d2, 0), tl.sum(g * d3, 0),
+            tl.sum(f * d0, 0), tl.sum(f * d1, 0), tl.sum(f * d2, 0), tl.sum(f * d3, 0),
+        )  # fmt: skip
+    else:
+        return tl.reduce((g * d0, g * d1, g * d2, g * d3, f * d0, f * d1, f * d2, f * d3), 0, _add_eight)
+
+
+@triton.jit
+def _row(ptr, row, index, real, size, N: tl.constexpr):
+    """A row of the memory; 0 where nothing is remembered, which has no size."""
+    return tl.where(size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0), 0.0)
+
+
+@triton.jit
+def _part(product, size):
+    return tl.where(size > 0.0, product / tl.maximum(size, 1e-30), 0.0)
+
+
+@triton.jit
+def _conjugate(ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
+    """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest first.
+
+    Nothing is unless told to ``remember``.
+    """
+    change = tl.where(real, new - beta, 0.0)
+    following = new
+    size1, size2, size3 = sizes
+    nothing = 0.0 * size1
+    slot = step % _REMEMBERED  # of the oldest, which is replaced
+    if remember:
+        metric = tl.load(ptr + index, mask=real, other=0.0)
+        d0 = change - tl.load(ptr + N + index, mask=real, other=0.0)
+        s0 = tl.where(real, new - tl.load(ptr + 2 * N + index, mask=real, other=0.0), 0.0)
+        one, two, three = 3 + (slot + _REMEMBERED - 1) % _REMEMBERED, 3 + (slot + 1) % _REMEMBERED, 3 + slot
+        d1, s1 = _row(ptr, one, index, real, size1, N), _row(ptr, one + _REMEMBERED, index, real, size1, N)
+        d2, s2 = _row(ptr, two, index, real, size2, N), _row(ptr, two + _REMEMBERED, index, real, size2, N)
+        d3, s3 = _row(ptr, three, index, real, size3, N), _row(ptr, three + _REMEMBERED, index, real, size3, N)
+        size, along1, along2, along3, f0, f1, f2, f3 = _products(metric, change, d0, d1, d2, d3)
+        a1, a2, a3 = _part(along1, size1), _part(along2, size2), _part(along3, size3)
+        rest = size - a1 * along1 - a2 * along2 - a3 * along3
+        d0 -= a1 * d1 + a2 * d2 + a3 * d3
+        s0 -= a1 * s1 + a2 * s2 + a3 * s3
+        f0 -= a1 * f1 + a2 * f2 + a3 * f3
+        if rest > _DEPENDENT * size:
+            tl.store(ptr + three * N + index, d0, mask=real)
+            tl.store(ptr + (three + _REMEMBERED) * N + index, s0, mask=real)
+            following = new - f0 / rest * s0 - _part(f1, size1) * s1 - _part(f2, size2) * s2 - _part(f3, size3) * s3
+            size1, size2, size3 = rest, size1, size2
+        else:
+            size1, size2, size3 = nothing, nothing, nothing
+    else:
+        size1, size2, size3 = nothing, nothing, nothing
+        tl.store(ptr + index, resistance, mask=real)
+    tl.store(ptr + N + index, change, mask=real)
+    tl.store(ptr + 2 * N + index, new, mask=real)
+    return following, (size1, size2, size3)
 
 
 @triton.jit
