@@ -107,7 +107,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             # Where few sweeps are made the moves are looped over, which is faster to compile.
             **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
             REPAIRED=box is not None or not (first or exact),
-            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block, num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
+            WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
+            num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
         )  # fmt: skip
         del memory, staged
     objective, gap, allowed, cost, residual, scale = numbers
