@@ -97,8 +97,8 @@ def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
 
     Pixels outside the box go ``more`` times as far inside it.
     """
-    z = x - give * sent + keep * received
-    above, below = tl.where(over, more * (z - hi), 0.0), tl.where(under, more * (lo - z), 0.0)
+    net = keep * received - give * sent
+    above, below = tl.where(over, more * ((x - hi) + net), 0.0), tl.where(under, more * ((lo - x) - net), 0.0)
     room = tl.maximum((hi - x + counted * give * sent - above) / tl.maximum(received, 1.2e-38), 0.0)
     spare = tl.maximum((x - lo + counted * keep * received - below) / tl.maximum(sent, 1.2e-38), 0.0)
     last = counted == 0.0

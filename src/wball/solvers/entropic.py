@@ -43,8 +43,7 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
     grid, target, tau = as_images(x), as_images(w), problem.mass / reg
     moves = problem.moves(grid)
     answer = projected_sinkhorn(Projection(
-        grid, target, spend, moves, problem.box, tau,
-        u=target - grid, psi=torch.full_like(tau, 0.1), tol=tol, max_iter=SWEEPS, factors=True,
+        grid, target, spend, moves, problem.box, tau, tol=tol, max_iter=SWEEPS, factors=True
     ))  # fmt: skip
     gap = answer.gap.clamp(min=0)
     solved = gap <= answer.allowed

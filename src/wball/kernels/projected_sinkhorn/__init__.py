@@ -36,10 +36,14 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 
+import torch
 from torch import Tensor
 
 from wball.kernels import dispatch
 from wball.moves import Moves
+
+COLD_PRICE = 0.1
+"""Where the search for a price starts that nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Projection:
         moves: the moves of the ground cost on these images.
         box: ``(lo, hi)`` or ``None``.
         tau: temperature per image, ``(B,)``, positive where the image has mass.
-        u: starting potential, like ``x``; ``w - x`` is a good one.
-        psi: starting price, ``(B,)``.
+        u: starting potential, like ``x``; ``None`` for ``w - x``, which is a good one.
+        psi: starting price, ``(B,)``; ``None`` for 0.1.
         tol: an image is done when ``gap <= tol * max(d, PARTS * (d + tau |entropy|)) + tol^2 * 1/2 |w - x|^2`` with
             ``d = 1/2 |w - z|^2``.
         max_iter: at most so many sweeps per image.
@@ -69,11 +73,16 @@ class Projection:
     box: tuple[float, float] | None
     tau: Tensor
     _: KW_ONLY
-    u: Tensor
-    psi: Tensor
+    u: Tensor | None = None
+    psi: Tensor | None = None
     tol: float = 1e-4
     max_iter: int = 500
     factors: bool = False
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The potential and the price to start from."""
+        u = self.w - self.x if self.u is None else self.u
+        return u, torch.full_like(self.tau, COLD_PRICE) if self.psi is None else self.psi
 
     @property
     def ends(self) -> tuple[float, float]:

@@ -82,8 +82,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
     )  # fmt: skip
-    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, problem.u)]
-    numbers_of = (problem.budget, problem.tau, problem.psi)
+    u, psi = problem.start()
+    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
+    numbers_of = (problem.budget, problem.tau, psi)
     single = [t.detach().to(torch.float64).contiguous().numpy() for t in numbers_of]
     out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
     numbers, n_iter = np.zeros((shape[0], 6)), np.zeros(shape[0], dtype=np.int64)

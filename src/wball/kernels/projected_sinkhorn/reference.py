@@ -74,7 +74,7 @@ class _Priced(PlanRows):
 class _Search:
     def __init__(self, problem: Projection) -> None:
         dtype = torch.float64 if problem.factors else problem.x.dtype
-        self.x, self.w, self.u, self.psi = (t.to(dtype) for t in (problem.x, problem.w, problem.u, problem.psi))
+        self.x, self.w, self.u, self.psi = (t.to(dtype) for t in (problem.x, problem.w, *problem.start()))
         self.budget, self.moves, self.tol = problem.budget.to(torch.float64), problem.moves.like(self.x), problem.tol
         self.boxed = problem.box is not None
         self.lo, self.hi = problem.ends

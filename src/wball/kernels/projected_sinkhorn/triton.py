@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
+from wball.kernels.projected_sinkhorn import COLD_PRICE, ProjectedSinkhorn, Projection, reference
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
     INTERPRETED,
@@ -49,12 +49,16 @@ EXACT_RANGE = 600.0
 ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.7
 """Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below what it may resolve."""
 
+ROUGH_SLACK = 5e-8
+"""What float32 may leave above ``hi`` for float64 to repair: the gain of a full pixel is known to that."""
+
 PATIENCE, RESOLVED = 30, 3e-5
 """Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it resolves for sure."""
 
 REMEMBERED = 3
-ROWS = 3 + 2 * REMEMBERED
-"""Images that the memory of the sweeps takes: metric, last change, last end, and differences with their steps."""
+ROWS = 1 + 2 * REMEMBERED
+"""Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with their steps. The
+change of the last sweep and where it ended are kept in float32."""
 
 _FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
@@ -63,7 +67,7 @@ _OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(refere
 _PARTS = tl.constexpr(reference.PARTS)
 _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
 _DOUBT, _DEPENDENT = tl.constexpr(3.0), tl.constexpr(1e-5)
-_RESOLVED = tl.constexpr(RESOLVED)
+_RESOLVED, _COLD_PRICE = tl.constexpr(RESOLVED), tl.constexpr(COLD_PRICE)
 _REPAIRS_AGAIN = tl.constexpr(12)
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
@@ -75,42 +79,48 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    x, box, tol = problem.x, problem.box, problem.tol
+    x, box, tau, tol = problem.x, problem.box, problem.tau, problem.tol
     table = stencil(problem.moves, x)
     batch, device = x.shape[0], x.device
     lo, hi = problem.ends
     doubly = problem.factors or x.dtype == torch.float64
     gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
-    z, u_out = torch.empty((2, *x.shape), dtype=out, device=device)
+    u_out = torch.empty(x.shape, dtype=out, device=device)
     kept = torch.empty(x.shape, dtype=torch.float32, device=device)
+    z = kept if doubly else torch.empty(x.shape, dtype=out, device=device)  # float64 makes its own
     # objective, gap, allowed gap, cost, residual, scale of what moves
     numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
     psi_out = torch.empty(batch, dtype=work, device=device)
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     x, w, budget = x.contiguous(), problem.w.contiguous(), problem.budget.to(torch.float64)
-    rough = max(ROUGH_SHARE * tol, ROUGH_TOL) if doubly else tol
+    rough, rough_slack = (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (tol, reference.SLACK)
     keep, give = kept, torch.empty(x.shape if gives else (1,), dtype=torch.float32, device=device)
     for first in (True, False) if batch else ():
         exact = doubly and not first
-        start = (problem.u.contiguous(), problem.psi) if first else (u_out, psi_out)
-        memory = torch.empty((batch, ROWS, table.values) if first else (1,), dtype=torch.float32, device=device)
-        (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
+        start = (u_out, psi_out)
+        if first:
+            start = (w if problem.u is None else problem.u.contiguous(), tau if problem.psi is None else problem.psi)
+            memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
+            recent = torch.empty((batch, 2, table.values), dtype=torch.float32, device=device)
         if exact:
+            z = torch.empty(x.shape, dtype=out, device=device)
             keep, give = (torch.empty(t.shape, dtype=torch.float64, device=device) for t in (keep, give))
+        (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
         _projection_kernel[(batch,)](
-            x, w, budget, problem.tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
-            memory, table.offset, table.exact_fee if exact else table.fee,
-            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else reference.SLACK) * problem.unit,
+            x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
+            memory, recent, table.offset, table.exact_fee if exact else table.fee,
+            _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else rough_slack) * problem.unit,
             tol if exact else rough, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
             # Where few sweeps are made the moves are looped over, which is faster to compile.
             **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
+            COLD_U=first and problem.u is None, COLD_PSI=first and problem.psi is None, POINT=not (doubly and first),
             REPAIRED=box is not None or not (first or exact),
             WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
             num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
         )  # fmt: skip
-        del memory, staged
+        memory = recent = staged = wide  # the memory of float32 goes before that of float64 comes
     objective, gap, allowed, cost, residual, scale = numbers
     answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter)
     if not problem.factors:
@@ -202,12 +212,13 @@ def _exchanged(
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
-    s_ptr, wide_ptr, kept_ptr, memory_ptr,
+    s_ptr, wide_ptr, kept_ptr, memory_ptr, recent_ptr,
     offset_ptr, fee_ptr,
     box_ptr, one, slack, tol, max_iter, patience, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
-    REMEMBERS: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    REMEMBERS: tl.constexpr, COLD_U: tl.constexpr, COLD_PSI: tl.constexpr, POINT: tl.constexpr,
+    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -226,13 +237,14 @@ def _projection_kernel(
         give_out += image * N
     if REMEMBERS:
         memory_ptr += image * (_ROWS * N)
+        recent_ptr += image * (2 * N)
     stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
-    u = tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
+    u = w - x if COLD_U else tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
     budget_exact = tl.load(budget_ptr + image)
     budget = budget_exact.to(REAL)
-    psi = tl.load(psi_ptr + image).to(REAL)
+    psi = 0.0 * budget + _COLD_PRICE if COLD_PSI else tl.load(psi_ptr + image).to(REAL)
     single = (budget <= 0.0) | (tl.sum(x, 0) <= 0.0)
     tau = tl.where(single, 1.0, tl.load(tau_ptr + image).to(REAL))
     lo = tl.load(box_ptr).to(REAL)
@@ -333,9 +345,9 @@ def _projection_kernel(
                 )  # fmt: skip
             sent = raw_sent
             arrived = keep * raw_received
-            z = x + (arrived - sent)
+            net = arrived - sent
             if REPAIRED:
-                above, below = _outside(z, x, lo, hi, slack, real, LINEAR)
+                above, below = _outside(net, x, lo, hi, slack, real, LINEAR)
                 broken = tl.max((above | below).to(tl.int32), 0)
                 repair = 0
                 while (repair <= repairs) & (broken > 0):
@@ -355,14 +367,14 @@ def _projection_kernel(
                         )  # fmt: skip
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
-                    mix = tl.max(way_back(z, x + (next_arrived - next_sent), hi, slack, real), 0)
+                    mix = tl.max(way_back((x - hi) + net, (x - hi) + (next_arrived - next_sent), 0.0, slack, real), 0)
                     mix = tl.where(final & (lo == 0.0), mix, 1.0)
                     sent += mix * (next_sent - sent)
                     arrived += mix * (next_arrived - arrived)
                     keep += mix * (tighter_keep - keep)
                     give += mix * (tighter_give - give)
-                    z = x + (arrived - sent)
-                    above, below = _outside(z, x, lo, hi, slack, real, LINEAR)
+                    net = arrived - sent
+                    above, below = _outside(net, x, lo, hi, slack, real, LINEAR)
                     broken = tl.max((above | below).to(tl.int32), 0)
                     repair += 1
             # Within the budget.
@@ -394,7 +406,8 @@ def _projection_kernel(
             allowed = tol * tl.maximum(distance_exact, _PARTS * (distance_exact - entropy_exact))
             allowed += tol * tol * at_centre
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
-            tl.store(z_out + here, z, mask=real)
+            if POINT:
+                tl.store(z_out + here, z, mask=real)
             tl.store(u_out + here, tau * beta, mask=real)
             tl.store(psi_out + image, tau * price)
             tl.store(keep_out + index, keep, mask=real)
@@ -415,8 +428,9 @@ def _projection_kernel(
             free = (omega * tau >= lo) & (omega * tau <= hi)
             trusted = (n_iter > 1) & (estimate <= _DOUBT * lowest)
             following, sizes = _conjugate(
-                memory_ptr, index, real, beta, new, columns + tl.where(free, tau, 0.0), n_iter, sizes, trusted, N
-            )
+                memory_ptr, recent_ptr, index, real, beta, new, columns + tl.where(free, tau, 0.0), n_iter, sizes,
+                trusted, N,
+            )  # fmt: skip
             lowest = tl.where(trusted, tl.minimum(lowest, estimate), estimate)
             beta = tl.where(wide | left, beta, following)
             done = done | left
@@ -439,7 +453,8 @@ def _projection_kernel(
     if EXACT:
         still = single | wide
     if still:
-        tl.store(z_out + here, x, mask=real)
+        if POINT:
+            tl.store(z_out + here, x, mask=real)
         tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
         if GIVES:
             tl.store(give_out + index, tl.zeros([BLOCK], REAL), mask=real)
@@ -472,7 +487,7 @@ def _products(metric, f, d0, d1, d2, d3):
 @triton.jit
 def _row(ptr, row, index, real, size, N: tl.constexpr):
     """A row of the memory; 0 where nothing is remembered, which has no size."""
-    return tl.where(size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0), 0.0)
+    return tl.where(size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -481,7 +496,7 @@ def _part(product, size):
 
 
 @triton.jit
-def _conjugate(ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
+def _conjugate(ptr, recent_ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
     """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest first.
 
     Nothing is unless told to ``remember``.
@@ -492,10 +507,10 @@ def _conjugate(ptr, index, real, beta, new, resistance, step, sizes, remember, N
     nothing = 0.0 * size1
     slot = step % _REMEMBERED  # of the oldest, which is replaced
     if remember:
-        metric = tl.load(ptr + index, mask=real, other=0.0)
-        d0 = change - tl.load(ptr + N + index, mask=real, other=0.0)
-        s0 = tl.where(real, new - tl.load(ptr + 2 * N + index, mask=real, other=0.0), 0.0)
-        one, two, three = 3 + (slot + _REMEMBERED - 1) % _REMEMBERED, 3 + (slot + 1) % _REMEMBERED, 3 + slot
+        metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
+        d0 = change - tl.load(recent_ptr + index, mask=real, other=0.0)
+        s0 = tl.where(real, new - tl.load(recent_ptr + N + index, mask=real, other=0.0), 0.0)
+        one, two, three = 1 + (slot + _REMEMBERED - 1) % _REMEMBERED, 1 + (slot + 1) % _REMEMBERED, 1 + slot
         d1, s1 = _row(ptr, one, index, real, size1, N), _row(ptr, one + _REMEMBERED, index, real, size1, N)
         d2, s2 = _row(ptr, two, index, real, size2, N), _row(ptr, two + _REMEMBERED, index, real, size2, N)
         d3, s3 = _row(ptr, three, index, real, size3, N), _row(ptr, three + _REMEMBERED, index, real, size3, N)
@@ -506,27 +521,27 @@ def _conjugate(ptr, index, real, beta, new, resistance, step, sizes, remember, N
         s0 -= a1 * s1 + a2 * s2 + a3 * s3
         f0 -= a1 * f1 + a2 * f2 + a3 * f3
         if rest > _DEPENDENT * size:
-            tl.store(ptr + three * N + index, d0, mask=real)
-            tl.store(ptr + (three + _REMEMBERED) * N + index, s0, mask=real)
+            tl.store(ptr + three * N + index, d0.to(tl.bfloat16), mask=real)
+            tl.store(ptr + (three + _REMEMBERED) * N + index, s0.to(tl.bfloat16), mask=real)
             following = new - f0 / rest * s0 - _part(f1, size1) * s1 - _part(f2, size2) * s2 - _part(f3, size3) * s3
             size1, size2, size3 = rest, size1, size2
         else:
             size1, size2, size3 = nothing, nothing, nothing
     else:
         size1, size2, size3 = nothing, nothing, nothing
-        tl.store(ptr + index, resistance, mask=real)
-    tl.store(ptr + N + index, change, mask=real)
-    tl.store(ptr + 2 * N + index, new, mask=real)
+        tl.store(ptr + index, resistance.to(tl.bfloat16), mask=real)
+    tl.store(recent_ptr + index, change, mask=real)
+    tl.store(recent_ptr + N + index, new, mask=real)
     return following, (size1, size2, size3)
 
 
 @triton.jit
-def _outside(z, x, lo, hi, slack, real, LINEAR: tl.constexpr):
-    """The columns above the box, and those below it."""
+def _outside(net, x, lo, hi, slack, real, LINEAR: tl.constexpr):
+    """The columns above the box, and those below it, where pixels gain ``net``."""
     if LINEAR:
-        return (z > hi + slack) & real, (z < lo - slack) & real
+        return ((x - hi) + net > slack) & real, ((lo - x) - net > slack) & real
     else:
-        return is_broken(z, x, lo, hi, slack, real)
+        return is_broken(x + net, x, lo, hi, slack, real)
 
 
 @triton.jit
