@@ -161,11 +161,11 @@ def _clip(values, lo, hi):
 
 
 @triton.jit
-def _log_ratio(above, bound):
-    """``log((bound + above) / bound)``, to the relative precision of ``above`` where that is small."""
+def _log_ratio(column, above, bound):
+    """``log(column / bound)``, to the relative precision of ``above``, their difference, where that is small."""
     t = above / bound
     near = t * (1.0 - t * (0.5 - t * (0.33333333333333333 - t * (0.25 - t * 0.2))))
-    return tl.where(tl.abs(t) < 1e-3, near, tl.log(1.0 + t))
+    return tl.where(tl.abs(t) < 1e-3, near, tl.log(column) - tl.log(bound))
 
 
 @triton.jit
@@ -296,14 +296,14 @@ def _projection_kernel(
 
         # Columns. What a pixel gains is small: so far from the box it is known better than the column itself.
         gained = received - x * moved
-        columns = x + gained
+        columns = received + x * (1.0 - moved)
         over = (x - hi) + gained
         under = (lo - x) - gained
         log_s = tl.log(columns) - beta
         omega = wright_omega(w / tau + log_s - log_tau, EXACT)
         new = w / tau - omega
-        new = tl.where(omega * tau > hi, beta - _log_ratio(over, hi), new)
-        new = tl.where(omega * tau < lo, beta - _log_ratio(-under, lo), new)
+        new = tl.where(omega * tau > hi, beta - _log_ratio(columns, over, hi), new)
+        new = tl.where(omega * tau < lo, beta - _log_ratio(columns, -under, lo), new)
         new = tl.where(real, new, 0.0)
         n_iter += 1
 
