@@ -145,7 +145,7 @@ def test_leftovers_go_straight_and_cheaper_than_along_a_tree() -> None:
     """All of them are settled, nobody sends what it has not, and no way is shorter than a straight one."""
     moves, spare = ListedMoves(GridCost(), SIDE, SIDE), 0.1 + smooth(0).double().numpy().ravel()
     left = leftovers(60, spare)
-    cost, sent, missing = differences._carry(moves, spare, left)
+    cost, sent, missing = differences._carry(moves, spare, left, 0.0)
     along_a_tree = differences._carry_along_a_tree(moves, spare, left)[0]
     assert missing <= 1e-20
     assert (sent >= 0).all() and (sent <= spare).all()

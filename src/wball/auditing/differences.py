@@ -31,7 +31,7 @@ UNMATCHED = 4.0
 """Price of mass that is not matched, in dearest moves: more than what an optimal plan pays for any."""
 LEFT_OUT = 1e-12
 """Of the mass: what the tree need not reach, although a plan could."""
-BARELY, LEAST, TRIED = 1e-3, 1e-7, (1.0, 0.2, 5.0)
+BARELY, LEAST, TRIED = 1e-3, 1e-7, (1.0, 5.0, 25.0)
 """A flow below a fraction of the mean one, or of the largest pixel, may be rounding, and does not say how the prices of
 its two ends compare. Multiples of that limit are tried in turn."""
 LEFTOVERS, LEFTOVER = 2000, 1e-6
@@ -39,9 +39,9 @@ LEFTOVERS, LEFTOVER = 2000, 1e-6
 none with less than this share of the whole."""
 PASSES, STILL = 100, 1e-9
 """How often the prices of islands are compared at most, and by how much they may be off (in moves) in the end."""
-MEET = 0.9 * DISTANCE_TOL
-"""Of the distance: bounds must meet so closely. What is reported is the upper one. So no point of the ball is rejected,
-and no other is accepted that would not be anyway."""
+MEET, FAR = 0.9 * DISTANCE_TOL, 0.1
+"""Of the distance: bounds must meet so closely, and this far apart they never do: chains of moves matter then. What is
+reported is the upper one. So no point of the ball is rejected, and no other is accepted that would not be anyway."""
 
 
 def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None:
@@ -65,11 +65,12 @@ def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None
     source, target = moves.source[arcs], moves.target[arcs]
     sent: Array = np.bincount(source, flow, len(a)).astype(np.float64)
     left: Array = lost - sent + np.bincount(target, flow, len(a))
-    carried, handed_on, missing = _carry(moves, np.minimum(a, b), left)
+    matched = float(flow @ moves.price[arcs])
+    carried, handed_on, missing = _carry(moves, np.minimum(a, b), left, MEET * matched / 10)
     overdrawn = float(np.maximum(sent + handed_on - a, 0.0).sum())
     if overdrawn + missing - _unplaceable(moves, a, b, lost) > LEFT_OUT * before:
         return None
-    upper = float(flow @ moves.price[arcs]) + carried
+    upper = matched + carried
     near = max(AGREE * float(a.sum()) * moves.dearest, MEET * upper)
     prices = np.zeros(len(a))
     prices[lost > 0], prices[lost < 0] = u[:-1], -v[:-1]
@@ -80,14 +81,19 @@ def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None
         gap = upper - _lower_bound(moves, a, b, lost, prices, island, missing)
         if gap <= near:
             return Matching(upper, missing, arcs, flow)
+        if gap > FAR * upper:
+            break
     return None
 
 
-def _carry(moves: ListedMoves, spare: Array, left: Array) -> tuple[float, Array, float]:
-    """Balance ``left`` (above 0: too much) by moves between pixels that have mass to spare.
+def _carry(moves: ListedMoves, spare: Array, left: Array, enough: float) -> tuple[float, Array, float]:
+    """Balance ``left`` (above 0: too much) by moves between pixels that have mass to spare; it may cost ``enough``.
 
     Returns what all that costs, what each pixel sends for it, and half of what is not balanced.
     """
+    winding, sent, missing = _carry_along_a_tree(moves, spare, left)
+    if winding <= enough:
+        return winding, sent, missing
     straight, sent, left = _carry_straight(moves, spare, left)
     winding, sent_too, missing = _carry_along_a_tree(moves, np.maximum(spare - sent, 0.0), left)
     return straight + winding, sent + sent_too, missing
