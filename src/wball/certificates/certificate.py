@@ -153,6 +153,8 @@ def _certify(
         start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
+        if method == "complete":  # the other half is for attacks and the search
+            part.deadline = start + 0.5 * effort.time_limit * index.shape[0]
         parts.append(part.margin(method, effort.steps, effort.reg))
         at_centre.append(clean)
         if method == "complete":
@@ -203,10 +205,10 @@ def _decide(
         index = torch.tensor(left, dtype=torch.long, device=x.device)[some]
         sizes = _numbers_at_once(x), _searched(x), _room(x)
         search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
-        answer = search.decide(x[index], y[index], known.take(some) if graph is same else None)
+        answer = search.decide(x[index], y[index], seconds[index], known.take(some) if graph is same else None)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
-        seconds[index] += answer.seconds
+        seconds[index] = answer.seconds
         for n, k in enumerate(index.tolist()):
             leaves[k] = answer.leaves[n] if graph is same else None
             if answer.proved[n] or answer.broken[n]:
@@ -362,14 +364,16 @@ class _Problem:
         self.graph, self.x, self.y, self.ball, self.plans, self.clean = graph, x, y, ball, plans, clean
         self.first, self.centre = first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
-        self.budget, self.bounds = _numbers_at_once(x), Bounds()
+        self.budget, self.bounds, self.deadline = _numbers_at_once(x), Bounds(), math.inf
 
     def relaxation(self, source: InputSet, method: Method, reg: float, left: Tensor | None = None) -> Relaxation:
         if method == "dual":
             return Relaxation(self.graph, source, "parallel", reg, self.budget)
         centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
         first = self.first if isinstance(source, TransportSet) else None
-        return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
+        out = Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
+        out.deadline = self.deadline
+        return out
 
     def margin(self, method: Method, steps: int, reg: float) -> Tensor:
         source = self.ball.input_set(self.x, self.plans)

@@ -19,6 +19,7 @@ certified is the one with the given weights in exact arithmetic.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -154,6 +155,7 @@ class Relaxation:
 
     Attributes:
         condition: bounds need hold only for images that satisfy it, if there is one.
+        deadline: of ``time.monotonic``; after it units keep the bounds they have, where those are finite.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Relaxation:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
         self.first, self.centre = first, centre
         self.condition: Condition | None = None
+        self.deadline = math.inf
         self._intervals: dict[int, Interval | None] = {}
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
@@ -522,6 +525,10 @@ class Relaxation:
             return
         step = self._chunk(target, rows_of, bounds, anchored)
         for index in torch.arange(every.shape[0], device=like.device).split(step):
+            if time.monotonic() > self.deadline:
+                index = index[~torch.isfinite(up - low)[every[index]]]
+                if index.shape[0] == 0:
+                    continue
             rows, here = rows_of(index), every[index]
             if ascent is not None:
                 bound = self.climb(target, rows, bounds, ascent, anchored=anchored)

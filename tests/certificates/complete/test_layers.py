@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
+from wball.attacks.adapters import onnx
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.certificates.complete import splittable
 from wball.certificates.tracing import trace
+from wball.models import PlainBlock, ResNet18
 
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.max_pool2d": lambda h: torch.max_pool2d(h.relu(), 2),
@@ -79,10 +83,7 @@ def digits() -> Tensor:
     return torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(0)).mul(1.6).sub(0.6).clamp(min=0)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_is_proved_and_falsified(layer: str) -> None:
-    net, x = Small(layer).eval(), digits()
+def proved_and_falsified(net: nn.Module, x: Tensor) -> None:
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.02)
     radius = certified_radius(net, x, y, ball, "crown", rounds=6)
     assert bool((radius > 0).all())
@@ -101,3 +102,47 @@ def test_every_layer_is_proved_and_falsified(layer: str) -> None:
     assert found, broken.status
     assert wball.audit(wide.take(torch.tensor(found)), x[found], broken.counterexample[found]).all_valid
     assert not bool((net(broken.counterexample[found]).argmax(1) == y[found]).any())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_is_proved_and_falsified(layer: str) -> None:
+    proved_and_falsified(Small(layer).eval(), digits())
+
+
+def resnet18() -> nn.Module:
+    """Every block of the zoo's network, two filters wide, with running statistics that matter."""
+    net = ResNet18(classes=3, width=2, channels=1)
+    with torch.no_grad():
+        net(torch.rand(64, 1, 6, 6))
+    return net
+
+
+def four_blocks() -> nn.Module:
+    """The small ResNet's blocks, with kernels that are not 0."""
+    blocks = [PlainBlock(1, 3, False), PlainBlock(3, 3, False), PlainBlock(3, 4, True), PlainBlock(4, 4, False)]
+    for block in blocks:
+        nn.init.normal_(block.conv2.weight, std=0.2)
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(36, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("build", [resnet18, four_blocks])
+def test_residual_networks_are_proved_and_falsified(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, x = build().eval(), digits()
+    bias = list(net.parameters())[-1]
+    with torch.no_grad():  # every class is near
+        bias -= net(x)[0] - torch.tensor([0.05, 0.0, 0.0])
+    proved_and_falsified(net, x)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_onnx_file_is_decided_like_the_network_it_was_made_from(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    net, x = Small("torch.max_pool2d").eval(), digits()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = {"input_names": ["x"], "output_names": ["y"], "opset_version": 17}
+        torch.onnx.export(net, (x,), str(tmp_path / "net.onnx"), dynamo=False, **names)
+    proved_and_falsified(onnx.load(tmp_path / "net.onnx"), x)

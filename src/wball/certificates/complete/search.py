@@ -36,8 +36,9 @@ from wball.certificates.relaxation import Bounds, Relaxation
 from wball.input_sets import InputSet, Plans, TransportSet
 from wball.model import Model, ask, evaluating
 
-REACH = 4.0
-"""Length below which moves are told apart: longer ones cost twice as much and hardly tighten a bound."""
+REACH, FURTHER = 4.0, (6.0, 9.0)
+"""Lengths below which moves are told apart: at first, where more would cost twice as much, and then, when tightening has
+left few units unstable. What longer moves are taken to gain no split takes back."""
 
 ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 3, 100
 """Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
@@ -97,15 +98,18 @@ class Search:
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
-    def decide(self, x: Tensor, y: Tensor, known: Bounds | None = None) -> Answer:
-        """Images that the model gets right; ``known`` bounds of their units need not be found again."""
-        self.deadline = self.clock() + self.limit * x.shape[0]
+    def decide(self, x: Tensor, y: Tensor, spent: Tensor, known: Bounds | None = None) -> Answer:
+        """Images that the model gets right, and on which so much time was ``spent`` already.
+
+        ``known`` bounds of their units need not be found again.
+        """
         self.since = self.clock()
+        self.deadline = self.since + float((self.limit - spent).sum())
         nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
         self.x, self.y, self.known = x, y, known
         leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
-        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), leaves, torch.zeros_like(lowest))
+        self.answer = Answer(lowest, nobody, nobody.clone(), x.clone(), leaves, spent.clone())
         everyone = torch.arange(x.shape[0], device=x.device)
         for version in ("fast", "standard") if x.is_cuda else ("fast",):
             self._attack(version, everyone)
@@ -188,7 +192,9 @@ class Search:
         if self.first is None:
             self.first = FirstLayer(self.graph, source)
         centre = self.graph.values(x.to(torch.float64))
-        return Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre)
+        relaxation = Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre)
+        relaxation.deadline = self.deadline
+        return relaxation
 
     def _prove(self, left: Tensor) -> None:
         x, y = self.x[left], self.y[left]
@@ -258,9 +264,33 @@ class Search:
         self.closed.add(done, problems.index[done.problem])
 
     def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
-        """Bounds where the margin is not positive, as long as that helps some problem."""
+        """Bounds where the margin is not positive, as long as that helps some problem; then with longer moves listed."""
         self._spent(self.image[problems.index])
-        problems, nodes = self._note(problems, nodes)
+        problems, nodes = self._rounds(*self._note(problems, nodes))
+        for reach in FURTHER:
+            if not len(nodes) or self._late():
+                break
+            finer = problems.source.finer(reach)
+            if finer is problems.source or len(together(replace(problems, source=finer), self.room)) > 1:
+                break
+            image = self.image[problems.index]
+            problems, nodes = self._note(*self._finer(problems, nodes, finer))
+            self._spent(image)
+            problems, nodes = self._rounds(problems, nodes)
+        return problems, nodes
+
+    def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
+        """The problems over a set that tells more moves apart, with anchors of its own."""
+        everyone = torch.arange(len(problems), device=problems.y.device)
+        relaxation, bounds = self._relaxation(source, problems.x), problems.bounds.take(everyone)
+        like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
+        for position in self.graph.relaxed():
+            relaxation.bound_layer(position, bounds, len(problems), like, anchored=True)
+        anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
+        problems = replace(problems, source=source, bounds=bounds, anchors=anchors)
+        return problems, improve(problems, nodes, ROUND_STEPS, 0.3)
+
+    def _rounds(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         for _ in range(MOST_ROUNDS):
             if not len(nodes) or self._late():
                 break
