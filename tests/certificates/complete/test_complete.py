@@ -99,7 +99,7 @@ def test_little_memory_costs_answers_and_makes_none_wrong(few: bool, monkeypatch
         ball = wball.WassersteinBall(part * eps, cost=wball.GridCost(window=5))
         truth = true_margin(net, x, y, ball)
         names.append(agree(certify(net, x, y, ball, "complete", time_limit=0.7), net, x, y, ball, truth))
-    assert sizes == [1, 1, 1] and set(names) <= {"CERTIFIED", "UNKNOWN"}
+    assert len(sizes) >= 3 and set(sizes) == {1} and set(names) <= {"CERTIFIED", "UNKNOWN"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -36,16 +36,17 @@ from wball.certificates.relaxation import Bounds, Relaxation
 from wball.input_sets import InputSet, Plans, TransportSet
 from wball.model import Model, ask, evaluating
 
-REACH, FURTHER = 4.0, (6.0, 9.0)
-"""Lengths below which moves are told apart: at first, where more would cost twice as much, and then, when tightening has
-left few units unstable. What longer moves are taken to gain no split takes back."""
+REACH, FURTHER = 4.0, 6.0
+"""Lengths below which moves are told apart: at first, where more would cost twice as much, and once tightening has left
+few units unstable. What longer moves are taken to gain no split takes back."""
 
-ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 3, 100
+ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 20, 100
 """Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
-cannot be split."""
+cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and trees grow without a better bound."""
 
-PROGRESS, MOST_ROUNDS = 0.05, 12
-"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds."""
+PROGRESS, MOST_ROUNDS = (0.3, 0.05), 12
+"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds: with moves
+told apart below the first length, and below the second."""
 
 BATCH, STORED = 256, 2**31
 """Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take before the tree goes
@@ -264,20 +265,16 @@ class Search:
         self.closed.add(done, problems.index[done.problem])
 
     def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
-        """Bounds where the margin is not positive, as long as that helps some problem; then with longer moves listed."""
+        """Bounds where the margin is not positive, as long as that helps some problem."""
         self._spent(self.image[problems.index])
-        problems, nodes = self._rounds(*self._note(problems, nodes))
-        for reach in FURTHER:
-            if not len(nodes) or self._late():
-                break
-            finer = problems.source.finer(reach)
-            if finer is problems.source or len(together(replace(problems, source=finer), self.room)) > 1:
-                break
+        problems, nodes = self._rounds(*self._note(problems, nodes), PROGRESS[0])
+        finer = problems.source.finer(FURTHER)
+        fits = len(together(replace(problems, source=finer), self.room)) == 1
+        if len(nodes) and finer is not problems.source and fits and not self._late():
             image = self.image[problems.index]
             problems, nodes = self._note(*self._finer(problems, nodes, finer))
             self._spent(image)
-            problems, nodes = self._rounds(problems, nodes)
-        return problems, nodes
+        return self._rounds(problems, nodes, PROGRESS[1])
 
     def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
         """The problems over a set that tells more moves apart, with anchors of its own."""
@@ -290,7 +287,7 @@ class Search:
         problems = replace(problems, source=source, bounds=bounds, anchors=anchors)
         return problems, improve(problems, nodes, ROUND_STEPS, 0.3)
 
-    def _rounds(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
+    def _rounds(self, problems: Problems, nodes: Nodes, progress: float) -> tuple[Problems, Nodes]:
         for _ in range(MOST_ROUNDS):
             if not len(nodes) or self._late():
                 break
@@ -298,7 +295,7 @@ class Search:
             tighter, empty = self._tightened(problems, nodes)
             found = improve(tighter, nodes, ROUND_STEPS, 0.3)
             found.bound = torch.where(empty, math.inf, found.bound)
-            gained = bool((found.bound - before > PROGRESS * before.abs()).any())
+            gained = bool((found.bound - before > progress * before.abs()).any())
             problems, nodes = self._note(tighter, found)
             self._spent(image)
             if not gained:
@@ -358,7 +355,7 @@ class Search:
                 keep = possible.nonzero()[:, 0]
                 children = now.take(keep).split(position[keep], unit[keep])
                 if len(children):
-                    children = improve(problems, children, NODE_STEPS, 0.1)
+                    children = improve(problems, children, NODE_STEPS, 0.2)
             self._candidates(problems, now.problem, z)
             self._close(problems, children)
             children = children.take((children.bound <= 0).nonzero()[:, 0])
