@@ -371,9 +371,7 @@ class _Problem:
             return Relaxation(self.graph, source, "parallel", reg, self.budget)
         centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
         first = self.first if isinstance(source, TransportSet) else None
-        out = Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
-        out.deadline = self.deadline
-        return out
+        return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
 
     def margin(self, method: Method, steps: int, reg: float) -> Tensor:
         source = self.ball.input_set(self.x, self.plans)
@@ -411,6 +409,7 @@ class _Problem:
         some, y = bounds.take(left), self.y[left]
         source = self.ball.take(left).input_set(self.x[left], self.plans).finer(reach)
         relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
+        relaxation.deadline = self.deadline
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:
             return
