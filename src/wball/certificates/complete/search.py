@@ -40,7 +40,7 @@ REACH, FURTHER = 4.0, 6.0
 """Lengths below which moves are told apart: at first, where more would cost twice as much, and once tightening has left
 few units unstable. What longer moves are taken to gain no split takes back."""
 
-ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 20, 100
+ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 12, 100
 """Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
 cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and trees grow without a better bound."""
 
