@@ -372,6 +372,15 @@ def test_unsupported_modules_are_named() -> None:
             certify(net, x, y, wball.WassersteinBall(0.1), batch_size=size)
 
 
+@pytest.mark.parametrize("filters", [2, 3, 4])
+def test_filters_that_are_alike_are_no_batch_of_constants(filters: int) -> None:
+    """A convolution of three equal filters, as many as the images of the recorded run, was refused."""
+    net = nn.Sequential(nn.Conv2d(1, filters, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * filters, 2))
+    nn.init.ones_(net[0].weight)  # type: ignore[arg-type]
+    x = torch.rand(1, 1, 4, 4)
+    assert bool(certify(net, x, net(x).argmax(1), wball.WassersteinBall(1e-7)).certified.all())
+
+
 def test_wrappers_are_looked_into() -> None:
     net, x = conv_net(0), images(2, 1, 16, 0)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)

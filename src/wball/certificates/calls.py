@@ -79,7 +79,8 @@ class Call:
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
         batch = self.recorder.batch
-        per_image = value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
+        weight = self.func not in functions.JOINS and not any(self.func in table for table in functions.ARITHMETIC)
+        per_image = not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
         self.recorder.constant(value)
         return value[:1] if per_image and bool((value == value[:1]).all()) else value
 

@@ -132,7 +132,7 @@ def four_blocks() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("build", "eps"), [(resnet18, 0.00205), (four_blocks, 0.01)])
+@pytest.mark.parametrize(("build", "eps"), [(resnet18, 0.0028), (four_blocks, 0.033)])
 def test_residual_networks_are_proved_and_falsified(build: Callable[[], nn.Module], eps: float) -> None:
     torch.manual_seed(1)
     net, x = build().eval(), digits()
