@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Subse
 
 import wball
 from wball.evaluation import Evaluation, evaluate, load_evaluation
-from wball.evaluation.stream import find_stream
+from wball.evaluation.stream import find_stream, read_npz
 from wball.provenance import fingerprint
 
 BALL = wball.WassersteinBall(0.4)
@@ -190,6 +190,13 @@ def test_too_many_examples_are_sampled_and_that_is_said(tmp_path: Path, monkeypa
     assert len(kept) == 3 and bool((result.images["read_as"][kept] >= 0).all()) and result.settings["keep"] == "sample"
 
 
+def test_two_arrays_of_any_name_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
+    _, x, y = problem()
+    np.savez(tmp_path / "other.npz", target=y.numpy(), data=x.numpy())
+    images, labels = read_npz(tmp_path / "other.npz")
+    assert np.array_equal(images, x.numpy()) and np.array_equal(labels, y.numpy())
+
+
 def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
     _, x, y = problem()
 
@@ -213,6 +220,7 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         ((TensorDataset(x[:0], y[:0]),), "empty"),
         (({"train": 1, "test": 2},), "'train', 'test'; give one of its entries"),
         ((x.float() / 255, nn.functional.one_hot(y, 4)), r"one-hot rows use argmax\(1\)"),
+        ((x.float() / 255, y[:, None]), r"a column of classes use flatten\(\)"),
         ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), "layout='NHWC'"),
         ((DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),), "SubsetRandomSampler of its own"),
         ((DataLoader(Items(x, y), batch_sampler=[[1, 2]]),), "list of its own"),

@@ -154,6 +154,8 @@ def test_offline_is_one_clear_line(
 
 
 def test_unknown_names_list_both_kinds() -> None:
+    with pytest.raises(ValueError, match=r"'mine.onnx' is a file.*wball.attacks.adapters.onnx.load"):
+        wball.load_model("mine.onnx")
     with pytest.raises(ValueError, match=r"unknown model 'wong'; the zoo has .*mnist-standard.*wong2019-mnist-linf"):
         wball.load_model("wong")
 

@@ -200,7 +200,7 @@ def dataset_stream(data: Any, box: tuple[float, float] | None, device: torch.dev
 
 
 NAMES = (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images", "test_labels"))
-"""What arrays of images and labels are called in files."""
+"""What arrays of images and labels are called in files. Two arrays with other names are told apart by their shapes."""
 
 
 def read_npz(path: Path) -> tuple[Any, Any]:
@@ -226,6 +226,9 @@ def _of_names(found: Mapping[str, Any]) -> tuple[Any, Any]:
     for images, labels in NAMES:
         if images in found and labels in found:
             return found[images], found[labels]
+    arrays = sorted(found.values(), key=lambda value: getattr(value, "ndim", 0), reverse=True)
+    if [getattr(value, "ndim", 0) for value in arrays] == [4, 1]:
+        return arrays[0], arrays[1]
     raise TypeError(
         f"x is a dictionary with {', '.join(map(repr, found)) or 'nothing'}; give one of its entries (a split), or "
         "arrays as x and y"

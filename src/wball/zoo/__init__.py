@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,12 @@ def model_card(name: str) -> dict[str, Any]:
     if name in public_models():
         return public_models()[name].card()
     if name not in list_models():
+        if Path(name).suffix in (".onnx", ".pt", ".pt2", ".pth", ".safetensors"):
+            raise ValueError(
+                f"{name!r} is a file, and names of models are expected here: wball evaluate takes files of models, "
+                "wball.attacks.adapters.onnx.load reads ONNX, wball.load_weights(model, path) weights, torch.jit.load "
+                "TorchScript"
+            )
         raise ValueError(
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
             f"{', '.join(public_models())}"

@@ -366,3 +366,14 @@ def test_errors_name_what_is_not_known(tmp_path: Path) -> None:
         load(tmp_path / "none.onnx")
     with pytest.raises(ValueError, match='engine must be "auto"'):
         load(tmp_path / "none.onnx", engine="tensorrt")  # type: ignore[arg-type]
+
+
+def test_an_output_without_a_shape_is_no_fault(images: Tensor, tmp_path: Path) -> None:
+    """Some exporters leave it open, and only onnx's checker minds."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval()
+    proto = onnx.load(export(net, images[:3], tmp_path / "net.onnx"))
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(proto, tmp_path / "open.onnx")
+    torch.testing.assert_close(load(tmp_path / "open.onnx")(images), net(images))
+    pytest.importorskip("onnxruntime")
+    torch.testing.assert_close(load(tmp_path / "open.onnx", engine="onnxruntime")(images), net(images))

@@ -57,7 +57,7 @@ def load(
     path = os.fspath(path)
     try:
         proto = onnx.load(path)
-        onnx.checker.check_model(path if proto.ByteSize() > LARGEST else proto)
+        _check(path, proto)
     except FileNotFoundError:
         raise FileNotFoundError(f"no ONNX file {path}") from None
     except Exception as error:  # protobuf, the checker and files of weights each have their own
@@ -71,6 +71,21 @@ def load(
                 raise
             warnings.warn(f"{error}: the model runs in ONNX Runtime, without gradients", stacklevel=2)
     return ForwardOnly(proto, layout=layout, output=output).eval()
+
+
+def _check(path: str, proto: onnx.ModelProto) -> None:
+    """Ask onnx whether the file is whole. It wants every output to have a shape, which some exporters leave open."""
+    if proto.ByteSize() > LARGEST:
+        return onnx.checker.check_model(path)
+    kinds = [output.type.tensor_type for output in proto.graph.output if output.type.HasField("tensor_type")]
+    kinds = [kind for kind in kinds if not kind.HasField("shape")]
+    for kind in kinds:
+        kind.shape.SetInParent()
+    try:
+        return onnx.checker.check_model(proto)
+    finally:
+        for kind in kinds:
+            kind.ClearField("shape")
 
 
 class NotKnown(ValueError):
