@@ -282,10 +282,11 @@ def decided(path: Path) -> list[Table]:
             *(percent(row[key]) for key in ("clean", "broken", "proved")),
             f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
             f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
+            f"{row['time_limit']:.2g} s",
         ]
         for row in _content(path)["rows"]
     ]
-    return [Table([*head, "an image takes (median / mean / worst)"], cells)]
+    return [Table([*head, "an image takes (median / mean / worst)", "and may take on average"], cells)]
 
 
 def agreed(path: Path) -> list[Table]:
