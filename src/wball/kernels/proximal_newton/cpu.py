@@ -50,6 +50,7 @@ class _Settings(NamedTuple):
     cg_tol: float
     cg_max: int
     damping: float
+    damping_linear: float
     halvings: int
     least: float
     most: float
@@ -279,7 +280,8 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         moving[j] = 1.0 if not linear or u[j] != target[j] or gradient[j] != 0.0 else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    ridge = max(1e-12 * largest, settings.damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
+    damping = settings.damping_linear if linear else settings.damping
+    ridge = max(1e-12 * largest, damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 

@@ -15,11 +15,11 @@ SETTLED, SPENT, SPENT_LINEAR = 0.1, 0.02, 0.3
 budget. What linear columns do not spend is all that is left in the end: there the cost must also be within this
 fraction of what the plan moved, or at a price a little too high plans drift back step by step."""
 CG_TOL, CG_MAX = 3e-2, 300
-DAMPING = 4.0
+DAMPING, DAMPING_LINEAR = 1.0, 4.0
 """Newton's matrix gets this times residual / range of ``u`` on its diagonal: full pixels that exchange mass with nobody
 else leave directions without curvature, and linear columns have none of their own. Steps end where moves come into use
-or fall out of it, which far from the solution is soon: with a hundredth of this the line search tried three lengths a
-step, and the more the larger the image."""
+or fall out of it, which is soon: with a hundredth of this the line search tried two or three lengths a step, and the
+more the larger the image. With four times this, points far from two full pixels took hundreds of steps."""
 HALVINGS = 25
 LEAST = 1e-9
 """Below this multiple of the first ``sigma`` an image is given up."""
@@ -33,5 +33,5 @@ mends what the plan breaks of box and budget, costs more than a step and never n
 
 ALL = (
     FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX,
-    DAMPING, HALVINGS, LEAST, MOST, PATIENCE, PROMISING,
+    DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING,
 )  # fmt: skip

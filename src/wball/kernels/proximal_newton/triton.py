@@ -69,7 +69,7 @@ MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
 (FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX,
- DAMPING, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = map(tl.constexpr, settings.ALL)  # fmt: skip
+ DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = map(tl.constexpr, settings.ALL)  # fmt: skip
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -212,7 +212,8 @@ def _direction(
     moving = (u != w) | (gradient != 0.0)  # of linear columns: the others sit at their kinks
     diagonal += curved
     largest = tl.max(tl.where(real, diagonal, 0.0), 0)
-    ridge = tl.maximum(1e-12 * largest, DAMPING * size / (tl.sqrt(columns) * _range(u, reached)))
+    damping = DAMPING_LINEAR if LINEAR else DAMPING
+    ridge = tl.maximum(1e-12 * largest, damping * size / (tl.sqrt(columns) * _range(u, reached)))
     ridge = tl.maximum(ridge, 1e-300)
     own = curved + ridge + through
     # Columns' constants are read again in every step: registers are for what changes.
