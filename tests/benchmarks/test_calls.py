@@ -30,6 +30,17 @@ def test_calls_are_timed_and_judged(tmp_path: Path) -> None:
             assert row["converged"] == row["of"] == 2 and row["kernel"]
 
 
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "calls.json"
+    few = ["--device", "cpu", "--images", "2", "--digits", "2", "--proofs", "1", "--seconds", "0.01", "--out", str(out)]
+    few += ["--model", "mnist-certified", "--resume", "--only"]
+    main([*few, "sample, mnist"])
+    (before,) = json.loads(out.read_text())["rows"]
+    main([*few, "sample"])
+    kept, more = json.loads(out.read_text())["rows"]
+    assert kept == before and more["call"].startswith("sample, cifar10")
+
+
 @pytest.mark.slow
 def test_attacks_and_certificates_are_among_them(tmp_path: Path) -> None:
     out = tmp_path / "calls.json"

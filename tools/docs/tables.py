@@ -497,7 +497,6 @@ TABLES = {
     "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"),
     "cuda-calls": Source(calls, "calls_cuda.json"),
     "cpu-calls": Source(calls, "calls_cpu.json"),
-    "cuda-calls-digits": Source(calls, "calls_cuda_digits.json"),
     "cuda-growth": Source(growth, "growth_cuda.json"),
     "cpu-growth": Source(growth, "growth_cpu.json"),
 }

@@ -15,6 +15,7 @@ has the dual ``D(u, psi) = sum_j phi_j(u_j) - psi E - tau sum_i x_i lse_j((u_j -
 Plain block ascent crawls when ``tau`` is small or many pixels are full. Each sweep therefore starts from a point
 extrapolated along the last move, with weights ``k / (k + 3)``, and ``k`` starts again at 0 when the sweep turns back
 (Nesterov's momentum with adaptive restart): a quarter of the sweeps at the paper's ``lambda``, and far less beyond it.
+So the reference does; compiled kernels remember several sweeps instead, for about half of these again.
 
 **Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w - u``, ``c = clip(v)``,
 

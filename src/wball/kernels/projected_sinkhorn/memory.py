@@ -3,7 +3,7 @@ r"""Sweeps on a CPU remember the last few of them (Anderson's method).
 A sweep maps potentials ``beta`` to ``new``. The changes ``new - beta`` of the last sweeps are combined such that they
 cancel best, in the metric of the columns' mass, and the next sweep starts from the same combination of the ``new``:
 0.6 times the sweeps of momentum on MNIST at ``lambda = 1000``. Where the gap rises instead, the memory misleads, and
-momentum takes over, as in the other kernels, which have no room for a memory.
+momentum takes over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,18 @@
 r"""Projected Sinkhorn (:mod:`wball.kernels.projected_sinkhorn.reference`) in Triton: every sweep inside one launch.
 
-One program per image: both blocks of the ascent, momentum, the stopping test, repair and the gap. Images leave one by
-one, and nothing is read by the host.
+One program per image: both blocks of the ascent, where the next sweep starts, the stopping test, repair and the gap.
+Images leave one by one, and nothing is read by the host.
+
+**Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f = new - beta`` is
+linear in ``beta``, and self-adjoint in the metric ``M_j = z_j + tau`` (``z_j`` where the box binds), by which a column
+resists a change. So the difference ``d`` between the changes of two sweeps is made orthogonal to the three before it,
+and with it the step ``s`` that it belongs to; what ``f`` has along each ``d`` is removed by going along its ``s``:
+
+.. math::
+    \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
+
+(conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). Where the gap rises, the
+memory misleads and is dropped. Sweeps in float64 and in logs are few, and have momentum.
 
 Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
 without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second. Where the
