@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from wball import load_model, load_sample
 from wball.models import (
     CIFAR10_MEAN,
     CIFAR10_STD,
@@ -16,6 +17,7 @@ from wball.models import (
     SmallResNet,
     architectures,
     build_model,
+    merge_convolutions,
     mnist_cnn,
 )
 
@@ -179,3 +181,25 @@ def test_binarized_values_are_exact_and_gradients_as_asked(straight_through: boo
     (got,) = torch.autograd.grad(logits[:, 0].sum(), x)
     (through,) = torch.autograd.grad(inner(hard)[:, 0].sum(), hard)
     assert torch.equal(got, through if straight_through else torch.zeros_like(x))
+
+
+def test_merged_convolutions_agree_inside_the_border() -> None:
+    x = torch.rand(4, 1, 28, 28)
+    model = build_model("mnist-cnn")
+    with pytest.raises(ValueError, match="filters of the first convolution switch"):
+        merge_convolutions(model, x)
+    with torch.no_grad():
+        model[0].bias.fill_(9.0)
+        model[0].bias[3] = -9.0
+    whole = merge_convolutions(model, x)
+    with torch.no_grad():
+        ours, theirs = whole[0](x), model[:3](x)
+        torch.testing.assert_close(ours[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(whole[1:](theirs), model[3:](theirs))
+
+
+def test_the_certified_network_has_a_linear_first_layer() -> None:
+    model, (x, y) = load_model("mnist-certified"), load_sample("mnist")
+    whole = merge_convolutions(model, x)
+    with torch.no_grad():
+        assert float((whole(x).argmax(1) == y).double().mean()) > 0.93

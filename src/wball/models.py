@@ -134,6 +134,34 @@ def shallow(channels: int, side: int, filters: int, hidden: int, kernel: int) ->
     )
 
 
+@torch.no_grad()
+def merge_convolutions(model: nn.Sequential, x: Tensor) -> nn.Sequential:
+    """An ``mnist-cnn`` whose first ReLU never switches on the images ``x`` as the one convolution it is.
+
+    The two agree but at the border, where the second convolution reads zeros instead of the first one's bias: train on.
+
+    Raises:
+        ValueError: some unit of the first convolution is active on some images and not on others.
+    """
+    first, second = (layer for layer in model if isinstance(layer, nn.Conv2d))
+    hidden, last = (layer for layer in model if isinstance(layer, nn.Linear))
+    assert first.bias is not None and second.bias is not None
+    active = (first(x) > 0).transpose(0, 1).flatten(1)
+    on = active.all(1)
+    if bool((active.any(1) != on).any()):
+        count = int((active.any(1) != on).sum())
+        raise ValueError(f"{count} of {len(on)} filters of the first convolution switch on these images: not linear")
+    whole = shallow(x.shape[1], x.shape[2], second.out_channels, hidden.out_features, kernel=10).to(x.device)
+    into = first.weight * on.view(-1, 1, 1, 1)
+    merged, _, _, one, _, two = whole
+    assert isinstance(merged, nn.Conv2d) and merged.bias is not None
+    merged.weight.copy_(F.conv_transpose2d(second.weight, into, stride=2))
+    merged.bias.copy_(second.bias + second.weight.sum((2, 3)) @ (first.bias * on))
+    one.load_state_dict(hidden.state_dict())
+    two.load_state_dict(last.state_dict())
+    return whole
+
+
 class BasicBlock(nn.Module):
     """``relu(bn(conv(relu(bn(conv(x))))) + shortcut(x))``."""
 

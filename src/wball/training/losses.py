@@ -11,6 +11,7 @@ from wball.certificates.trust import UnsupportedModule
 from wball.training.anchored import AnchoredBounds, record
 from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
+from wball.training.distributed import current
 from wball.training.network import AsTrained
 
 
@@ -27,8 +28,10 @@ class Objective(nn.Module):
         self.config, self._logits = config, AsTrained(model, config.optimisation)
         self._bounds = _bounds(model, like) if config.provable is not None else None
         anchored = config.smooth is not None and config.smooth.anchored
-        self._anchored = AnchoredBounds(model, like[:1], config.optimisation.bf16) if anchored else None
-        self._record = config.optimisation.cuda_graph and like.is_cuda
+        # Off a GPU bfloat16 saves nothing; what several processes share is not recorded.
+        low = config.optimisation.bf16 and like.is_cuda
+        self._anchored = AnchoredBounds(model, like[:1], low) if anchored else None
+        self._record = config.optimisation.cuda_graph and like.is_cuda and current().size == 1
 
     def forward(
         self, x: Tensor, z: Tensor, y: Tensor, progress: float, eps: float | Tensor = 0.0

@@ -139,6 +139,21 @@ MNIST_CERTIFIED_FAR = dataclasses.replace(
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
 
+# Starts from mnist-certified, whose two convolutions are one (wball.models.merge_convolutions; docs/certificates.md).
+MNIST_ANCHORED = dataclasses.replace(
+    MNIST_CERTIFIED,
+    name="mnist-anchored",
+    architecture="mnist-shallow",
+    epochs=14,
+    noise=0.0,
+    affine=0.02,
+    optimisation=dataclasses.replace(MNIST_CERTIFIED.optimisation, lr=2e-3, ema=0.997, bf16=True, cuda_graph=True),
+    smooth=Smooth(0.3, radius="per-image", low=0.05, start=0.15, grow=0.01, shrink=0.05, ramp=0.02, anchored=True),
+    evaluation=Validation(every=2),
+    summary="One convolution with large filters and a hidden layer, trained against the bound of its certificate; "
+    "started from mnist-certified.",
+)
+
 CIFAR10_STANDARD = TrainConfig(
     "cifar10-standard",
     "cifar10",
@@ -270,6 +285,7 @@ _PRESETS = {
         MNIST_FLOW_NOISE,
         MNIST_CERTIFIED,
         MNIST_CERTIFIED_FAR,
+        MNIST_ANCHORED,
         CIFAR10_STANDARD,
         CIFAR10_STANDARD_PLAIN,
         CIFAR10_LINF_PROVABLE,
