@@ -87,7 +87,7 @@ def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, stre
         to_tensors,
         without_bad,
     )
-    from wball.evaluation.stream import read_npz
+    from wball.evaluation.stream import channels_last, read_npz
 
     spec, split = request.data, _split(request.split)
     if request.limit is not None and request.first is not None:
@@ -106,7 +106,10 @@ def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, stre
         data = ImageFolder(spec, size=request.size, resize=request.resize, crop=request.crop, grey=request.grey)
         name, classes = Path(spec).name, data.classes
     elif spec.endswith(".npz"):
-        data, name = to_tensors(read_npz(Path(spec))), Path(spec).stem
+        images, labels = read_npz(Path(spec))
+        if images.ndim == 4 and channels_last(images.shape):
+            images = images.transpose(0, 3, 1, 2)
+        data, name = to_tensors((images, labels)), Path(spec).stem
     elif ":" in spec:
         made = find(spec)
         data, name = called(spec, made) if callable(made) else made, spec.rsplit(":", 1)[1]

@@ -245,7 +245,7 @@ def _of_arrays(x: Any, y: Any, box: tuple[float, float] | None, device: torch.de
         raise TypeError("y is missing: the labels of the images in x")
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
-    if layout == "NCHW" and isinstance(x, np.ndarray) and x.ndim == 4 and _channels_last(x.shape):
+    if layout == "NCHW" and isinstance(x, np.ndarray) and x.ndim == 4 and channels_last(x.shape):
         raise ValueError(f"x has shape {x.shape}, which looks like channels last: say layout='NHWC' (or give a tensor)")
 
     def read(index: list[int]) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,8 @@ def _of_arrays(x: Any, y: Any, box: tuple[float, float] | None, device: torch.de
     return Stream(len(x), read, box, device)
 
 
-def _channels_last(shape: tuple[int, ...]) -> bool:
+def channels_last(shape: tuple[int, ...]) -> bool:
+    """Whether images of such a shape can only have their channels last."""
     return shape[3] in CHANNELS and shape[1] not in CHANNELS
 
 
