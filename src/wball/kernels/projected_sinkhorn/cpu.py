@@ -25,6 +25,10 @@ from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, corr
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, memory, reference, sweeps
 
+MARGIN = 0.14
+"""Full columns aim so far below ``hi`` that it costs this share of the gap. A repair sends their excess back, and where
+all pixels of an area are full there is no other room for it: images of 128 x 128 were never repaired."""
+
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
 
@@ -43,6 +47,7 @@ class _Settings(NamedTuple):
     momentum: float
     rounds: int
     doubt: float
+    margin: float
 
 
 class _Given(NamedTuple):
@@ -81,6 +86,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
+        MARGIN,
     )  # fmt: skip
     u, psi = problem.start()
     given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
@@ -308,7 +314,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     for k in range(fee.size):
         ones[k] = 1.0 if fee[k] < math.inf else 0.0
-    least, most = math.log(lo) if lo > 0.0 else -math.inf, math.log(hi)
+    least = math.log(lo) if lo > 0.0 else -math.inf
     for m in range(x.shape[0]):
         box, heat = mass_box(x[m]), tau[m]
         single = box[1] == 0 or budget[m] <= 0.0
@@ -349,6 +355,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             correlate(work[sweeps.ARRIVING], work[sweeps.A], pad, n, flat.back, weight, ring[0], ring[-1])
             sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
             # Columns.
+            pressed = sweeps.pressure(work, count, heat, hi)
+            margin = min(settings.margin * tol * size / pressed, 1e-3 * (hi - lo)) if pressed > 0.0 else 0.0
+            most = math.log(hi - margin)
             sweeps.solve_columns(work, count, middle, log_heat, least, most, steps == 0)
             steps += 1
 

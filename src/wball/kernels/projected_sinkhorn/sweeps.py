@@ -212,6 +212,16 @@ def solve_columns(work, count, middle, log_tau, least, most, fresh):  # type: ig
 
 
 @compiled(inner=True, fastmath=SUMS)
+def pressure(work, count, tau, hi):  # type: ignore[no-untyped-def]
+    """What the gap grows by, to first order, where every full column is one below ``hi``."""
+    goal, beta = work[GOAL, :count], work[BETA, :count]
+    total = 0.0
+    for i in range(count):
+        total += max(tau * (goal[i] - beta[i]) - hi, 0.0)
+    return total
+
+
+@compiled(inner=True, fastmath=SUMS)
 def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
     """Sums over the image: misfit, mass outside the box, distance, ``<beta, z>``."""
     e, arriving = work[FACTOR, :count], work[Z, :count]
