@@ -152,9 +152,26 @@ def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
 
     def wrap(function: Callable[..., None]) -> triton.JITFunction:
         addresses = [name for name in inspect.signature(function).parameters if name.endswith(("_ptr", "_out"))]
-        return triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses)
+        made = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses)
+        if isinstance(made, triton.JITFunction):  # not in the interpreter
+            made.add_pre_run_hook(lambda *_, **__: settle_key(made))
+        return made
 
     return wrap
+
+
+def settle_key(function: triton.JITFunction) -> None:
+    """Make the key under which a kernel is kept on disk, after those of all functions that it calls.
+
+    Triton 3.6 puts the constants of a called function into the key if somebody else has called it before, and
+    leaves them out if not: another process that used another kernel first did not find what was compiled.
+    """
+    if function.hash is None:
+        for name in function.fn.__code__.co_names:
+            called = function.fn.__globals__.get(name)
+            if isinstance(called, triton.JITFunction):
+                settle_key(called)
+        function.cache_key  # noqa: B018, made when it is asked for
 
 
 def warps(block: int, values: int = 64) -> int:
