@@ -96,7 +96,7 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
     for part in images:
         total = len(part["status"])
         times = sorted(t for t, s in zip(part["seconds"], part["status"], strict=True) if s == "C")
@@ -105,7 +105,7 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
             axes.step(times, share, where="post", label=f"{part['model']}, eps {part['eps']:g}")
     axes.set(xlabel="seconds an image", ylabel="% of images proved", xscale="log")
     if axes.has_data():
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # within the axes it would cover curves
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
