@@ -283,5 +283,7 @@ class Steps:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._wanted = False
-            said = f"the attack is not replayed as a CUDA graph, which is slower: {error}"
+            # Torch's own words on full memory differ each time, so that every one of them would be shown.
+            why = "the GPU's memory is full" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            said = f"the attack is not replayed as a CUDA graph, which is slower: {why}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)
