@@ -2,10 +2,10 @@
 
 One row each: share of images that are classified correctly, broken (with a counterexample that passes the audit),
 proved and undecided, and seconds an image: the median, the mean and the worst. Models are names of
-:func:`wball.load_model`. On a GPU images are searched together, and the time of every step is shared by the images it
-was spent on. All images first get anchored bounds alone; what those leave open is searched. The file is written after
-every batch; if interrupted, rerun the same command to resume. With a larger ``--time-limit`` a rerun tries again what
-is undecided, and nothing else.
+:func:`wball.load_model`, or ``ARCHITECTURE=FILE`` for weights of your own, named after their file. On a GPU images are
+searched together, and the time of every step is shared by the images it was spent on. All images first get anchored
+bounds alone; what those leave open is searched. The file is written after every batch; if interrupted, rerun the same
+command to resume. With a larger ``--time-limit`` a rerun tries again what is undecided, and nothing else.
 ``--plot`` draws the share that is proved against the time spent on each image.
 """
 
@@ -89,6 +89,16 @@ def put(part: dict[str, Any], some: list[int], letters: str, took: list[float], 
     part["status"] = "".join(status)
 
 
+def network(name: str, root: Path | None) -> tuple[str, nn.Module]:
+    """The model that an argument names, and what its rows call it."""
+    architecture, _, file = name.rpartition("=")
+    if not architecture:
+        return name, wball.load_model(name, root=root)
+    model = wball.build_model(architecture)
+    wball.load_weights(model, file)
+    return Path(file).stem, model
+
+
 def plot(path: Path, images: list[dict[str, Any]]) -> None:
     """Share of all images that is proved within a time, one curve for each model and radius."""
     import matplotlib
@@ -112,9 +122,10 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks deciding", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["mnist-certified"])
+    parser.add_argument("--models", nargs="+", default=["mnist-certified"], help="names, or ARCHITECTURE=FILE")
     parser.add_argument("--weights", type=Path, help="folder of public models' weights")
-    parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled digits)")
+    parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
+    parser.add_argument("--data", type=Path, help="folder with the data set (default: the bundled images)")
     parser.add_argument("--radii", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds an image")
@@ -125,14 +136,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="file of the figure")
     given = parser.parse_args(arguments)
     begun = time.monotonic()
-    x, y = wball.load_dataset("mnist", given.data) if given.data else wball.load_sample("mnist")
+    x, y = wball.load_dataset(given.dataset, given.data) if given.data else wball.load_sample(given.dataset)
     x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
-    about = environment(given.device, given.data, given.out)
-    settings = {"data": "mnist test" if given.data else "bundled digits"}
+    files = [Path(name.rpartition("=")[2]) for name in given.models if "=" in name]
+    about = environment(given.device, given.data, given.out, *files)
+    settings = {"data": f"{given.dataset} test" if given.data else f"bundled {given.dataset}"}
     images: list[dict[str, Any]] = earlier(given.out, settings=settings).get("images", [])
     step = 1 if given.device == "cpu" else given.batch
-    for name in given.models:
-        model = wball.load_model(name, root=given.weights) if given.weights else wball.load_model(name)
+    for wanted in given.models:
+        name, model = network(wanted, given.weights)
         model = model.to(given.device).eval()
         for eps in given.radii:
             part = next((p for p in images if (p["model"], p["eps"]) == (name, eps)), None)

@@ -36,10 +36,9 @@ def statuses(converged: Tensor, stalled: Tensor | None = None, late: bool = Fals
 
     ``late``: time was up before all of them were done.
     """
-    met = converged.tolist()
-    early = [False] * len(met) if stalled is None or all(met) else stalled.tolist()
+    early = [False] * len(converged) if stalled is None else stalled.tolist()
     missed = (Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early)
-    return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))
+    return tuple(Status.CONVERGED if c else m for c, m in zip(converged.tolist(), missed, strict=True))
 
 
 class _Solved:

@@ -22,39 +22,26 @@ class Minimum:
     Attributes:
         problem: what is minimised.
         best: what is known about each image; at first, its centre.
+        single: images without mass or budget: the centre is the answer, and the only point unless there are free moves.
         n_iter: steps used, per image.
         served: the kernels that did anything at all.
     """
 
-    def __init__(self, problem: Problem, centre: Tensor, bound: Tensor) -> None:
-        """``centre``: what is minimised, at the images; ``bound``: a lower bound of each one's optimum, or ``-inf``."""
+    def __init__(self, problem: Problem, bound: Tensor) -> None:
+        """``bound``: a lower bound of each image's optimum, or ``-inf``."""
         x = problem.x
         self.problem = problem
+        self.single = (problem.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         still = Plan.identity(problem.moves, x).flow
-        nothing = torch.zeros_like(bound)
-        self.best = Best(still, x.clone(), centre.clone(), bound, bound.clone(), torch.zeros_like(x), nothing)
+        primal, nothing = problem.columns.objective(x), torch.zeros_like(bound)  # what stays has no entropy
+        self.best = Best(still, x.clone(), primal, bound.clone(), bound.clone(), torch.zeros_like(x), nothing)
         self.n_iter = torch.zeros_like(bound, dtype=torch.long)
         self.served = set[str]()
-        self._done: Tensor | None = None
-        self._todo: Tensor | None = None
-
-    @property
-    def done(self) -> Tensor:
-        """Which images are solved."""
-        if self._done is None:
-            self._done = self.problem.done(self.best)
-        return self._done
 
     @property
     def todo(self) -> Tensor:
-        """Positions of the images that are not solved and have more than one point; asks the device."""
-        if self._todo is None:
-            self._todo = (~(self.problem.single | self.done)).nonzero().squeeze(1)
-        return self._todo
-
-    def changed(self) -> None:
-        """Whoever writes into the books says so."""
-        self._done = self._todo = None
+        """Positions of the images that are not solved."""
+        return (~self.single & ~self.problem.done(self.best)).nonzero().squeeze(1)
 
     def without_box(self, max_iter: int) -> None:
         """Linear columns without their box, where the images are."""
@@ -86,7 +73,6 @@ class Minimum:
         if not todo.numel():
             return
         self.served.add(kernel)
-        self.changed()
         if len(todo) == len(self.problem.x) and home == self.problem.x.device:
             self.n_iter += solve(self.problem, *start, max_iter, self.best)
             return
@@ -104,5 +90,4 @@ class Minimum:
             self.best.flow.copy_(plan.flow)
             self.best.z.copy_(plan.columns())
             self.best.primal.copy_(primal)
-            self.changed()
         return self.best

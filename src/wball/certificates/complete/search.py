@@ -1,9 +1,10 @@
 r"""Branch and bound: decide for each image whether its label holds all over the ball.
 
-Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes; optimised slopes;
-bounds tightened under the margin (:mod:`wball.certificates.condition`), round after round; a strong attack; and the
-tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open nodes a step, worst first.
-On a GPU, where an attack on many images takes hardly longer than on a few, all images are attacked first.
+Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes; optimised slopes; a
+small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open nodes a step, worst
+first; a strong attack; bounds tightened under the margin (:mod:`wball.certificates.condition`), round after round,
+which hold in every open node; and the tree again. On a GPU, where an attack on many images takes hardly longer than on
+a few, all images are attacked first.
 Problems whose relaxation is a small linear program are bounded by that instead
 (:mod:`wball.certificates.complete.program`). At every step of the tree the point of the ball that is worst for the
 relaxation is tried as an adversarial example. What is found is kept at any time, so stopping early costs answers and
@@ -15,7 +16,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,10 @@ few units unstable. What longer moves are taken to gain no split takes back."""
 ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 12, 100
 """Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
 cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and trees grow without a better bound."""
+
+EARLY = 20
+"""One split for so many unstable units before their bounds are tightened, which takes about as long: a few units of a
+last layer are often all that keeps a bound below 0."""
 
 PROGRESS, MOST_ROUNDS = (0.3, 0.05), 12
 """Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds: with moves
@@ -91,10 +95,9 @@ class Search:
         numbers: int,
         group: int,
         room: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
-        self.numbers, self.group, self.room, self.clock, self.deadline = numbers, group, room, clock, math.inf
+        self.numbers, self.group, self.room, self.deadline = numbers, group, room, math.inf
         self.first: FirstLayer | None = None
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
@@ -104,7 +107,7 @@ class Search:
 
         ``known`` bounds of their units need not be found again.
         """
-        self.since = self.clock()
+        self.since = time.monotonic()
         self.deadline = self.since + float((self.limit - spent).sum())
         nobody = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
         lowest = torch.full((x.shape[0],), -math.inf, dtype=torch.float64, device=x.device)
@@ -123,7 +126,7 @@ class Search:
 
         An image that does not fit alone stays undecided, with what was found up to then.
         """
-        self.deadline = self.clock() + float((self.limit - self.answer.seconds[left]).sum())
+        self.deadline = time.monotonic() + float((self.limit - self.answer.seconds[left]).sum())
         if self._late() or left.shape[0] == 0:
             return
         try:
@@ -142,7 +145,7 @@ class Search:
 
     def _spent(self, image: Tensor) -> None:
         """The time since the last call was spent on these images."""
-        now = self.clock()
+        now = time.monotonic()
         image = image.unique()
         self.answer.seconds[image] += (now - self.since) / max(1, image.shape[0])
         self.since = now
@@ -187,7 +190,7 @@ class Search:
             self.answer.leaves[k] = tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
 
     def _late(self) -> bool:
-        return self.clock() > self.deadline
+        return time.monotonic() > self.deadline
 
     def _relaxation(self, source: InputSet, x: Tensor) -> Relaxation:
         if self.first is None:
@@ -209,6 +212,8 @@ class Search:
                 relaxation.bound_layer(position, bounds, left.shape[0], like, anchored=True)
         margins = relaxation.margins(y, bounds, like, anchored=anchored)
         image, other = (margins <= 0).nonzero(as_tuple=True)
+        near = margins.amin(1)[image].argsort(descending=True, stable=True)  # these groups are searched first
+        image, other = image[near], other[near]
         self.positive = torch.where(margins > 0, margins, math.inf).amin(1)  # over classes that are proved
         self.image, self.other, self.value = left[image], other, margins[image, other]
         self.closed = Closed(self.graph.relaxed())
@@ -230,16 +235,22 @@ class Search:
         waiting = together(problems, self.room)
         while waiting:
             share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
-            self.deadline = last - max(0.0, last - self.clock()) * (1 - share)
+            self.deadline = last - max(0.0, last - time.monotonic()) * (1 - share)
             part = waiting.pop(0)
             part = part[~self.answer.broken[self.image[part]]]
             if part.numel() == 0:
                 continue
             some = problems.take(part)
-            some, nodes = self._tighten(some, improve(some, some.start(), ROOT_STEPS, 0.3))
+            some, roots = self._note(some, improve(some, some.start(), ROOT_STEPS, 0.3))
+            self._spent(self.image[problems.index[part]])
+            units = sum(some.bounds.unstable(k).sum() for k in some.split_layers())
+            few, nodes = some, self._tree(some, roots, None, int(units) / EARLY)
+            some, roots = _still_open(some, roots, nodes)
             self._settle(left)
             self._attack("standard", unattacked)
             unattacked = left[:0]
+            some, roots = self._tighten(*self._note(some, roots))
+            nodes = self._again(some, _renumbered(nodes, few, some))
             self._tree(some, nodes, None)
             self._settle(left)
 
@@ -266,8 +277,7 @@ class Search:
 
     def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Bounds where the margin is not positive, as long as that helps some problem."""
-        self._spent(self.image[problems.index])
-        problems, nodes = self._rounds(*self._note(problems, nodes), PROGRESS[0])
+        problems, nodes = self._rounds(problems, nodes, PROGRESS[0])
         finer = problems.source.finer(FURTHER)
         fits = len(together(replace(problems, source=finer), self.room)) == 1
         if len(nodes) and finer is not problems.source and fits and not self._late():
@@ -336,22 +346,31 @@ class Search:
 
     # ---- the tree
 
-    def _tree(self, problems: Problems, nodes: Nodes, program: Program | None) -> None:
-        """Split until nothing is open or time is up; the bound of a problem is that of its worst open node."""
+    def _tree(self, problems: Problems, nodes: Nodes, program: Program | None, splits: float = math.inf) -> Nodes:
+        """Split until nothing is open, time is up or so many ``splits`` are done; the nodes that are open then.
+
+        The bound of a problem is that of its worst open node. Nodes without a unit to split wait if splits are limited.
+        """
         batch = BATCH if self.x.is_cuda else BATCH // 16
         dead = torch.zeros(len(problems), dtype=torch.bool, device=self.x.device)  # cannot be decided by splits
         floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
-        nodes = nodes.kept()
+        nodes, limited = nodes.kept(), splits < math.inf
+        waiting = nodes.take(nodes.problem[:0])
         images = self.image[problems.index[nodes.problem.unique()]].unique()
-        self.deadline = min(self.deadline, self.clock() + float((self.limit - self.answer.seconds[images]).sum()))
-        while len(nodes) and not self._late():
+        self.deadline = min(self.deadline, time.monotonic() + float((self.limit - self.answer.seconds[images]).sum()))
+        while len(nodes) and splits > 0 and not self._late():
             pick, rest = _turn(nodes, batch, len(problems), self.capacity)
             now, nodes = nodes.take(pick).working(), nodes.take(rest)
+            splits -= len(now)
             if program is not None:
                 children, z = self._solved(program, now, dead, floor)
             else:
                 position, unit, possible, z = choose_splits(problems, now)
-                self._exhaust(problems, now.take((~possible).nonzero()[:, 0]), dead, floor)
+                linear = now.take((~possible).nonzero()[:, 0])
+                if limited:
+                    waiting = waiting.plus(linear.kept())
+                else:
+                    self._exhaust(problems, linear, dead, floor)
                 keep = possible.nonzero()[:, 0]
                 children = now.take(keep).split(position[keep], unit[keep])
                 if len(children):
@@ -363,10 +382,26 @@ class Search:
             over = dead | self.answer.broken[self.image[problems.index]]
             nodes = nodes.take((~over[nodes.problem]).nonzero()[:, 0])
             self._spent(self.image[problems.index[now.problem]])
+        nodes = nodes.plus(waiting)
         floor = floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin")
         broken = self.answer.broken[self.image[problems.index]]
         known = self.value[problems.index]
         self.value[problems.index] = torch.where(broken, known, torch.maximum(known, floor.clamp(max=POSITIVE)))
+        return nodes
+
+    def _again(self, problems: Problems, nodes: Nodes) -> Nodes:
+        """Open nodes of problems that have tighter bounds since: those that are open still, with new multipliers."""
+        found = nodes.take(torch.zeros_like(nodes.problem[:0]))
+        for some in torch.arange(len(nodes), device=nodes.problem.device).split(
+            BATCH if self.x.is_cuda else BATCH // 16
+        ):
+            now = nodes.take(some)
+            if not self._late():
+                now = improve(problems, now.working(), NODE_STEPS, 0.2).kept()
+                self._close(problems, now)
+                self._spent(self.image[problems.index[now.problem]])
+            found = found.plus(now.take((now.bound <= 0).nonzero()[:, 0]))
+        return found
 
     def _exhaust(self, problems: Problems, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
         """Nodes without a unit to split are linear: better multipliers are all that is left."""
@@ -414,6 +449,23 @@ class Search:
         image = self.image[problems.index[problem[chosen]]]
         points = self.ball.take(image).project(self.x[image], z[chosen].to(self.x.dtype)).point
         self._consider(image, points.to(self.x.dtype))
+
+
+def _still_open(problems: Problems, roots: Nodes, nodes: Nodes) -> tuple[Problems, Nodes]:
+    """The problems that ``nodes`` are left of, and their roots."""
+    live = nodes.problem.unique()
+    roots = roots.take(live)
+    roots.problem = torch.arange(live.shape[0], device=live.device)
+    return problems.take(live), roots
+
+
+def _renumbered(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
+    """Nodes of problems ``before`` as nodes of ``after``, which are some of them."""
+    place = torch.full((int(before.index.max()) + 1,) if len(before) else (1,), -1, device=nodes.problem.device)
+    place[after.index] = torch.arange(len(after), device=place.device)
+    problem = place[before.index[nodes.problem]]
+    kept = Nodes(problem, nodes.bound, nodes.state)
+    return kept.take((problem >= 0).nonzero()[:, 0])
 
 
 def _turn(nodes: Nodes, batch: int, problems: int, capacity: int) -> tuple[Tensor, Tensor]:
