@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 
 def per_image(values: Tensor, like: Tensor) -> Tensor:
     """``(B,)`` reshaped to broadcast against a tensor with a leading batch dimension."""
     return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude per image."""
+    return torch.linalg.vector_norm(values.flatten(1), math.inf, 1)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -203,8 +203,13 @@ class StencilMoves(Moves):
         return out
 
     def stay(self) -> Tensor:
-        centre = torch.zeros_like(self.allowed)
-        centre[0] = True
+        return self._stay
+
+    @cached_property
+    def _stay(self) -> Tensor:
+        with torch.inference_mode(False):
+            centre = torch.zeros_like(self.allowed)
+            centre[0] = True
         return centre
 
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:

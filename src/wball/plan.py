@@ -185,7 +185,7 @@ class Plan(StoredPlan):
     @classmethod
     def identity(cls, moves: Moves, x: Tensor) -> Plan:
         """The plan that moves nothing."""
-        return cls(moves, torch.where(moves.stay(), x.unsqueeze(2), torch.zeros((), dtype=x.dtype, device=x.device)))
+        return cls(moves, torch.where(moves.stay(), x.unsqueeze(2), 0.0))
 
     def arcs(self) -> Tensor:
         return self.flow

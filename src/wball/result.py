@@ -31,14 +31,15 @@ class Status(Enum):
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(converged: Tensor, stalled: Tensor | None = None, late: bool = False) -> tuple[Status, ...]:
+def statuses(converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False) -> tuple[Status, ...]:
     """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``.
 
-    ``late``: time was up before all of them were done.
+    The latter is asked for only where some did not meet it. ``late``: time was up before all of them were done.
     """
-    early = [False] * len(converged) if stalled is None else stalled.tolist()
+    met = converged.tolist()
+    early = [False] * len(met) if stalled is None or all(met) else stalled().tolist()
     missed = (Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early)
-    return tuple(Status.CONVERGED if c else m for c, m in zip(converged.tolist(), missed, strict=True))
+    return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))
 
 
 class _Solved:

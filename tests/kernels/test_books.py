@@ -21,7 +21,7 @@ def problem(seed: int, kind: type[Columns], tau: float, hi: float = 1.0) -> Prob
     mass, nothing = x.sum((1, 2, 3)), torch.zeros(3, dtype=torch.float64)
     target = torch.randn(x.shape, generator=random, dtype=torch.float64)
     tolerance = Tolerance(1e-3, 0.0, nothing, nothing)
-    return Problem(x, 0.2 * mass, GridCost(3).arcs(4, 4, x), kind(target, 0.0, hi), nothing + tau, tolerance)
+    return Problem(x, 0.2 * mass, GridCost(3).arcs(4, 4, x), kind(target, 0.0, hi), nothing + tau, tau == 0, tolerance)
 
 
 def some_plan(given: Problem, seed: int) -> Plan:

@@ -402,7 +402,7 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     budget, centre = case.eps * x.sum((1, 2, 3)), 0.5 * (w - x).square().sum((1, 2, 3))
     tolerance = Tolerance(tol, 0.0, torch.zeros_like(budget), tol**2 * centre)
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
-    problem = Problem(x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), tolerance)
+    problem = Problem(x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), True, tolerance)
     best = nothing_known(problem)
     n_iter = proximal_newton(problem, w - x, 200, best, kernel=kernel)
     assert int(n_iter) < 200
@@ -422,7 +422,7 @@ def test_newton_of_the_support_function(kernel: str, name: str) -> None:
     budget, gain = case.eps * x.sum((1, 2, 3)), (g * x).sum((1, 2, 3))
     assert case.box is not None
     tolerance = Tolerance(tol, 0.0, gain, tol * 1e-2 * (g.abs() * x).sum((1, 2, 3)))
-    problem = Problem(x, budget, moves, Linear(g, *case.box), torch.zeros_like(budget), tolerance)
+    problem = Problem(x, budget, moves, Linear(g, *case.box), torch.zeros_like(budget), True, tolerance)
     best = nothing_known(problem)
     assert int(proximal_newton(problem, g, 200, best, kernel=kernel)) < 200
     check_books(problem, best)
@@ -436,7 +436,7 @@ def test_newton_spends_the_budget_on_signs() -> None:
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).sign().double()
     tolerance = Tolerance(1e-6, 0.0, (g * x).sum((1, 2, 3)), 1e-8 * x.sum((1, 2, 3)))
     budget, moves = 0.1 * x.sum((1, 2, 3)), GridCost().arcs(28, 28, x)
-    problem = Problem(x, budget, moves, Linear(g, *UNIT), torch.zeros_like(budget), tolerance)
+    problem = Problem(x, budget, moves, Linear(g, *UNIT), torch.zeros_like(budget), True, tolerance)
     best = nothing_known(problem)
     proximal_newton(problem, g, 200, best, kernel="cpu")
     assert bool(problem.done(best).all())
@@ -502,7 +502,8 @@ def test_entropic_path(kernel: str, form: str, name: str) -> None:
     centre = columns.objective(x)
     offset = -centre if linear else 0 * mass
     floor = 1e-2 * tol * (w.abs() * x).sum((1, 2, 3)) if linear else tol**2 * centre
-    problem = Problem(x, case.eps * mass, moves, columns, tau, Tolerance(tol, 0.0 if linear else 0.03, offset, floor))
+    tolerance = Tolerance(tol, 0.0 if linear else 0.03, offset, floor)
+    problem = Problem(x, case.eps * mass, moves, columns, tau, form == "support", tolerance)
     best = nothing_known(problem)
     start = w if linear else w - x
     spread = 0.25 * (start.amax((1, 2, 3)) - start.amin((1, 2, 3)))

@@ -104,7 +104,8 @@ class Problem:
         budget: positive, per image.
         moves: the moves of the ground cost.
         columns: what is minimised, and the box.
-        tau: the temperature; 0 is the exact problem (for all images or none).
+        tau: the temperature.
+        exact: whether there is no entropy: all temperatures are 0.
         tolerance: when an image is done.
         deadline: when to stop in any case.
     """
@@ -114,6 +115,7 @@ class Problem:
     moves: Moves
     columns: Columns
     tau: Tensor
+    exact: bool
     tolerance: Tolerance
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -124,6 +126,7 @@ class Problem:
             self.moves,
             self.columns.take(index),
             self.tau[index],
+            self.exact,
             self.tolerance.take(index),
             self.deadline,
         )
@@ -134,12 +137,12 @@ class Problem:
             return self
         x, budget, tau = (part.to(device) for part in (self.x, self.budget, self.tau))
         columns, tolerance = self.columns.to(device), self.tolerance.to(device)
-        return Problem(x, budget, self.moves, columns, tau, tolerance, self.deadline)
+        return Problem(x, budget, self.moves, columns, tau, self.exact, tolerance, self.deadline)
 
     @cached_property
-    def exact(self) -> bool:
-        """Whether there is no entropy; asks the device once."""
-        return not bool(self.tau.any())
+    def single(self) -> Tensor:
+        """Images without mass or budget: the centre is their only point, unless there are free moves."""
+        return (self.budget <= 0) | (self.x.flatten(1).sum(1) <= 0)
 
     @property
     def boxed(self) -> bool:
@@ -181,17 +184,15 @@ class Problem:
 
     def bound_without_prices(self) -> Tensor:
         """:meth:`lower_bounds` of the optimum where neither mass nor cost has a price."""
-        nothing = torch.zeros_like(self.x)
         if self.exact and not self.columns.linear:
-            return self.columns.least(nothing)
-        return self.lower_bounds(nothing, torch.zeros_like(self.tau))[0]
+            return self.columns.objective(self.columns.target.clamp(self.columns.lo, self.columns.hi))
+        return self.lower_bounds(torch.zeros_like(self.x), torch.zeros_like(self.tau))[0]
 
     def allowed(self, best: Best, index: Tensor | slice = slice(None)) -> Tensor:
         """The gap at which an image counts as solved; ``index`` says where in ``best`` these images are."""
         limits, primal = self.tolerance, best.primal[index]
-        if self.exact:
-            size = torch.maximum((primal + limits.offset).abs(), limits.parts * primal)
-            return limits.tol * size + limits.floor
+        if self.exact:  # the parts are one then, and no more than the whole
+            return torch.add(limits.floor, (primal + limits.offset).abs(), alpha=limits.tol)
         entropy = self.entropy(best.flow[index])
         size = (primal - entropy + limits.offset).abs()
         return limits.tol * torch.maximum(size, limits.parts * (primal - 2 * entropy)) + limits.floor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -22,26 +23,44 @@ class Minimum:
     Attributes:
         problem: what is minimised.
         best: what is known about each image; at first, its centre.
-        single: images without mass or budget: the centre is the answer, and the only point unless there are free moves.
         n_iter: steps used, per image.
         served: the kernels that did anything at all.
     """
 
-    def __init__(self, problem: Problem, bound: Tensor) -> None:
-        """``bound``: a lower bound of each image's optimum, or ``-inf``."""
+    def __init__(self, problem: Problem, centre: Tensor, bound: Tensor | None = None) -> None:
+        """``centre``: what is minimised, at the images; ``bound``: a lower bound of each one's optimum, if known."""
         x = problem.x
         self.problem = problem
-        self.single = (problem.budget <= 0) | (x.flatten(1).sum(1) <= 0)
         still = Plan.identity(problem.moves, x).flow
-        primal, nothing = problem.columns.objective(x), torch.zeros_like(bound)  # what stays has no entropy
-        self.best = Best(still, x.clone(), primal, bound.clone(), bound.clone(), torch.zeros_like(x), nothing)
-        self.n_iter = torch.zeros_like(bound, dtype=torch.long)
+        dual = torch.full_like(centre, -math.inf) if bound is None else bound
+        self.best = Best(still, x.clone(), centre, dual, dual.clone(), torch.zeros_like(x), torch.zeros_like(dual))
+        self.n_iter = torch.zeros_like(dual, dtype=torch.long)
         self.served = set[str]()
+        self._done: Tensor | None = None
+        self._todo = None if bound is not None else self._several.nonzero().squeeze(1)
+
+    @property
+    def done(self) -> Tensor:
+        """Which images are solved."""
+        if self._done is None:
+            self._done = self.problem.done(self.best)
+        return self._done
 
     @property
     def todo(self) -> Tensor:
-        """Positions of the images that are not solved."""
-        return (~self.single & ~self.problem.done(self.best)).nonzero().squeeze(1)
+        """Positions of the images that are not solved and have more than one point; asks the device."""
+        if self._todo is None:
+            self._todo = (self._several & ~self.done).nonzero().squeeze(1)
+        return self._todo
+
+    @cached_property
+    def _several(self) -> Tensor:
+        """Which images have more than one point."""
+        return ~self.problem.single
+
+    def changed(self) -> None:
+        """Whoever writes into the books says so."""
+        self._done = self._todo = None
 
     def without_box(self, max_iter: int) -> None:
         """Linear columns without their box, where the images are."""
@@ -73,6 +92,7 @@ class Minimum:
         if not todo.numel():
             return
         self.served.add(kernel)
+        self.changed()
         if len(todo) == len(self.problem.x) and home == self.problem.x.device:
             self.n_iter += solve(self.problem, *start, max_iter, self.best)
             return
@@ -90,4 +110,5 @@ class Minimum:
             self.best.flow.copy_(plan.flow)
             self.best.z.copy_(plan.columns())
             self.best.primal.copy_(primal)
+            self.changed()
         return self.best

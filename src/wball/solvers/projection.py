@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.batch import per_image
+from wball.batch import dot, largest, per_image
 from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
@@ -127,34 +127,34 @@ def _solved(
     tol, max_iter, time_limit = effort
     deadline = Deadline(time_limit * len(problem.x))
     x, target, lo_hi = as_grid(problem.x), as_grid(w), problem.limits
-    mass = x.flatten(1).sum(1)
-    tau = torch.zeros_like(mass) if math.isinf(reg) else mass / reg
+    none, exact = torch.zeros_like(problem.mass), math.isinf(reg)
+    tau = none if exact else problem.mass / reg
     columns = Quadratic(target, *lo_hi)
-    rounding = 1e-18 * (1 + target.square().flatten(1).sum(1))
-    tolerance = Tolerance(tol, PARTS, torch.zeros_like(mass), tol**2 * columns.objective(x) + rounding)
-    goal = Problem(x, problem.budget, moves, columns, tau, tolerance, deadline)
+    centre = columns.objective(x)  # what stays has no entropy
+    rounding = 1e-18 * (1 + dot(target, target))
+    tolerance = Tolerance(tol, PARTS, none, torch.add(rounding, centre, alpha=tol**2))
+    goal = Problem(x, problem.budget, moves, columns, tau, exact, tolerance, deadline)
+    alone = goal.single & ~escapes(moves, x) if moves.has_free else goal.single
     # No prices at all are a bound, too: wherever the path is stopped, the gap is a number.
-    run = Minimum(goal, goal.bound_without_prices())
-    alone = run.single & ~escapes(moves, x) if moves.has_free else run.single
-    run.best.dual.copy_(torch.where(alone, run.best.primal, run.best.dual))
+    run = Minimum(goal, centre, torch.where(alone, centre, goal.bound_without_prices()))
     start = target - x
     if init is not None:
         start = as_grid(init.beta)
         run.best.psi.copy_(init.psi)
-    if math.isinf(reg):
+    if exact:
         run.newton(start, max_iter, warm=init is not None)
     else:
         scale = (target - x).flatten(1).abs().amax(1).clamp(min=1e-12)
         run.follow_path(start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter)
     best = run.hold_back(problem.spendable())
     plans.add(best.flow)
-    residual = (best.z - (target - best.u).clamp(*lo_hi)).flatten(1).abs().amax(1)
+    off = best.z - (target - best.u).clamp(*lo_hi)
     return ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),
-        objective=best.primal if math.isinf(reg) else best.primal + entropy_of(x, tau),
+        objective=best.primal if exact else best.primal + entropy_of(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
-        residual=torch.where(run.single, torch.zeros_like(residual), residual),
-        status=statuses(goal.done(best), (run.n_iter < max_iter) & ~run.single, deadline.late),
+        residual=largest(off).masked_fill(goal.single, 0.0),
+        status=statuses(run.done, lambda: (run.n_iter < max_iter) & ~goal.single, deadline.late),
         n_iter=run.n_iter,
         duals=Duals(best.u.reshape(problem.x.shape), best.psi),
         kernel=joined_kernels(run.served),

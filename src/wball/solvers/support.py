@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.batch import dot, per_image
+from wball.batch import dot, largest, per_image
 from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
@@ -87,29 +87,35 @@ def _solved(
     deadline = Deadline(time_limit * len(x))
     grid, direction = as_grid(x), as_grid(g)
     # The exact maximum scales with g, and the path's tolerances suit directions of size 1. Powers of 2 are exact.
-    size = _size(direction) if math.isinf(reg) else torch.ones_like(budget)
+    exact = math.isinf(reg)
+    size = _size(direction) if exact else torch.ones_like(budget)
     scaled = direction / per_image(size, direction)
-    tau = torch.full_like(budget, 0.0 if math.isinf(reg) else 1.0 / reg)
-    floor = tol * 1e-2 * dot(scaled.abs(), grid) + 1e-300 / size  # however small everything is, such a gap is none
-    tolerance = Tolerance(tol, 0.0, dot(scaled, grid), floor)
-    goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, tolerance, deadline)
-    run = Minimum(goal, _bound(goal))
-    if math.isinf(reg) and math.isfinite(goal.columns.hi):
+    tau = torch.full_like(budget, 0.0 if exact else 1.0 / reg)
+    still, most = dot(scaled, grid), dot(scaled.abs(), grid)
+    floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # however small everything is, such a gap is none
+    tolerance = Tolerance(tol, 0.0, still, floor)
+    goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline)
+    run = Minimum(goal, -still)
+    if run.todo.numel() < len(x):
+        _bound_single(run)
+    if exact and math.isfinite(goal.columns.hi):
         run.newton_for_support(scaled, max_iter)
-    if math.isfinite(reg) or run.todo.numel():
+    if not exact or run.todo.numel():
         _followed(run, reg, scaled, problem.box is not None, max_iter)
     best = run.hold_back(problem.spendable())
     plans.add(best.flow)
     point = as_given(best.z, x, problem.box)
-    value = dot(direction, as_grid(point))
-    upper, done = torch.maximum(size * -best.hard, value), goal.done(best)
-    if math.isinf(reg):
+    reached = as_grid(point)
+    value = dot(direction, reached)
+    upper, done = torch.maximum(-size * best.hard, value), run.done
+    if exact:
         # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
-        weight = direction.abs()
-        allowed = tol * ((value - dot(direction, grid)).abs() + 1e-2 * dot(weight, grid))
-        rounding = (0.5 * torch.finfo(point.dtype).eps + 1e-12) * dot(weight, grid + as_grid(point))
-        done = done & (upper - value <= allowed + rounding + 1e-300)
-    status = statuses(done, run.n_iter < max_iter, deadline.late)
+        heft = size * most
+        allowed = torch.add((value - size * still).abs(), heft, alpha=1e-2)
+        rounding = heft + dot(direction.abs(), reached)
+        allowed = torch.add(tol * allowed, rounding, alpha=0.5 * torch.finfo(point.dtype).eps + 1e-12)
+        done = done & (upper - value <= allowed + 1e-300)
+    status = statuses(done, lambda: run.n_iter < max_iter, deadline.late)
     return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
 
 
@@ -126,19 +132,15 @@ def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: in
         run.follow_path(start, torch.maximum(0.25 * spread, problem.tau), max_iter)
 
 
-def _bound(problem: Problem) -> Tensor:
+def _bound_single(run: Minimum) -> None:
     """What is known of ``-max <g, z>`` beforehand: where nothing can be spent, free moves are all there is."""
-    x, moves = problem.x, problem.moves
-    nothing = (problem.budget <= 0) | (x.flatten(1).sum(1) <= 0)
-    unknown = torch.full_like(problem.budget, -math.inf)
-    if not bool(nothing.any()):
-        return unknown
-    reached = dot(x, torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf).amax(2))
-    return torch.where(nothing, -reached, unknown)
+    problem, moves, best = run.problem, run.problem.moves, run.best
+    reached = dot(problem.x, torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf).amax(2))
+    best.dual.copy_(torch.where(problem.single, -reached, best.dual))
+    best.hard.copy_(best.dual)
+    run.changed()
 
 
 def _size(direction: Tensor) -> Tensor:
-    """The power of 2 next to each image's largest entry; 1 where all are 0."""
-    largest = direction.flatten(1).abs().amax(1)
-    power = torch.log2(largest).round().clamp(-1000, 1000)
-    return torch.where(largest > 0, torch.exp2(power), torch.ones_like(largest))
+    """The power of 2 below each image's largest entry; some number where all are 0."""
+    return torch.exp2((torch.frexp(largest(direction)).exponent - 1).to(torch.float64))

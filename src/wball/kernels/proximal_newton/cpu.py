@@ -45,9 +45,11 @@ class _Settings(NamedTuple):
     shrink: float
     inner: int
     settled: float
+    settled_linear: float
     spent: float
     spent_linear: float
     cg_tol: float
+    cg_tol_linear: float
     cg_max: int
     damping: float
     damping_linear: float
@@ -296,7 +298,8 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         r[j] = gradient[j]
         q[j] = r[j] * diagonal[j]
         size += r[j] * q[j]
-    goal = settings.cg_tol * settings.cg_tol * size
+    tol = settings.cg_tol_linear if linear else settings.cg_tol
+    goal = tol * tol * size
     for _ in range(settings.cg_max):
         if stop[0] != 0:
             break
@@ -387,11 +390,12 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
     least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre, end), 0, math.inf
     if psi < 0.0:
         psi = _first_price(p, step, u, found[3] if linear else 0.0, shares, gradient)
+    settled = settings.settled_linear if linear else settings.settled
     while steps < goal.max_iter:
         dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
         solved, taken, ascends = False, 0, True
         while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
-            solved = _norm(gradient) <= settings.settled * moved and abs(slope) <= settings.spent * p.budget
+            solved = _norm(gradient) <= settled * moved and abs(slope) <= settings.spent * p.budget
             solved = solved and (not linear or abs(slope) <= settings.spent_linear * moved + 1e-13 * p.budget)
             if solved:
                 break

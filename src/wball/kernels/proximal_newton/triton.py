@@ -17,6 +17,7 @@ without a box, as a step of no length around itself: where it overfills no pixel
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
 from functools import lru_cache
@@ -32,6 +33,7 @@ from wball.kernels.proximal_newton.triton_dual import (
     BUFFERS,
     COLUMN,
     GRADIENT,
+    GROUP,
     HELD,
     LEVEL,
     MASS,
@@ -45,6 +47,8 @@ from wball.kernels.proximal_newton.triton_dual import (
     column,
     evaluate,
     kink,
+    owned,
+    tables,
 )  # fmt: skip
 from wball.kernels.proximal_newton.triton_repair import repair
 from wball.kernels.triton_stencil import (
@@ -68,8 +72,10 @@ MAX_LISTED = 1024
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SPENT, SPENT_LINEAR, CG_TOL, CG_MAX,
- DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = map(tl.constexpr, settings.ALL)  # fmt: skip
+(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SETTLED_LINEAR, SPENT, SPENT_LINEAR,
+ CG_TOL, CG_TOL_LINEAR, CG_MAX, DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (
+    map(tl.constexpr, settings.ALL)
+)  # fmt: skip
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -86,37 +92,49 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move nothing."""
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
-    n_iter = torch.zeros(batch, dtype=torch.int32, device=device)
+    n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     if batch == 0:
-        return n_iter.long()
+        return n_iter
     size = table.guard + batch * BUFFERS.value * table.staged
     scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
-    lists = torch.empty((batch, 2, len(moves), table.staged), dtype=torch.int16, device=device)
+    lists = _lists(best.flow, table.staged)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     is_listed = table.block <= MAX_LISTED
     listed = torch.empty((batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device)
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
-    box = (max(columns.lo, 0.0) if columns.linear else columns.lo, columns.hi)
-    lo, hi = (torch.full_like(budget, bound) for bound in box)
-    tolerance = problem.tolerance
-    tol = torch.full_like(budget, tolerance.tol)
-    terms = torch.stack([budget, lo, hi, tol, tolerance.floor, tolerance.offset]).to(torch.float64)
+    lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
+    terms = budget, tolerance.floor, tolerance.offset
     channels, height, width = table.shape
     block = table.block
     _solve_kernel[(batch,)](
-        x.contiguous(), columns.target.contiguous(), start.contiguous(), terms,
+        x.contiguous(), columns.target.contiguous(), start.contiguous(),
+        _numbers(lo, columns.hi, tolerance.tol, device), *(term.contiguous() for term in terms),
         best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter,
         scratch, marks, lists, listed, centre, table.offset, *_tables(moves, device),
-        1, batch, max_iter, int(warm),
+        1, lists.stride(0), max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
         LOWER=columns.lo > 0, LINEAR=columns.linear, LISTED=is_listed, BLOCK=block,
         TILE=block // 2 if is_listed else TILE,
         num_warps=warps(block), num_stages=1,
     )  # fmt: skip
     best.hard.copy_(best.dual)
-    return n_iter.long()
+    return n_iter
+
+
+def _lists(flow: Tensor, staged: int) -> Tensor:
+    """Room for two lists of moves for each pixel: in the plans' own, which are written after the last step."""
+    batch, channels, moves, height, width = flow.shape
+    if 4 * channels * height * width >= 2 * staged and flow.is_contiguous():
+        return flow.view(batch, -1).view(torch.int16)
+    return torch.empty((batch, 2 * moves * staged), dtype=torch.int16, device=flow.device)
+
+
+@lru_cache(maxsize=64)
+def _numbers(lo: float, hi: float, tol: float, device: torch.device) -> Tensor:
+    """What all images have in common, as float64, which arguments of kernels cannot be."""
+    return torch.tensor([lo, hi, tol], dtype=torch.float64).to(device)
 
 
 @lru_cache(maxsize=64)
@@ -167,19 +185,21 @@ def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.
 def _direction(
     s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
     offset_ptr, fee_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
     ways = tl.zeros(place.shape, tl.int32)
     total = tl.zeros(place.shape, tl.float64)
     square = total
-    for k in tl.range(0, MOVES):
-        fee = tl.load(fee_ptr + k)
-        used = ((marks >> k) & 1) != 0
-        tl.store(list_ptr + ways * STAGED + place, tl.load(offset_ptr + k), mask=used)
-        ways += tl.where(used, 1, 0)
-        total += tl.where(used, fee, 0.0)
-        square += tl.where(used, fee * fee, 0.0)
+    for first in tl.range(0, MOVES, GROUP):
+        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        for i in tl.static_range(GROUP):
+            used = owned(((marks >> (first + i)) & 1) != 0, first + i, MOVES, GROUP)
+            tl.store(list_ptr + ways * STAGED + place, steps[i], mask=used)
+            ways += tl.where(used, 1, 0)
+            total += tl.where(used, fees[i], 0.0)
+            square += tl.where(used, fees[i] * fees[i], 0.0)
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
     inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
@@ -191,17 +211,24 @@ def _direction(
     back_ptr = list_ptr + MOVES * STAGED
     senders = ways * 0
     through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
-    for k in tl.range(0, MOVES):
-        step = tl.load(offset_ptr + k)
-        start = place - step
-        there = tl.load(mark_ptr + MARKED + start, mask=real, other=0)
-        used = real & (((there >> k) & 1) != 0)
-        tl.store(back_ptr + senders * STAGED + place, step, mask=used)
-        senders += tl.where(used, 1, 0)
-        part = tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0)
-        through += part
-        toll += part * tl.load(fee_ptr + k)
-        diagonal += tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0)
+    for first in tl.range(0, MOVES, GROUP):
+        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        there, parts, means = (), (), ()
+        for i in tl.static_range(GROUP):
+            there = there + (tl.load(mark_ptr + MARKED + place - steps[i], mask=real, other=0),)
+        if GROUP > 1:
+            tl.debug_barrier()
+        for i in tl.static_range(GROUP):
+            start = place - steps[i]
+            used = owned(real & (((there[i] >> (first + i)) & 1) != 0), first + i, MOVES, GROUP)
+            parts = parts + (tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0),)
+            means = means + (tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0),)
+            tl.store(back_ptr + senders * STAGED + place, steps[i], mask=used)
+            senders += tl.where(used, 1, 0)
+        for i in tl.static_range(GROUP):
+            through += parts[i]
+            toll += parts[i] * fees[i]
+            diagonal += means[i]
     most_ways, most_senders = tl.max(ways, 0), tl.max(senders, 0)
     paid_square, paid_mean = sum_two(stiff * square, stiff * total * total * inverse)
     curvature = paid_square - paid_mean
@@ -230,7 +257,7 @@ def _direction(
     d = q * 0.0
     d_psi = q_psi * 0.0
     left = tl.sum(r * q, 0) + r_psi * q_psi
-    goal = CG_TOL * CG_TOL * left
+    goal = (CG_TOL_LINEAR * CG_TOL_LINEAR if LINEAR else CG_TOL * CG_TOL) * left
     steps = most_ways * 0
     going = left > 0.0
     tl.debug_barrier()
@@ -273,12 +300,12 @@ def _direction(
     return d_psi, tl.sum(gradient * d, 0)
 
 
-@kernel("one", "batch", "max_iter", "warm")
+@kernel("one", "list_stride", "max_iter", "warm")
 def _solve_kernel(
-    x_ptr, target_ptr, start_ptr, terms_ptr,
+    x_ptr, target_ptr, start_ptr, common_ptr, budget_ptr, floor_ptr, offset_of_ptr,
     flow_ptr, z_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
     scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, offset_ptr, fee_ptr, reverse_ptr, flat_ptr,
-    one, batch, max_iter, warm,
+    one, list_stride, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -293,14 +320,13 @@ def _solve_kernel(
     place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
     s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
     mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
-    list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
+    list_ptr = lists_ptr + n * list_stride
     row_ptr = listed_ptr + n * (2 * N)
     column_ptr = row_ptr + N
     centre_ptr += n * (MOVES * STAGED)
     flow_ptr += n * (MOVES * N)
-    budget, lo, hi = tl.load(terms_ptr + n), tl.load(terms_ptr + batch + n), tl.load(terms_ptr + 2 * batch + n)
-    tol, floor = tl.load(terms_ptr + 3 * batch + n), tl.load(terms_ptr + 4 * batch + n)
-    offset = tl.load(terms_ptr + 5 * batch + n)
+    lo, hi, tol = tl.load(common_ptr), tl.load(common_ptr + 1), tl.load(common_ptr + 2)
+    budget, floor, offset = tl.load(budget_ptr + n), tl.load(floor_ptr + n), tl.load(offset_of_ptr + n)
 
     # Outside the image nothing arrives and nothing starts.
     for first in tl.range(0, STAGED + GUARD, BLOCK):
@@ -397,14 +423,14 @@ def _solve_kernel(
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
                 stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
-                solved = (size <= SETTLED * moved) & (tl.abs(slope) <= SPENT * budget)
+                solved = (size <= (SETTLED_LINEAR if LINEAR else SETTLED) * moved) & (tl.abs(slope) <= SPENT * budget)
                 opens = tried < 0  # with the plan that knows no box
                 if LINEAR:
                     solved = (solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)) | opens
                 if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
-                        offset_ptr, fee_ptr, STAGED, MARKED, MOVES, LINEAR,
+                        offset_ptr, fee_ptr, STAGED, MARKED, MOVES, LINEAR, GROUP if LISTED else 1,
                     )  # fmt: skip
                     steps += 1
                     taken += 1

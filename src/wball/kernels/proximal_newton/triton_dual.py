@@ -4,6 +4,7 @@ Of small images, rows with mass and columns within their reach are listed: of a 
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
 import triton
@@ -17,8 +18,10 @@ D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.const
 that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
 which are no longer needed when the repair works there.
 What lies before the first pixel of the potentials is the halo behind the buffer before them."""
-UNROLLED = tl.constexpr(5)
-"""Moves whose loads are under way at once."""
+GROUP = tl.constexpr(5)
+"""Moves whose loads are under way at once. The assembler puts each load right before the arithmetic that needs it: a
+pass over the moves then takes the latency of all its loads one after the other, which is nearly all of its time.
+:func:`missing` makes the arithmetic of a group need all of its loads."""
 
 
 @triton.jit
@@ -55,14 +58,72 @@ def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
 
 
 @triton.jit
+def tables(offset_ptr, fee_ptr, first, MOVES: tl.constexpr, GROUP: tl.constexpr):
+    """Offsets and fees of a group of moves that begins with ``first``; 0 beyond the last."""
+    steps, fees = (), ()
+    for i in tl.static_range(GROUP):
+        if (GROUP - MOVES) % GROUP == 0:
+            steps = steps + (tl.load(offset_ptr + first + i),)
+            fees = fees + (tl.load(fee_ptr + first + i),)
+        else:
+            steps = steps + (tl.load(offset_ptr + first + i, mask=first + i < MOVES, other=0),)
+            fees = fees + (tl.load(fee_ptr + first + i, mask=first + i < MOVES, other=0.0),)
+    if GROUP > 1:
+        tl.debug_barrier()
+    return steps, fees
+
+
+@triton.jit
+def missing(values):
+    """Nowhere (where all of these are not numbers), but that is known only when all of them are there."""
+    bits = values[0].to(tl.int32 if values[0].dtype == tl.float32 else tl.int64, bitcast=True)
+    for i in tl.static_range(1, len(values)):
+        bits = bits & values[i].to(bits.dtype, bitcast=True)
+    return bits == -1
+
+
+@triton.jit
+def owned(rows, k, MOVES: tl.constexpr, GROUP: tl.constexpr):
+    """The rows that have a move ``k``."""
+    if (GROUP - MOVES) % GROUP == 0:
+        return rows
+    else:
+        return rows & (k < MOVES)
+
+
+@triton.jit
+def _ends(u_ptr, place, rows, steps, first, MOVES: tl.constexpr):
+    """The potentials where a group of moves ends; ``-inf`` beyond the last."""
+    ends = ()
+    for i in tl.static_range(GROUP):
+        ends = ends + (
+            tl.load(u_ptr + place + steps[i], mask=owned(rows, first + i, MOVES, GROUP), other=float("-inf")),
+        )
+    return ends
+
+
+@triton.jit
+def _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, first, STAGED: tl.constexpr, MOVES: tl.constexpr):
+    """Likewise, and the shares that a step starts from; what is :func:`missing` of them."""
+    ends, held = _ends(u_ptr, place, rows, steps, first, MOVES), ()
+    for i in tl.static_range(GROUP):
+        at = centre_ptr + (first + i) * STAGED + place
+        held = held + (tl.load(at, mask=owned(rows, first + i, MOVES, GROUP), other=0.0),)
+    return ends, held, missing(ends) | missing(held)
+
+
+@triton.jit
 def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
     """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest of these cost."""
     top, toll = mass * 0.0 + float("-inf"), mass * 0.0
-    for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-        fee = tl.load(fee_ptr + k)
-        gain = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0) - psi * fee
-        toll = tl.where(gain > top, fee, toll)
-        top = tl.maximum(top, gain)
+    for first in tl.range(0, MOVES, GROUP):
+        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        ends = _ends(u_ptr, place, rows, steps, first, MOVES)
+        price = tl.where(missing(ends), 0.0, psi)
+        for i in tl.static_range(GROUP):
+            gain = ends[i] - price * fees[i]
+            toll = tl.where(gain > top, fees[i], toll)
+            top = tl.maximum(top, gain)
     return sum_two(tl.where(rows, mass * top, 0.0), mass * toll)
 
 
@@ -165,14 +226,16 @@ def evaluate(
         tries = open_rows * 0
         while (open_rows > 0) & (tries < MOVES + 3):
             total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
-            for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-                end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-                v = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-                v += sigma * (end - psi * tl.load(fee_ptr + k))
-                above = v > t
-                total += tl.where(above, v, 0.0)
-                used += tl.where(above, 1.0, 0.0)
-                top = tl.maximum(top, v)
+            for k in tl.range(0, MOVES, GROUP):
+                steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+                ends, held, gone = _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES)
+                price = tl.where(gone, 0.0, psi)
+                for i in tl.static_range(GROUP):
+                    v = tl.where(gone, 0.0, held[i]).to(tl.float64) + sigma * (ends[i] - price * fees[i])
+                    above = v > t
+                    total += tl.where(above, v, 0.0)
+                    used += tl.where(above, 1.0, 0.0)
+                    top = tl.maximum(top, v)
             settled = (used == count) | (rows == False)  # noqa: E712
             t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
             count = tl.where(settled, count, used)
@@ -180,18 +243,19 @@ def evaluate(
             tries += 1
         value, away, paid = t * 0.0, t * 0.0, t * 0.0
         marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
-        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-            end = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
-            at = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
-            fee = tl.load(fee_ptr + k)
-            gain = end - psi * fee
-            part = at + sigma * gain - t
-            taken = rows & (part > 0.0)
-            part = tl.where(taken, part, 0.0)
-            marks = marks | tl.where(taken, (marks * 0 + 1) << k, marks * 0)
-            value += tl.where(taken, gain * part, 0.0)
-            paid += fee * part
-            away += (part - at) * (part - at)
+        for k in tl.range(0, MOVES, GROUP):
+            steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+            ends, held, gone = _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES)
+            price = tl.where(gone, 0.0, psi)
+            for i in tl.static_range(GROUP):
+                gain, at = ends[i] - price * fees[i], tl.where(gone, 0.0, held[i]).to(tl.float64)
+                part = at + sigma * gain - t
+                taken = rows & (part > 0.0)
+                part = tl.where(taken, part, 0.0)
+                marks = marks | tl.where(taken, (marks * 0 + 1) << (k + i), marks * 0)
+                value += tl.where(taken, gain * part, 0.0)
+                paid += fees[i] * part
+                away += (part - at) * (part - at)
         tl.store(s_ptr + LEVEL * STAGED + place, t, mask=real)
         tl.store(mark_ptr + place, marks, mask=real)
         cost += m * paid
@@ -205,13 +269,25 @@ def evaluate(
         place = _position(column_ptr, first + lanes, real, H, W, RR, RC, LISTED)
         u = tl.load(u_ptr + place, mask=real, other=0.0)
         come = u * 0.0
-        for k in tl.range(0, MOVES, loop_unroll_factor=UNROLLED):
-            start = place - tl.load(offset_ptr + k)
-            taken = real & (((tl.load(mark_ptr + start, mask=real, other=0) >> k) & 1) != 0)
-            part = tl.load(centre_ptr + k * STAGED + start, mask=taken, other=0.0).to(tl.float64)
-            part += sigma * (u - psi * tl.load(fee_ptr + k))
-            part -= tl.load(s_ptr + LEVEL * STAGED + start, mask=taken, other=0.0)
-            come += tl.where(taken, part * tl.load(s_ptr + MASS * STAGED + start, mask=taken, other=0.0), 0.0)
+        for k in tl.range(0, MOVES, GROUP):
+            steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
+            there, taken = (), ()
+            for i in tl.static_range(GROUP):
+                there = there + (tl.load(mark_ptr + place - steps[i], mask=real, other=0),)
+            tl.debug_barrier()
+            held, levels, masses = (), (), ()
+            for i in tl.static_range(GROUP):
+                taken = taken + (owned(real & (((there[i] >> (k + i)) & 1) != 0), k + i, MOVES, GROUP),)
+            for i in tl.static_range(GROUP):
+                start = place - steps[i]
+                held = held + (tl.load(centre_ptr + (k + i) * STAGED + start, mask=taken[i], other=0.0),)
+                levels = levels + (tl.load(s_ptr + LEVEL * STAGED + start, mask=taken[i], other=0.0),)
+                masses = masses + (tl.load(s_ptr + MASS * STAGED + start, mask=taken[i], other=0.0),)
+            gone = missing(levels) | missing(masses) | missing(held)
+            price = tl.where(gone, 0.0, psi)
+            for i in tl.static_range(GROUP):
+                part = tl.where(gone, 0.0, held[i]).to(tl.float64) + (sigma * (u - price * fees[i]) - levels[i])
+                come += tl.where(taken[i], part * masses[i], 0.0)
         w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
         z, _, value = column(w, u, come, lo, hi, LINEAR)
         gradient = tl.where(real, z - come, 0.0)
