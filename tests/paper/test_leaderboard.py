@@ -16,7 +16,7 @@ import wball
 from wball.cli import main
 from wball.paper import leaderboard
 from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
-from wball.paper.leaderboard_page import claims, page, stored_claims, tables, write_page
+from wball.paper.leaderboard_page import AGAIN, claims, page, repeated, stored_claims, tables, write_page
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
 
@@ -167,6 +167,18 @@ def test_published_and_measured() -> None:
     assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
 
 
+def test_rows_measured_twice_stand_side_by_side() -> None:
+    content = {"rows": [row("some", 0.5, 0.1, 0.0, 0.0, 0.0), row("other", *[0.0] * 5)]}
+    table = repeated(content, {"rows": [row("some", 0.504, 0.1, 0.0, 0.0, 0.0), row("gone", *[0.0] * 5)]})
+    assert table is not None and len(table.rows) == 1
+    told = dict(zip(table.head, table.rows[0], strict=True))
+    assert told["robust 0.05"] == "50.00 / 50.40" and told["largest difference"] == "0.40 at 0.05"
+    assert told["95 % interval there"] == "± 0.98"  # 1.96 x 0.5 / sqrt(10,000)
+    other_weights = row("some", *[0.0] * 5, sha256="another")
+    assert repeated(content, {"rows": [other_weights]}) is None
+    assert "measured twice" not in page(content) and "measured twice" in page(content, again=content)
+
+
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     board = tmp_path / "b.json"
     assert main(["leaderboard", "--board", str(board)]) == 2
@@ -208,7 +220,7 @@ def test_quick_runs_take_what_needs_no_download(tmp_path: Path, monkeypatch: pyt
 def test_the_committed_page_is_what_the_committed_board_says() -> None:
     board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
     content = read(board)
-    wanted = page(content, stored_claims(ROOT / "results"))
+    wanted = page(content, stored_claims(ROOT / "results"), read(ROOT / AGAIN))
     assert written.read_text(encoding="utf-8") == wanted, "docs/leaderboard.md is stale: run `wball leaderboard page`"
     for entry in content["rows"]:
         assert entry["certificate"].get("contradictions", 0) == 0 and entry["attack"]["audit"]["disagreements"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from wball.storage.atomic import write_whole
 from wball.storage.files import read_json
 
 PAGE = Path("docs/leaderboard.md")
+AGAIN = Path("results/leaderboard_again.json")
+"""Rows of the board that were measured a second time, with another random seed: a board of its own."""
 
 
 def tables(content: Data) -> list[Table]:
@@ -107,10 +110,42 @@ def claims(content: Data, own: Data | None = None) -> Table | None:
     return Table(head, body, "Published and measured: accuracy under attack") if body else None
 
 
-def page(content: Data, own: Data | None = None) -> str:
-    """The page of a board; ``own``: the stored recipe ``authors-weights``, where it is there."""
-    said = claims(content, own)
-    shown = [table.markdown() for table in (*tables(content), *([said] if said else []))]
+def repeated(content: Data, again: Data) -> Table | None:
+    """Rows and the same rows measured once more with another random seed, beside what chance may do to either."""
+    board, body = {(row["name"], row["sha256"], row["images"]): row for row in content["rows"]}, []
+    for second in again["rows"]:
+        first = board.get((second["name"], second["sha256"], second["images"]))
+        if first is None:
+            continue
+        pairs = {r: (first["attack"]["accuracy"][r], share) for r, share in second["attack"]["accuracy"].items()}
+        r, (one, other) = max(pairs.items(), key=lambda item: abs(item[1][0] - item[1][1]))
+        body.append(
+            [
+                second["name"],
+                f"{second['images']:,}",
+                *(" / ".join(f"{100 * share:.2f}" for share in pairs[key]) for key in pairs),
+                f"{100 * abs(one - other):.2f} at {r}",
+                f"± {100 * _interval(max(one, other), second['images']):.2f}",
+                f"`{second['provenance']['command']} --board {AGAIN}`, commit {second['provenance']['commit'][:12]}",
+            ]
+        )
+    if not body:
+        return None
+    radii = again["rows"][0]["attack"]["accuracy"]
+    head = ["model", "images", *(f"robust {r}" for r in radii), "largest difference", "95 % interval there", "made by"]
+    return Table(head, body, "Rows measured twice: random seed of the row / another one, in percent")
+
+
+def _interval(share: float, images: int) -> float:
+    """Half the width of the 95 % interval of an accuracy (Wilson's, which has a width at 0, too)."""
+    z = 1.96
+    return z / (1 + z * z / images) * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
+
+
+def page(content: Data, own: Data | None = None, again: Data | None = None) -> str:
+    """The page of a board; ``own``: the stored recipe ``authors-weights``; ``again``: rows of another random seed."""
+    below = (claims(content, own), repeated(content, again) if again else None)
+    shown = [table.markdown() for table in (*tables(content), *(table for table in below if table))]
     lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
     rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
     parts = (template("leaderboard.md"), *shown, rows, template("submission.md"))
@@ -145,5 +180,5 @@ def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     content = read(board)
     if not content["rows"]:
         raise FileNotFoundError(f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first")
-    write_whole(to, page(content, stored_claims(board.parent)).encode())
+    write_whole(to, page(content, stored_claims(board.parent), read(board.parent / AGAIN.name)).encode())
     return to

@@ -37,6 +37,8 @@ from torch.nn import functional as F
 from wball.certificates.graph import Activation, Conv2d, Diagonal, Graph, Input, Linear, Reshape
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
+from wball.kernels import dispatch
+from wball.kernels.row_maximum import Field, RowProblem, row_maximum
 
 STRAIGHT = ((-1, 0), (0, -1), (0, 1), (1, 0))
 DIAGONAL = ((-1, -1), (-1, 1), (1, -1), (1, 1))
@@ -46,7 +48,7 @@ HOPS = 2
 TURN = 1.2
 """What a diagonal move earns a hidden unit, in units of the best straight one."""
 ROUNDS = 8
-"""Steps of the search for the price of the budget."""
+"""Rounds of the search for the price of the budget."""
 ROOM = 1e-5
 """Units may move by this share of their size at least."""
 PRICES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -82,7 +84,9 @@ class AnchoredBounds(nn.Module):
             raise UnsupportedModule(f"anchored training has no bound for leaky activations, as {bend.name!r}; use ReLU")
         self.model, self.first, self.hidden, self.last = model, first, hidden, last  # the model for its parameters
         self.image, self.bf16 = tuple(like.shape[1:]), bf16
+        self.kernel = dispatch.choose("row_maximum", like)
         height, width = self.image[1:]
+        self.tiles = tuple(_Tiles(first, axis, side) for axis, side in enumerate((height, width)))
         row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
         inside = [(row + r >= 0) & (row + r < height) & (column + c >= 0) & (column + c < width) for r, c in STRAIGHT]
         dtype, device = first.weight.dtype, like.device
@@ -90,8 +94,8 @@ class AnchoredBounds(nn.Module):
         def constant(value: Tensor) -> Tensor:
             return value.to(device, dtype)
 
-        self.inside = constant(torch.stack(inside)[:, None])  # (moves, 1, H, W)
-        self.places = constant(_places(first, height, width))
+        everywhere = torch.stack(inside)[:, None].expand(-1, self.image[0], -1, -1)
+        self.inside = constant(self._tiled(everywhere).transpose(0, 1))  # (tiles, moves, pixels of a tile)
         self.fee = constant(torch.tensor([1.0] * 4 + [FAR] * 4)).view(1, 8, 1, 1, 1)
         self.classes = torch.arange(last.shape[0], device=device)
         self.price = constant(torch.tensor(PRICES)).view(-1, 1)
@@ -115,11 +119,10 @@ class AnchoredBounds(nn.Module):
         at_hidden = self.hidden.forward(at_first.clamp(min=0).flatten(1))
         logits = self.last.forward(at_hidden.clamp(min=0))
 
-        per_move = self._per_move(moves[:, : len(STRAIGHT)])
-        gained = self._earned(self.hidden.weight.expand(x.shape[0], -1, -1), first, per_move)
-        mass = HOPS * x.flatten(1)[:, None]
-        rate = gained.amax(2).to(x.dtype)
-        reach = _most(rate, TURN * rate, mass, budget)
+        pattern = self._pattern(moves[:, : len(STRAIGHT)])
+        gained = self._earned(self._by_place(self.hidden.weight).expand(x.shape[0], -1, -1, -1), first, pattern)
+        rate = gained.amax(3).flatten(2).to(x.dtype)
+        reach = _most(rate, TURN * rate, HOPS * self._tiled(x).flatten(1), budget, self.kernel)
         hidden = _Lines(at_hidden, reach, reach)
 
         own = (y[:, None] == self.classes).to(x.dtype)
@@ -127,25 +130,53 @@ class AnchoredBounds(nn.Module):
         up, down = rows.clamp(min=0), rows.clamp(max=0)
         linear = (up * hidden.beta[:, None] + down * hidden.slope[:, None]) @ self.hidden.weight
         charge = (up * hidden.omega[:, None]).to(gained.dtype) @ gained.clamp(min=0).flatten(2)
-        total = (self._earned(linear, first, per_move) + charge.unflatten(2, gained.shape[2:])).to(x.dtype)
-        return logits, _most(total.amax(2), self._diagonal(total).amax(2), mass, budget)
+        total = self._earned(self._by_place(linear), first, pattern) + charge.unflatten(2, gained.shape[2:])
+        straight = self._untiled(total.to(x.dtype).transpose(2, 3))
+        best, turned = straight.amax(2).flatten(2), self._diagonal(straight).amax(2).flatten(2)
+        return logits, _most(best, turned, HOPS * x.flatten(1), budget, self.kernel)
 
     def _differences(self, kernel: Tensor) -> Tensor:
         """What each move out of each place around a kernel adds to its unit, ``(F, moves, C, k + 2, k + 2)``."""
         found = F.conv2d(kernel.flatten(0, 1)[:, None], self.steps, padding=2)
         return found.unflatten(0, kernel.shape[:2]).transpose(1, 2)
 
-    def _earned(self, rows: Tensor, lines: _Lines, per_move: Tensor) -> Tensor:
-        """``(B, R, moves, pixels)``: what each move out of each pixel adds to rows ``(B, R, units)`` at most."""
-        dtype = torch.bfloat16 if self.bf16 else rows.dtype
-        up, down = rows.to(dtype).clamp(min=0), rows.to(dtype).clamp(max=0)
-        beta, slope, omega = (v.to(dtype)[:, None] for v in (lines.beta, lines.slope, lines.omega))
-        out = torch.cat([up * beta + down * slope, up * omega], 2) @ per_move.to(dtype)
-        return out.unflatten(2, (len(STRAIGHT), -1))
+    def _earned(self, rows: Tensor, lines: _Lines, pattern: Tensor) -> Tensor:
+        """``(B, R, tiles, moves, pixels of a tile)``: what each move out of each pixel adds to rows at most.
 
-    def _diagonal(self, gains: Tensor) -> Tensor:
+        Rows come by place, ``(B, R, positions, filters)``: then a GPU need not turn the images of its convolution.
+        """
+        dtype = pattern.dtype
+        up, down = rows.to(dtype).clamp(min=0), rows.to(dtype).clamp(max=0)
+        beta, slope, omega = (self._by_place(v).to(dtype)[:, None] for v in (lines.beta, lines.slope, lines.omega))
+        seen = torch.cat([up * beta + down * slope, up * omega], 3)  # (B, R, positions, 2 filters)
+        seen = seen.flatten(0, 1).unflatten(1, self.first.shape[1:]).permute(0, 3, 1, 2)
+        out = F.conv2d(seen, pattern, padding=[tiles.padding for tiles in self.tiles])
+        for axis, tiles in enumerate(self.tiles):
+            out = out.narrow(2 + axis, tiles.margin, tiles.count)
+        out = out.permute(0, 2, 3, 1).reshape(*rows.shape[:2], *self.inside.shape)
+        return out * self.inside.to(dtype)
+
+    def _by_place(self, rows: Tensor) -> Tensor:
+        """Rows over units ``(..., units)`` as ``(..., positions, filters)``."""
+        return rows.unflatten(-1, (self.first.shape[0], -1)).transpose(-1, -2).contiguous()
+
+    def _tiled(self, maps: Tensor) -> Tensor:
+        """Maps ``(N, C, H, W)`` as ``(N, tiles, pixels of a tile)``, with zeros beyond the image."""
+        rows, columns = self.tiles
+        wide = F.pad(maps, (0, columns.beyond, 0, rows.beyond))
+        wide = wide.unflatten(3, (columns.count, columns.stride)).unflatten(2, (rows.count, rows.stride))
+        return wide.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def _untiled(self, tiles: Tensor) -> Tensor:
+        """Tiles ``(B, R, moves, tiles, pixels of a tile)`` as maps ``(B, R, moves, C, H, W)``."""
+        rows, columns = self.tiles
+        split = tiles.unflatten(4, (self.image[0], rows.stride, columns.stride))
+        split = split.unflatten(3, (rows.count, columns.count)).permute(0, 1, 2, 5, 3, 6, 4, 7)
+        maps = split.flatten(6, 7).flatten(4, 5)
+        return maps[..., : self.image[1], : self.image[2]]
+
+    def _diagonal(self, maps: Tensor) -> Tensor:
         """What diagonal moves earn at most: one straight move after the other, in the order that earns less."""
-        maps = gains.unflatten(3, self.image)
         wide = F.pad(maps, (1,) * 4)
         height, width = self.image[1:]
 
@@ -154,14 +185,20 @@ class AnchoredBounds(nn.Module):
             return maps[:, :, one] + wide[:, :, two, :, 1 + r : 1 + r + height, 1 + c : 1 + c + width]
 
         corners = [(0, 1), (0, 2), (3, 1), (3, 2)]
-        return torch.stack([torch.minimum(then(a, b), then(b, a)).flatten(2) for a, b in corners], 2)
+        return torch.stack([torch.minimum(then(a, b), then(b, a)) for a, b in corners], 2)
 
-    def _per_move(self, moves: Tensor) -> Tensor:
-        """What each move does to each unit, and under it the positive part: ``(2 units, moves x pixels)``."""
+    def _pattern(self, moves: Tensor) -> Tensor:
+        """What each move out of each pixel of a tile does to the units around it, and its positive part, as a kernel.
+
+        A unit and the pixels that it sees are a few tiles apart, so that what rows earn is an ordinary convolution over
+        the units, with a channel for each move and pixel of a tile: ``(moves x C x pixels, 2 filters, tiles, tiles)``.
+        """
+        rows, columns = self.tiles
         both = torch.stack([moves, moves.clamp(min=0)])  # (2, F, moves, C, k + 2, k + 2)
-        maps = (both.flatten(4) @ self.places.flatten(1)).unflatten(4, self.places.shape[1:])
-        maps = maps * self.inside.flatten(2)[:, :, None]  # (2, F, moves, C, positions, pixels)
-        return maps.permute(0, 1, 4, 2, 3, 5).reshape(maps.shape[0] * math.prod(self.first.shape), -1)
+        wide = F.pad(both, (*columns.around, *rows.around))
+        wide = wide.unflatten(5, (-1, columns.stride)).unflatten(4, (-1, rows.stride)).flip((4, 6))
+        kernel = wide.permute(2, 3, 5, 7, 0, 1, 4, 6).flatten(4, 5).flatten(0, 3)
+        return kernel.to(torch.bfloat16 if self.bf16 else kernel.dtype).contiguous(memory_format=torch.channels_last)
 
     def _first_reach(self, x: Tensor, moves: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How far the units of the convolution can fall and rise, at the best of a few prices."""
@@ -203,33 +240,41 @@ def _first(graph: Graph, before: list[Diagonal]) -> bool:
     return all(op.scale.shape[2:] == (1, 1) for op in before) and after[0] == 1 + len(before)
 
 
-def _places(layer: Conv2d, height: int, width: int) -> Tensor:
-    """Which pixel each place around the kernel falls on at each position, ``(places, positions, pixels)``: 1 or 0."""
-    ends = []
-    for k, side in enumerate((height, width)):
-        place, position = torch.arange(layer.weight.shape[2 + k] + 2), torch.arange(layer.shape[1 + k])
-        pixel = layer.stride[k] * position + place[:, None] - layer.padding[k] - 1
-        ends.append((pixel[..., None] == torch.arange(side)).float())
-    return torch.einsum("apr,bqc->abpqrc", *ends).flatten(4).flatten(2, 3).flatten(0, 1)
+class _Tiles:
+    """The image along one axis in tiles as long as the stride, of which each unit sees those up to ``reach`` away."""
+
+    def __init__(self, layer: Conv2d, axis: int, side: int) -> None:
+        size, self.stride, padding = layer.weight.shape[2 + axis], layer.stride[axis], layer.padding[axis] + 1
+        positions = layer.shape[1 + axis]
+        self.count = -(-side // self.stride)
+        self.beyond = self.count * self.stride - side
+        reach = max(-(-padding // self.stride), -(-(size + 2 - padding - self.stride) // self.stride))
+        before = self.stride * reach - padding
+        self.around = before, (2 * reach + 1) * self.stride - before - (size + 2)
+        self.margin = max(0, self.count - positions)
+        self.padding = reach + self.margin
 
 
-def _most(straight: Tensor, diagonal: Tensor, mass: Tensor, budget: Tensor) -> Tensor:
+def _most(straight: Tensor, diagonal: Tensor, mass: Tensor, budget: Tensor, kernel: str) -> Tensor:
     r"""``min over psi of psi E + sum_i x_i max_d (G_d - psi d)^+``, ``(B, R)``, differentiable in the gains.
 
-    ``straight`` and ``diagonal`` are the best gains ``(B, R, pixels)`` of moves of cost 1 and ``sqrt(2)``.
+    ``straight`` and ``diagonal`` are the best gains ``(B, R, pixels)`` of moves of cost 1 and ``sqrt(2)``, ``mass`` is
+    ``(B, pixels)``.
     """
-    limit = budget[:, None]
+    images, rows = straight.shape[:2]
     with torch.no_grad():
-        low, high = torch.zeros_like(straight[..., 0]), torch.maximum(straight, diagonal / FAR).amax(2).clamp(min=0)
-        for _ in range(ROUNDS):
-            psi = 0.5 * (low + high)
-            one, two = straight - psi[..., None], diagonal - FAR * psi[..., None]
-            longer = (two > one) & (two > 0)
-            paid = longer * FAR + (~longer & (one > 0))
-            dear = (paid * mass).sum(2) > limit
-            low, high = torch.where(dear, psi, low), torch.where(dear, high, psi)
-    best = torch.maximum(straight - high[..., None], diagonal - FAR * high[..., None]).clamp(min=0)
-    return (best * mass).sum(2) + high * limit
+        held = mass[:, None].expand(-1, rows, -1).reshape(images * rows, 1, -1)
+        worth = torch.stack([straight, diagonal], 2).flatten(0, 1)[:, None]
+        steps = torch.ones_like(worth[0, 0, :, :1])
+        steps[1:] *= FAR
+        field = Field(held, torch.zeros_like(held), worth, steps)
+        whose = torch.arange(images, device=mass.device).repeat_interleave(rows)
+        problem = RowProblem(
+            held, whose, None, mass, budget[whose].double(), (), (), 1.0, lambda: None, lambda: field, plain=False
+        )
+        psi = row_maximum(problem, ROUNDS, kernel)[1].unflatten(0, (images, rows))
+    best = torch.maximum(straight - psi[..., None], diagonal - FAR * psi[..., None]).clamp(min=0)
+    return (best * mass[:, None]).sum(2) + psi * budget[:, None]
 
 
 def record(bounds: AnchoredBounds, x: Tensor, y: Tensor, budget: Tensor) -> None:

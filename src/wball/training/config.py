@@ -104,7 +104,8 @@ class Loss:
     ``"mart"``              :math:`BCE(p(z), y) + \beta\, KL(p(x) \| p(z))\, (1 - p_y(x))`
     ======================  =========================================================================
 
-    with ``c = clean``. Without an adversary the first is the usual cross-entropy of ``x``.
+    with ``c = clean``. Without an adversary the first is the usual cross-entropy of ``x``; with :class:`Smooth` the
+    raised logits stand for ``f(z)``, and the others for ``f(x)``.
     """
 
     kind: LossKind = "cross-entropy"

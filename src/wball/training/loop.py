@@ -52,6 +52,8 @@ Record = dict[str, Any]
 
 CHECKPOINT_SHARE = 0.02
 """Share of the time that may go into checkpoints when their interval is left open."""
+QUEUED = 8
+"""Steps that may be queued on a GPU while a time limit runs."""
 
 
 @dataclass(frozen=True)
@@ -254,14 +256,15 @@ class _Run:
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
         """Account for a step of all processes, so that any number of them can go on from the checkpoint.
 
-        Stays on the device, because reading a value would stall a GPU (but for the first).
+        Stays on the device, because reading a value would stall a GPU. It is waited for after the first step, and where
+        the clock counts every few steps: hundreds of recorded ones would be queued when time is up.
         """
         self.totals += self.world.sum(torch.stack([loss.double() * images, right.double()]))
         self.step, self.images = self.step + 1, self.images + images * self.world.size
+        if self.totals.is_cuda and (self._first or (self.time_limit is not None and self.step % QUEUED == 0)):
+            torch.cuda.synchronize(self.totals.device)
         if self._first:
             self._first = False
-            if self.totals.is_cuda:
-                torch.cuda.synchronize(self.totals.device)
             self._tick = time.perf_counter()
 
     def end_epoch(

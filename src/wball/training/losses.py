@@ -78,8 +78,11 @@ class Objective(nn.Module):
             (gradient,) = torch.autograd.grad(_excess(logits, y).sum(), z, create_graph=True)
             own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
             gain = linear_gain(gradient, x, ball)[:, None] * (1 - own)
-        raised = logits + gain
-        return self._cross_entropy(raised, y), (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
+        raised, share = logits + gain, self.config.loss.clean
+        loss = self._cross_entropy(raised, y)
+        if share > 0:
+            loss = (1 - share) * loss + share * self._cross_entropy(logits, y)
+        return loss, (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         settings = self.config.provable
