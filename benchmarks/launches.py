@@ -24,6 +24,8 @@ from wball.models import build_model
 MOST: dict[str, tuple[int, int]] = {
     "project(reg=1000, tol=1e-4), 100 digits": (60, 4),
     "project(reg=1000), 100 digits": (60, 4),
+    "project(), 100 digits": (120, 8),
+    "support(), 100 digits": (125, 9),
     "sample, 100 digits": (35, 2),
     "DualAveraging, 128 digits x 100 steps": (1500, 16),
 }
@@ -45,6 +47,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     made: tuple[Callable[[], Any], ...] = (
         lambda: ball.project(x, w, reg=1000.0, tol=1e-4),
         lambda: ball.project(x, w, reg=1000.0),
+        lambda: ball.project(x, w),
+        lambda: ball.support(x, w - x),
         lambda: ball.sample(x, random),
         lambda: attack(model, digits, labels),
     )

@@ -193,10 +193,10 @@ def _direction(
     total = tl.zeros(place.shape, tl.float64)
     square = total
     for first in tl.range(0, MOVES, GROUP):
-        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        shifts, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
         for i in tl.static_range(GROUP):
             used = owned(((marks >> (first + i)) & 1) != 0, first + i, MOVES, GROUP)
-            tl.store(list_ptr + ways * STAGED + place, steps[i], mask=used)
+            tl.store(list_ptr + ways * STAGED + place, shifts[i], mask=used)
             ways += tl.where(used, 1, 0)
             total += tl.where(used, fees[i], 0.0)
             square += tl.where(used, fees[i] * fees[i], 0.0)
@@ -212,18 +212,18 @@ def _direction(
     senders = ways * 0
     through, toll, diagonal = stiff * 0.0, stiff * 0.0, stiff * 0.0
     for first in tl.range(0, MOVES, GROUP):
-        steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
+        shifts, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
         there, parts, means = (), (), ()
         for i in tl.static_range(GROUP):
-            there = there + (tl.load(mark_ptr + MARKED + place - steps[i], mask=real, other=0),)
+            there = there + (tl.load(mark_ptr + MARKED + place - shifts[i], mask=real, other=0),)
         if GROUP > 1:
             tl.debug_barrier()
         for i in tl.static_range(GROUP):
-            start = place - steps[i]
+            start = place - shifts[i]
             used = owned(real & (((there[i] >> (first + i)) & 1) != 0), first + i, MOVES, GROUP)
             parts = parts + (tl.load(s_ptr + Q * STAGED + start, mask=used, other=0.0),)
             means = means + (tl.load(s_ptr + S * STAGED + start, mask=used, other=0.0),)
-            tl.store(back_ptr + senders * STAGED + place, steps[i], mask=used)
+            tl.store(back_ptr + senders * STAGED + place, shifts[i], mask=used)
             senders += tl.where(used, 1, 0)
         for i in tl.static_range(GROUP):
             through += parts[i]
