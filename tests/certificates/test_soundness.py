@@ -23,6 +23,7 @@ from wball.certificates import certified_radius, certify, collector, relaxation,
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.effort import Method
 from wball.certificates.tracing import trace
+from wball.input_sets.rows import Rows
 
 LONG = bool(os.environ.get("WBALL_LONG"))
 IMAGES = 100 if LONG else 16
@@ -208,6 +209,52 @@ def test_large_layers_without_hope_keep_sound_bounds() -> None:
     logits = net(lowest).detach().double()
     others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
     assert bool((both.margin <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
+
+
+class Residual(nn.Module):
+    """Every operation that is followed cell by cell."""
+
+    def __init__(self, leak: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.norm, self.down = nn.BatchNorm2d(6), nn.Conv2d(6, 8, 3, stride=2, groups=2)
+        self.head = nn.Linear(8 * 6 * 6, 10)
+        self.act = nn.LeakyReLU(leak)
+        self.norm.running_mean.normal_(0.0, 0.2)
+        self.norm.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.stem(x - 0.1))
+        h = self.act(h + self.norm(self.inner(h)))
+        return self.head(self.act(self.down(self.act(2.0 * h - self.inner(h)))).flatten(1))
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.2])
+@pytest.mark.parametrize("eps", [1e-4, 5e-3])
+def test_rows_carried_back_cell_by_cell_are_the_same_bounds(
+    leak: float, eps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, (x, _) = Residual(leak).eval(), digits(3)
+    y = net(x).argmax(1)
+    margins = []
+    for share in (0.0, 2.0):  # always, never
+        monkeypatch.setattr(relaxation, "PATCH", share)
+        margins.append(certify(net, x, y, wball.WassersteinBall(eps), "crown").margin)
+    torch.testing.assert_close(margins[0], margins[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_a_rough_maximum_is_never_too_small(p: float) -> None:
+    x, draw = digits(2)[0], torch.Generator().manual_seed(0)
+    source = wball.WassersteinBall(0.02, wball.GridCost(p=p)).input_set(x, "full")
+    image = torch.arange(16) % 2
+    dense = Rows(torch.randn((16, 1, 14, 14), dtype=torch.float64, generator=draw), image)
+    corner = (torch.randint(0, 11, (16,), generator=draw), torch.randint(0, 11, (16,), generator=draw))
+    for rows in (dense, Rows(dense.coeff[..., :4, :4].contiguous(), image, corner)):
+        rough = source.rough(rows)
+        assert rough is not None
+        assert bool((rough >= source.maximum(rows) - 1e-12).all())
 
 
 def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:

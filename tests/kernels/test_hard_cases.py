@@ -28,6 +28,7 @@ from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.pull_back import PulledBack
 from wball.kernels.row_maximum import row_maximum
+from wball.kernels.sparse_transpose import Geometry
 from wball.plan import Plan
 
 DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
@@ -533,3 +534,20 @@ def test_transposed_convolution(kernel: str, name: str) -> None:
     found = dispatch.load("transposed_convolution", kernel).transposed_convolution(a, weight, (2, 2), (1, 1, 4, 6))
     size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
     torch.testing.assert_close(found, whole[..., 1:5, 1:7], rtol=1e-12, atol=1e-14 * size, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["sparse_transpose"]), indirect=True)
+@pytest.mark.parametrize("name", MAPS)
+def test_sparse_transpose(kernel: str, name: str) -> None:
+    if DEVICE != "cpu" and kernel == "cpu":
+        pytest.skip("this kernel runs on the CPU")
+    a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
+    whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
+    geometry = Geometry((3, 6, 8), (2, 3, 4), (2, 2), (0, 0), (1, 1), 1)
+    cells, wanted = torch.arange(24, device=DEVICE), torch.ones(144, dtype=torch.bool, device=DEVICE)
+    found, at = dispatch.load("sparse_transpose", kernel).sparse_transpose(
+        a.flatten(1).T, cells, weight, wanted, geometry
+    )
+    assert at.tolist() == list(range(144))
+    size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
+    torch.testing.assert_close(found, whole.flatten(1).T, rtol=1e-12, atol=1e-14 * size, equal_nan=True)

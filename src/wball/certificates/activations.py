@@ -41,7 +41,7 @@ def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
     """Slope and shift of the upper line, exact where the unit is stable."""
     crossing = (low < 0) & (up > 0)
     width = torch.where(crossing, up - low, torch.ones_like(up))
-    slope = torch.where(crossing, (up - leak * low) / width, either(low >= 0, leak, up))
+    slope = torch.where(crossing, (up - leak * low) / width, either(up > 0, leak, up))
     shift = torch.where(crossing, (leak - slope) * low, torch.zeros_like(slope))
     return slope, shift
 

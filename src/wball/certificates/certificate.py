@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
+from wball.certificates.bounds import Bounds
 from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.effort import Effort, Method
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
-from wball.certificates.relaxation import Ascent, Bounds, Relaxation
+from wball.certificates.relaxation import Ascent, Relaxation
 from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
 from wball.input_sets import InputSet, TransportSet

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,17 +29,16 @@ from torch import Tensor
 
 from wball.certificates.activations import anchored_line, either, relax_curve, relax_max_pool, upper_line
 from wball.certificates.anchor import ConvAnchor, image_convolution
+from wball.certificates.bounds import ROUNDING, Bounds, Intervals
+from wball.certificates.cells import Carrier, follows, neighbours
 from wball.certificates.collector import Collector
 from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
-from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, MaxPool, back
+from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.base import ROUNDS
 from wball.input_sets.charges import Anchor
 from wball.input_sets.rows import Rows, units
-
-ROUNDING = 1e-12
-"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
 
 QUICK = 3
 """Rounds of search that settle most units which are stable anyway."""
@@ -48,8 +47,8 @@ LARGE, SAMPLE, HOPE = 512, 64, 0.05
 """Layers of so many units or more are sampled first, so many units an image, and left alone if fewer than this share of
 the sample, and of the whole layer before it, turns out stable."""
 
-NEGLIGIBLE = 1e-7
-"""Share of its range by which a unit may cross 0 without being bounded again."""
+PATCH = 0.1
+"""Share of the image below which rows are carried back one by one, each in its own patch, on a CPU."""
 
 Lower = Literal["adaptive", "parallel"]
 
@@ -99,47 +98,6 @@ class Ascent:
     box: bool = True
 
 
-@dataclass
-class Bounds:
-    """What each relaxed operation reads lies in ``[lower, upper]``, ``(B, *shape)``, in float64."""
-
-    lower: dict[int, Tensor] = field(default_factory=dict)
-    upper: dict[int, Tensor] = field(default_factory=dict)
-
-    def take(self, index: Tensor) -> Bounds:
-        """The bounds of a subset of the images."""
-        return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
-
-    @staticmethod
-    def join(parts: list[Bounds]) -> Bounds:
-        """The bounds of several groups of images, one after the other."""
-        lower, upper = (
-            {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
-            for sides in ([part.lower for part in parts], [part.upper for part in parts])
-        )
-        return Bounds(lower, upper)
-
-    def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
-        """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
-        self.lower[position] = lower.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()  # NaN is no bound
-        self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
-
-    def put(self, index: Tensor, other: Bounds) -> None:
-        """Write back the bounds of a subset."""
-        for position in other.lower:
-            self.lower[position][index] = other.lower[position]
-            self.upper[position][index] = other.upper[position]
-
-    def unstable(self, position: int) -> Tensor:
-        return (self.lower[position] < 0) & (self.upper[position] > 0)
-
-    def worth_a_row(self, position: int) -> Tensor:
-        """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
-        low, up = self.lower[position], self.upper[position]
-        small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
-        return (low < 0) & (up > 0) & ~small
-
-
 class Relaxation:
     """Backward bounds of one graph over one input set.
 
@@ -172,7 +130,7 @@ class Relaxation:
         self.first, self.centre = first, centre
         self.condition: Condition | None = None
         self.deadline = math.inf
-        self._intervals: dict[int, Interval | None] = {}
+        self._intervals = Intervals(graph, source)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
 
     # ---- one batch of rows
@@ -255,28 +213,65 @@ class Relaxation:
         record: bool = False,
         rounds: int = ROUNDS,
         known: Tensor | None = None,
+        settle: bool = False,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in float64.
 
-        ``known`` are bounds of the rows that hold already, which a condition needs.
+        ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle`` it is enough for a
+        row to be above 0: how far does not matter.
         """
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
         box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
+        return self._concluded(constant, at_input, charged, scale, box, rounds, known, settle)
+
+    def _concluded(
+        self,
+        constant: Tensor,
+        at_input: Rows,
+        charged: list[tuple[Anchor, Rows]],
+        scale: list[Tensor],
+        box: Tensor | None,
+        rounds: int,
+        known: Tensor | None,
+        settle: bool = False,
+    ) -> Bound:
+        """The bound that rows over the image give, in float64; ``scale`` are magnitudes that entered ``constant``."""
         size = constant.abs() + at_input.coeff.abs().flatten(1).sum(1)
+        for part in scale:
+            size = size + part
         if self.condition is None:
-            largest = self.source.maximum(at_input.like(-at_input.coeff), charged, box, self.reg, rounds)
+            negated = at_input.like(-at_input.coeff)
+            # Most units are far from 0: a rough maximum is enough for them. On a GPU asking how many would cost more.
+            rough = self.source.rough(negated) if settle and constant.device.type == "cpu" else None
+            if rough is None:
+                largest = self.source.maximum(negated, charged, box, self.reg, rounds)
+            else:
+                left = (constant - rough - 2 * ROUNDING * (size + rough.abs()) <= 0).nonzero()[:, 0]
+                largest = rough
+                if left.shape[0]:
+                    largest[left] = self.source.maximum(negated.take(left), reg=self.reg, rounds=rounds)
         else:
             assert known is not None
             least = constant - known
             largest, more = self.condition.maximum(self.source, at_input.like(-at_input.coeff), charged, least, rounds)
             size = size + more
         size = size + largest.abs()
-        for part in scale:
-            size = size + part
         return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
+
+    def _carrier(self, image: int, bounds: Bounds) -> Carrier:
+        """Carries units of one image back cell by cell, with the initial slopes."""
+
+        def lines(position: int) -> tuple[Tensor, Tensor, Tensor]:
+            op = self.graph.ops[position]
+            assert isinstance(op, Activation)
+            low, up = (b[position][image].flatten() for b in (bounds.lower, bounds.upper))
+            line, height = upper_line(low, up, op.leak)
+            return line, height, self._initial(low, up, line, op.leak)
+
+        return Carrier(self.graph, lines)
 
     @torch.no_grad()
     def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False) -> Bound:
@@ -328,8 +323,10 @@ class Relaxation:
 
     # ---- whole layers
 
-    def _chunk(self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool) -> int:
-        """How many rows over ``target`` fit into the budget, from a trial with one."""
+    def _chunk(
+        self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool
+    ) -> tuple[int, float]:
+        """How many rows over ``target`` fit into the budget, and what share of the image one sees: by a trial."""
         largest = [1]
         step = self._relax(bounds)
 
@@ -340,7 +337,8 @@ class Relaxation:
 
         with torch.no_grad():
             _, at_input = back(self.graph, target, rows_of(torch.zeros(1, dtype=torch.long)), relax)
-        return max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored)))
+        share = at_input.coeff[0].numel() / math.prod(self.graph.ops[0].shape)
+        return max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored))), share
 
     @torch.no_grad()
     def bound_layer(
@@ -368,7 +366,7 @@ class Relaxation:
             gains = Collector(self.source, images, shape, like.device)
         ready = gains is not None and self._shared_gains(position)
         if not known:
-            self._start(position, bounds, images, like)
+            self._intervals.start(position, bounds, images, like.device)
             known = self._first_layer(position, bounds)
             ready = ready or known
         pooled = isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
@@ -455,39 +453,6 @@ class Relaxation:
         known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
         return every[~(many & (share < HOPE))[image] | ~known[every]]
 
-    def _start(self, position: int, bounds: Bounds, images: int, like: Tensor) -> None:
-        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
-        source = self.graph.ops[position].inputs[0]
-        for place in range(source + 1):
-            if place in self._intervals:
-                continue
-            op, found = self.graph.ops[place], None
-            if isinstance(op, Input):
-                low, up = self.source.ranges()
-                found = (low + up) / 2, (up - low) / 2
-            elif isinstance(op, Affine):
-                parts = [self._intervals[k] for k in op.inputs]
-                known = [part for part in parts if part is not None]
-                found = _widened(op, known) if len(known) == len(parts) else None
-            elif place in bounds.lower:
-                low, up = bounds.lower[place], bounds.upper[place]
-                if isinstance(op, MaxPool):
-                    low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
-                    found = (low + up) / 2, (up - low) / 2
-                elif isinstance(op, (Activation, Curved)):
-                    found = op.interval(low, up)
-                    # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
-                    found = found if bool(torch.isfinite(found[1]).all()) else None
-            self._intervals[place] = found
-        interval = self._intervals[source]
-        if interval is None:
-            shape = (images, *self.graph.ops[source].shape)
-            empty = torch.full(shape, math.inf, dtype=torch.float64, device=like.device)
-            bounds.set(position, -empty, empty)
-            return
-        centre, radius = interval
-        bounds.set(position, centre - radius, centre + radius)
-
     def _first_layer(self, position: int, bounds: Bounds) -> bool:
         """Bound a first convolution without rows, where that is possible."""
         if self.first is None or self.centre is None or position not in self.first.layers:
@@ -523,23 +488,45 @@ class Relaxation:
 
         if every.shape[0] == 0:
             return
-        step = self._chunk(target, rows_of, bounds, anchored)
-        for index in torch.arange(every.shape[0], device=like.device).split(step):
+        plain = not anchored and ascent is None and isinstance(self.graph.ops[position], Activation)
+        step, reach = self._chunk(target, rows_of, bounds, anchored)
+        cells = plain and reach > PATCH and follows(self.graph, target, like)
+        carriers: dict[int, Carrier] = {}
+        parts = self._groups(shape, every) if cells else torch.arange(every.shape[0], device=like.device).split(step)
+        for index in parts:
             if time.monotonic() > self.deadline:
                 index = index[~torch.isfinite(up - low)[every[index]]]
                 if index.shape[0] == 0:
                     continue
-            rows, here = rows_of(index), every[index]
-            if ascent is not None:
-                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
+            here = every[index]
+            known = torch.where(sign[index] > 0, low[here], -up[here])
+            if cells:
+                image = int(here[0]) // size
+                if image not in carriers:
+                    carriers = {image: self._carrier(image, bounds)}
+                constant, found, scale = carriers[image].back(target, here % size, sign[index])
+                at_input = Rows(found.coeff, here // size, found.corner)
+                bound = self._concluded(constant, at_input, [], scale, None, rounds, known, settle=True)
+            elif ascent is not None:
+                bound = self.climb(target, rows_of(index), bounds, ascent, anchored=anchored)
             else:
-                known = torch.where(sign[index] > 0, low[here], -up[here])
-                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds, known=known)
+                bound = self.lower_bound(
+                    target, rows_of(index), bounds, anchored=anchored, rounds=rounds, known=known, settle=plain
+                )
             if gains is not None:
                 gains.add(here // size, here % size, bound.at_input, bound.charged, bound.constant)
             below = sign[index] > 0
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
+
+    @staticmethod
+    def _groups(shape: tuple[int, ...], every: Tensor) -> Iterator[Tensor]:
+        """Neighbouring units of one image at a time."""
+        size = math.prod(shape)
+        counts = torch.bincount(every // size).tolist()
+        for index in torch.arange(every.shape[0]).split(counts):
+            for part in neighbours(shape, every[index] % size):
+                yield index[part]
 
     def bound_all(self, images: int, like: Tensor) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
@@ -585,7 +572,7 @@ class Relaxation:
         out[torch.arange(images, device=like.device), y] = math.inf
         if image.shape[0] == 0:
             return out
-        step = self._chunk(target, rows_of, bounds, anchored)
+        step, _ = self._chunk(target, rows_of, bounds, anchored)
         rounds = 3 * ROUNDS if self.source.small else ROUNDS
         for index in torch.arange(image.shape[0], device=like.device).split(step):
             rows = rows_of(index)
@@ -601,13 +588,3 @@ class Relaxation:
                 value = torch.maximum(value, boxed.value)
             out[image[index], other[index]] = value
         return out
-
-
-def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
-    """The interval after an operation, with room for the rounding of every sum in it."""
-    found = op.interval(*parts)
-    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
-    if found is None or summed is None:
-        return None
-    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), f"{op.name}: negative radius"
-    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())

@@ -64,6 +64,10 @@ class InputSet(ABC):
         Differentiable in coefficients, weights and prices: at the best ``psi`` its own slope is 0 (envelope theorem).
         """
 
+    def rough(self, rows: Rows) -> Tensor | None:
+        """A sound upper bound of ``max <rows, z>`` that costs next to nothing, ``(N,)``; ``None`` if there is none."""
+        return None
+
     @abstractmethod
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Least and largest value of every pixel that is known without searching, ``(B, *shape)`` each."""

@@ -15,11 +15,11 @@ import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
 from wball.certificates import CertificateStatus, certificate, certify, collector
 from wball.certificates.anchor import ConvAnchor, image_convolution
+from wball.certificates.bounds import Bounds
 from wball.certificates.complete import gains, program, search
 from wball.certificates.complete.bound import Problems
 from wball.certificates.complete.gains import listed
 from wball.certificates.complete.nodes import Nodes
-from wball.certificates.relaxation import Bounds
 from wball.certificates.tracing import trace
 from wball.input_sets import TransportSet
 from wball.input_sets.rows import Rows

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
 from wball.certificates.anchor import UnitAnchor
+from wball.certificates.bounds import ROUNDING, Bounds
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
-from wball.certificates.relaxation import ROUNDING, Bounds
 from wball.input_sets import InputSet
 from wball.input_sets.charges import Anchor
 from wball.input_sets.rows import Rows

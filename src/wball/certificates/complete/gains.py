@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from wball.certificates.anchor import UnitAnchor
+from wball.certificates.bounds import Bounds
 from wball.certificates.collector import chosen, rounded_up
 from wball.certificates.complete.bound import Problems
-from wball.certificates.relaxation import Bounds
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.charges import Anchor
 from wball.input_sets.rows import Rows

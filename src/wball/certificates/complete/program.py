@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wball.certificates.bounds import ROUNDING
 from wball.certificates.complete.bound import Problems
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
-from wball.certificates.relaxation import ROUNDING
 from wball.input_sets.rows import Rows, units
 
 Array = NDArray[np.float64]

@@ -24,6 +24,7 @@ from torch import Tensor
 from wball.attacks import StandardAttack
 from wball.ball import Ball
 from wball.certificates.anchor import image_convolution
+from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
 from wball.certificates.complete.gains import listed, together
 from wball.certificates.complete.leaves import Closed, Leaf
@@ -32,7 +33,7 @@ from wball.certificates.complete.program import Program
 from wball.certificates.condition import condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
-from wball.certificates.relaxation import Bounds, Relaxation
+from wball.certificates.relaxation import Relaxation
 from wball.input_sets import InputSet, Plans, TransportSet
 from wball.model import Model, ask, evaluating
 

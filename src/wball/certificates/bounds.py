@@ -1,0 +1,110 @@
+"""Bounds of what the relaxed operations of a network read, and their start by intervals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, Interval, MaxPool
+from wball.input_sets import InputSet
+
+ROUNDING = 1e-12
+"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
+
+NEGLIGIBLE = 1e-7
+"""Share of its range by which a unit may cross 0 without being bounded again."""
+
+
+@dataclass
+class Bounds:
+    """What each relaxed operation reads lies in ``[lower, upper]``, ``(B, *shape)``, in float64."""
+
+    lower: dict[int, Tensor] = field(default_factory=dict)
+    upper: dict[int, Tensor] = field(default_factory=dict)
+
+    def take(self, index: Tensor) -> Bounds:
+        """The bounds of a subset of the images."""
+        return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
+
+    @staticmethod
+    def join(parts: list[Bounds]) -> Bounds:
+        """The bounds of several groups of images, one after the other."""
+        lower, upper = (
+            {k: torch.cat([side[k] for side in sides]) for k in sides[0]}
+            for sides in ([part.lower for part in parts], [part.upper for part in parts])
+        )
+        return Bounds(lower, upper)
+
+    def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
+        """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
+        self.lower[position] = lower.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()  # NaN is no bound
+        self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
+
+    def put(self, index: Tensor, other: Bounds) -> None:
+        """Write back the bounds of a subset."""
+        for position in other.lower:
+            self.lower[position][index] = other.lower[position]
+            self.upper[position][index] = other.upper[position]
+
+    def unstable(self, position: int) -> Tensor:
+        return (self.lower[position] < 0) & (self.upper[position] > 0)
+
+    def worth_a_row(self, position: int) -> Tensor:
+        """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
+        low, up = self.lower[position], self.upper[position]
+        small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
+        return (low < 0) & (up > 0) & ~small
+
+
+class Intervals:
+    """What the values of a graph can be over an input set, coordinate by coordinate, as far as bounds are known."""
+
+    def __init__(self, graph: Graph, source: InputSet) -> None:
+        self.graph, self.source = graph, source
+        self._found: dict[int, Interval | None] = {}
+
+    def start(self, position: int, bounds: Bounds, images: int, device: torch.device) -> None:
+        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
+        source = self.graph.ops[position].inputs[0]
+        for place in range(source + 1):
+            if place in self._found:
+                continue
+            op, found = self.graph.ops[place], None
+            if isinstance(op, Input):
+                low, up = self.source.ranges()
+                found = (low + up) / 2, (up - low) / 2
+            elif isinstance(op, Affine):
+                parts = [self._found[k] for k in op.inputs]
+                known = [part for part in parts if part is not None]
+                found = _widened(op, known) if len(known) == len(parts) else None
+            elif place in bounds.lower:
+                low, up = bounds.lower[place], bounds.upper[place]
+                if isinstance(op, MaxPool):
+                    low, up = op.windows(low).amax(-1), op.windows(up).amax(-1)
+                    found = (low + up) / 2, (up - low) / 2
+                elif isinstance(op, (Activation, Curved)):
+                    found = op.interval(low, up)
+                    # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
+                    found = found if bool(torch.isfinite(found[1]).all()) else None
+            self._found[place] = found
+        interval = self._found[source]
+        if interval is None:
+            shape = (images, *self.graph.ops[source].shape)
+            empty = torch.full(shape, math.inf, dtype=torch.float64, device=device)
+            bounds.set(position, -empty, empty)
+            return
+        centre, radius = interval
+        bounds.set(position, centre - radius, centre + radius)
+
+
+def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
+    """The interval after an operation, with room for the rounding of every sum in it."""
+    found = op.interval(*parts)
+    summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
+    if found is None or summed is None:
+        return None
+    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), f"{op.name}: negative radius"
+    return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())
