@@ -63,6 +63,8 @@ def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Te
 
 
 def rounded_up(gains: Tensor) -> Tensor:
-    """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
-    single = gains.float()
-    return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)
+    """The same in float32, no number smaller than it was: larger gains only loosen a bound.
+
+    Gains below 1e-38 may vanish, which is far less than what bounds allow for rounding.
+    """
+    return gains if gains.dtype == torch.float32 else gains.float().mul_(1 + 2.0**-22)

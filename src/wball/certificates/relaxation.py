@@ -37,7 +37,7 @@ from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.base import ROUNDS
-from wball.input_sets.charges import Anchor
+from wball.input_sets.charges import Anchor, Kept
 from wball.input_sets.rows import Rows, units
 
 QUICK = 3
@@ -214,13 +214,14 @@ class Relaxation:
         rounds: int = ROUNDS,
         known: Tensor | None = None,
         settle: bool = False,
+        keep: bool = False,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in float64.
 
         ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle`` it is enough for a
-        row to be above 0: how far does not matter.
+        row to be above 0: how far does not matter. With ``keep`` the bound holds on to its charges.
         """
-        charged: list[tuple[Anchor, Rows]] = []
+        charged: list[tuple[Anchor, Rows]] = Kept() if keep else []
         scale: list[Tensor] = []
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
@@ -511,7 +512,14 @@ class Relaxation:
                 bound = self.climb(target, rows_of(index), bounds, ascent, anchored=anchored)
             else:
                 bound = self.lower_bound(
-                    target, rows_of(index), bounds, anchored=anchored, rounds=rounds, known=known, settle=plain
+                    target,
+                    rows_of(index),
+                    bounds,
+                    anchored=anchored,
+                    rounds=rounds,
+                    known=known,
+                    settle=plain,
+                    keep=gains is not None,
                 )
             if gains is not None:
                 gains.add(here // size, here % size, bound.at_input, bound.charged, bound.constant)

@@ -59,6 +59,12 @@ Charged = Sequence[tuple[Anchor, Rows]]
 """Anchors with the weights that rows put on their units."""
 
 
+class Kept(list[tuple[Anchor, Rows]]):
+    """Charged anchors that are asked twice: what they charge is kept."""
+
+    total: Charges | None = None
+
+
 def spread(
     patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:

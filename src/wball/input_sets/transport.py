@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
-from wball.input_sets.charges import Charged, Charges, spread
+from wball.input_sets.charges import Charged, Charges, Kept, spread
 from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
@@ -179,13 +179,18 @@ class TransportSet(InputSet):
         """Sources of dense rows, ``(B, C, S)``; ``None``: every pixel."""
         return None if self._active is None else self._active[0]
 
-    def _charges(self, rows: Rows, charged: Charged) -> Charges | None:
+    def _charges(self, rows: Rows, charged: Charged, given: Charged = ()) -> Charges | None:
+        """What all anchors charge to rows that are aligned with them; ``given`` before that was done."""
+        if isinstance(given, Kept) and given.total is not None:
+            return given.total
         total: Charges | None = None
         for anchor, weights in charged:
             if rows.corner is None and weights.corner is not None:
                 raise ValueError("dense image rows need dense weights")
             part = anchor.charge(weights, rows, self.active)
             total = part if total is None else total.plus(part)
+        if isinstance(given, Kept):
+            given.total = total
         return total
 
     def _field(
@@ -262,9 +267,9 @@ class TransportSet(InputSet):
         reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
-        rows, charged = self._align(rows, charged)
+        given, (rows, charged) = charged, self._align(rows, charged)
         budget = self.budget[rows.image]
-        charges = self._charges(rows, charged)
+        charges = self._charges(rows, charged, given)
         recorded = torch.is_grad_enabled() and any(
             part.requires_grad for part in (rows.coeff, *([] if box is None else [box]), *(w.coeff for _, w in charged))
         )
@@ -341,8 +346,8 @@ class TransportSet(InputSet):
 
     def gains(self, rows: Rows, charged: Charged) -> tuple[Tensor, Tensor, Tensor]:
         """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source, into a target."""
-        rows, charged = self._align(rows, charged)
-        charges = self._charges(rows, charged)
+        given, (rows, charged) = charged, self._align(rows, charged)
+        charges = self._charges(rows, charged, given)
         if self.matrix is not None:
             value = rows.coeff.flatten(2)
             moves = value[:, :, :, None] - value[:, :, None, :]

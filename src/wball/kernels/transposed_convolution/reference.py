@@ -41,8 +41,9 @@ def _product(
     out = (weight.shape[1] * groups, *sides)
     if count <= 2 * cells or cells * math.prod(out) > 2**22:
         return None
-    every = torch.eye(cells, dtype=a.dtype, device=a.device).reshape(cells, *patch)
-    matrix = F.conv_transpose2d(every, weight, stride=stride, dilation=dilation, groups=groups)
+    # In float64, which writes the weights down as they are: GPUs may round what float32 convolutions read.
+    every = torch.eye(cells, dtype=torch.float64, device=a.device).reshape(cells, *patch)
+    matrix = F.conv_transpose2d(every, weight.double(), stride=stride, dilation=dilation, groups=groups).to(a.dtype)
     return (a.flatten(1) @ matrix.flatten(1)).reshape(count, *out)
 
 
@@ -66,11 +67,10 @@ def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
     rows, columns = height + spans[0] - 1, width + spans[1] - 1
     sides = ((height - 1) * down + weight.shape[2], (width - 1) * across + weight.shape[3])
     step = max(1, FOLDED // (rows * columns * (matrix.shape[0] + 2 * matrix.shape[1])))
-    found = []
-    for some in a.split(step):
+    found = a.new_empty((a.shape[0], matrix.shape[1] // (down * across), rows, down, columns, across))
+    for some, goal in zip(a.split(step), found.split(step), strict=True):
         padded = F.pad(some, (spans[1] - 1, spans[1] - 1, spans[0] - 1, spans[0] - 1))
         windows = padded.unfold(2, spans[0], 1).unfold(3, spans[1], 1).permute(0, 2, 3, 1, 4, 5)
         out = windows.reshape(-1, matrix.shape[0]) @ matrix
-        out = out.reshape(some.shape[0], rows, columns, -1, down, across).permute(0, 3, 1, 4, 2, 5)
-        found.append(out.reshape(some.shape[0], -1, rows * down, columns * across)[..., : sides[0], : sides[1]])
-    return torch.cat(found) if len(found) > 1 else found[0]
+        goal.copy_(out.reshape(some.shape[0], rows, columns, -1, down, across).permute(0, 3, 1, 4, 2, 5))
+    return found.reshape(a.shape[0], -1, rows * down, columns * across)[..., : sides[0], : sides[1]]
