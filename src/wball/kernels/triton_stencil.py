@@ -490,13 +490,13 @@ def sum_two(a, b):
 
 
 @triton.jit
-def _add_five(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4
+def _add_six(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
 
 
 @triton.jit
-def sum_five(a, b, c, d, e):
+def sum_six(a, b, c, d, e, f):
     if INTERPRETED:
-        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0), tl.sum(e, 0)
+        return tl.sum(a, 0), tl.sum(b, 0), tl.sum(c, 0), tl.sum(d, 0), tl.sum(e, 0), tl.sum(f, 0)
     else:
-        return tl.reduce((a, b, c, d, e), 0, _add_five)
+        return tl.reduce((a, b, c, d, e, f), 0, _add_six)

@@ -23,11 +23,16 @@ from wball.kernels.compiled import compiled, log, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, memory, reference, sweeps
-
-MARGIN = 0.14
-"""Full columns aim so far below ``hi`` that it costs this share of the gap. A repair sends their excess back, and where
-all pixels of an area are full there is no other room for it: images of 128 x 128 were never repaired."""
+from wball.kernels.projected_sinkhorn import (
+    EXCESS,
+    FAR,
+    MARGIN,
+    ProjectedSinkhorn,
+    Projection,
+    memory,
+    reference,
+    sweeps,
+)
 
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
@@ -44,14 +49,15 @@ class _Settings(NamedTuple):
     first: float
     least: float
     price_tol: float
-    momentum: float
+    far: float
     rounds: int
     doubt: float
     margin: float
+    excess: float
 
 
 class _Given(NamedTuple):
-    """sweeps.A batch of problems."""
+    """A batch of problems."""
 
     x: Any
     w: Any
@@ -85,8 +91,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Box(lo, hi, slack, 0.0, slack),
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
-        reference.FIRST, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM, reference.ROUNDS, memory.DOUBT,
-        MARGIN,
+        reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, FAR, reference.ROUNDS, memory.DOUBT,
+        MARGIN, EXCESS,
     )  # fmt: skip
     u, psi = problem.start()
     given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
@@ -235,7 +241,9 @@ def _lay_out(work, x, w, u, tau, box, rows, columns, ones, ring):  # type: ignor
             for j in range(max(left - rc, 0), min(right + rc, full_width)):
                 if work[sweeps.TMP, at + j] > 0.0:
                     work[sweeps.GOAL, count] = w[c, r, j] / tau
-                    work[sweeps.BETA, count] = work[sweeps.LAST, count] = u[c, r, j] / tau
+                    work[sweeps.BETA, count] = u[c, r, j] / tau
+                    mass = work[sweeps.X, at + j]
+                    work[sweeps.INVERSE, count] = 1.0 / mass if mass > 0.0 else 0.0
                     reached[count] = at + j
                     spots[count] = (c * full_height + r) * full_width + j
                     count += 1
@@ -333,8 +341,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
-        steps, streak, log_sums, held, misled, lowest = 0, 0.0, 0.0, 0, False, math.inf
-        gram[:] = 0.0
+        steps, log_sums, held, lowest = 0, 0.0, 0, math.inf
         while True:
             # Rows and price.
             if not sweeps.exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -363,7 +370,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
 
             # About the gap after a repair: columns above hi will send mass back, unspent.
             misfit, outside, distance, inner = sweeps.estimate(work, count, heat, lo, hi)
-            about = misfit + heat * price * (abs(budget[m] - cost) + 1.5 * outside)
+            about = misfit - margin * pressed + heat * price * (abs(budget[m] - cost) + settings.excess * outside)
             # The size changes little from sweep to sweep.
             if steps == 1 or about <= 2 * target * size or steps >= max_iter:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
@@ -389,11 +396,11 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     break
                 target = max(0.5 * target, settings.least * tol)
             # Where to sweep from next.
-            if steps == 1:
+            sweeps.follow(work, count, reached, heat, log_heat, least, most, settings.far)
+            if steps == 1 or about > settings.doubt * max(lowest, target * size):  # the memory misleads
                 memory.begin(work, past, count)
-            elif misled or about > settings.doubt * lowest:  # momentum, restarted when a sweep turns back
-                misled, streak = True, 0.0 if not misled or sweeps.turned(work, count) < 0.0 else streak + 1.0
-                sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
+                gram[:] = 0.0
+                held, lowest = 0, about
             else:
                 memory.remember(work, past, count, held % memory.MEMORY, gram, products)
                 held, lowest = held + 1, min(lowest, about)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from wball.kernels.compiled import compiled
 from wball.kernels.factors import SUMS, TINY
-from wball.kernels.projected_sinkhorn.sweeps import BETA, FACTOR, LAST, NEW, Z
+from wball.kernels.projected_sinkhorn.sweeps import BETA, LAST, NEW, OWN
 
 MEMORY = 5
 """Earlier sweeps that count."""
@@ -25,11 +25,11 @@ ROWS = STEPS + MEMORY
 
 @compiled(inner=True, fastmath=SUMS)
 def begin(work, memory, count):  # type: ignore[no-untyped-def]
-    """What the first sweep leaves: the columns' mass, and itself. The next starts where it ended."""
-    metric, change, e, arriving = memory[METRIC, :count], memory[CHANGE, :count], work[FACTOR, :count], work[Z, :count]
+    """What a first sweep leaves: what resisted it, and itself. The next starts where it ended."""
+    metric, change, resists = memory[METRIC, :count], memory[CHANGE, :count], work[OWN, :count]
     new, last, beta = work[NEW, :count], work[LAST, :count], work[BETA, :count]
     for i in range(count):
-        metric[i] = max(e[i] * arriving[i], 1e-12)
+        metric[i] = max(resists[i], 1e-12)
     for i in range(count):
         change[i] = new[i] - beta[i]
         last[i] = new[i]

@@ -1,4 +1,4 @@
-r"""The sweeps of projected Sinkhorn on a CPU: rows with the price, then columns, then momentum.
+r"""The sweeps of projected Sinkhorn on a CPU: rows with the price, then columns, then how far to follow them.
 
 With ``E = exp(beta - middle)``, ``w_k = exp(-psi C_k / tau)`` and ``A_i = x_i / sum_k w_k E_{i + k}``, rows and columns
 are correlations with a small kernel. What is left per pixel and sweep is one exponential for ``E`` and, for the
@@ -25,8 +25,8 @@ from wball.kernels.price import narrowed, smooth_step
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
 # Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
-GOAL, BETA, NEW, LAST, V, Z, FACTOR = range(9, 16)
-MASS, NORM, FIRST, SECOND, RINGS = range(16, 21)
+GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN = range(9, 18)
+MASS, NORM, FIRST, SECOND, RINGS = range(18, 23)
 
 FUSED = 5
 """Rings beside the first that one pass takes."""
@@ -242,22 +242,20 @@ def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def turned(work, count):  # type: ignore[no-untyped-def]
-    """Negative if the sweep turned back."""
-    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
-    total = 0.0
+def follow(work, count, reached, tau, log_tau, least, most, far):  # type: ignore[no-untyped-def]
+    """Scale the columns' steps (:mod:`wball.kernels.projected_sinkhorn`), and leave what resists them in ``OWN``."""
+    e, arriving, v, inverse = work[FACTOR, :count], work[Z, :count], work[V, :count], work[INVERSE, :count]
+    beta, new, own = work[BETA, :count], work[NEW, :count], work[OWN, :count]
+    gather(own, work[A], reached)
     for i in range(count):
-        total += (new[i] - beta[i]) * (new[i] - last[i])
-    return total
-
-
-@compiled(inner=True, fastmath=SUMS)
-def extrapolate(work, count, weight):  # type: ignore[no-untyped-def]
-    """The next ``beta`` along the last step."""
-    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
-    for i in range(count):
-        beta[i] = new[i] + weight * (new[i] - last[i])
-        last[i] = new[i]
+        stays = e[i] * own[i]
+        level = v[i] + log_tau
+        whole = e[i] * arriving[i] + (tau if least < level < most else 0.0)
+        resists = max(whole - stays * stays * inverse[i], 1e-9 * whole)
+        step = new[i] - beta[i]
+        reach = max(abs(step), far)
+        new[i] = beta[i] + min(max(step * whole / max(resists, TINY), -reach), reach)
+        own[i] = resists
 
 
 @compiled(inner=True, fastmath=SUMS)

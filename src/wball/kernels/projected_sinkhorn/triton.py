@@ -4,15 +4,16 @@ One program per image: both blocks of the ascent, where the next sweep starts, t
 Images leave one by one, and nothing is read by the host.
 
 **Conjugate steps.** A sweep maps potentials ``beta`` to ``new``. Near the solution its change ``f = new - beta`` is
-linear in ``beta``, and self-adjoint in the metric ``M_j = z_j + tau`` (``z_j`` where the box binds), by which a column
-resists a change. So the difference ``d`` between the changes of two sweeps is made orthogonal to the three before it,
+linear in ``beta``, and self-adjoint in the metric by which a column resists a change (what its scaled step is divided
+by). So the difference ``d`` between the changes of two sweeps is made orthogonal to the three before it,
 and with it the step ``s`` that it belongs to; what ``f`` has along each ``d`` is removed by going along its ``s``:
 
 .. math::
     \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
 
 (conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). Where the gap rises, the
-memory misleads and is dropped. Sweeps in float64 and in logs are few, and have momentum.
+memory misleads and is dropped. Sweeps in float64 and in logs are few, and have momentum,
+with steps that are scaled half as much: momentum must not turn.
 
 Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
 without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second. Where the
@@ -32,7 +33,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wball.kernels.projected_sinkhorn import COLD_PRICE, ProjectedSinkhorn, Projection, reference
+from wball.kernels.projected_sinkhorn import (
+    COLD_PRICE,
+    EXCESS,
+    FAR,
+    MARGIN,
+    ProjectedSinkhorn,
+    Projection,
+    reference,
+)
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
     INTERPRETED,
@@ -44,7 +53,7 @@ from wball.kernels.triton_stencil import (
     solve_price,
     stage_halos,
     stencil,
-    sum_five,
+    sum_six,
     too_large,
     warps,
     why_not_here,
@@ -80,6 +89,7 @@ _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
 _DOUBT, _DEPENDENT = tl.constexpr(3.0), tl.constexpr(1e-5)
 _RESOLVED, _COLD_PRICE = tl.constexpr(RESOLVED), tl.constexpr(COLD_PRICE)
 _REPAIRS_AGAIN = tl.constexpr(12)
+_FAR, _EXCESS = tl.constexpr(FAR), tl.constexpr(EXCESS)
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
 
@@ -123,7 +133,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
             memory, recent, table.offset, table.exact_fee if exact else table.fee,
             _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else rough_slack) * problem.unit,
-            tol if exact else rough, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
+            tol if exact else rough, MARGIN * tol, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
             # Where few sweeps are made the moves are looped over, which is faster to compile.
             **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
             COLD_U=first and problem.u is None, COLD_PSI=first and problem.psi is None, POINT=not (doubly and first),
@@ -180,6 +190,16 @@ def _log_ratio(column, above, bound):
 
 
 @triton.jit
+def _scaled(beta, new, whole, resists, FULLY: tl.constexpr):
+    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`), or half of them where that is more than ``new``."""
+    scale = whole / tl.maximum(resists, 1e-6 * whole + 1e-30)
+    step = new - beta
+    far = tl.maximum(tl.abs(step), _FAR)
+    step *= scale if FULLY else tl.maximum(0.5 * scale, 1.0)
+    return beta + _clip(step, -far, far)
+
+
+@triton.jit
 def _misfit(w, u, z, lo, hi):
     """The first term of the gap, per pixel."""
     v = w - u
@@ -219,13 +239,13 @@ def _exchanged(
         )  # fmt: skip
 
 
-@kernel("one", "max_iter", "patience", "batch", "tol")
+@kernel("one", "max_iter", "patience", "batch", "tol", "margin_tol")
 def _projection_kernel(
     x_ptr, w_ptr, budget_ptr, tau_ptr, u_ptr, psi_ptr,
     z_out, u_out, psi_out, keep_out, give_out, numbers_out, n_iter_out,
     s_ptr, wide_ptr, kept_ptr, memory_ptr, recent_ptr,
     offset_ptr, fee_ptr,
-    box_ptr, one, slack, tol, max_iter, patience, batch,
+    box_ptr, one, slack, tol, margin_tol, max_iter, patience, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, REPAIRED: tl.constexpr, GIVES: tl.constexpr, LINEAR: tl.constexpr, EXACT: tl.constexpr,
     REMEMBERS: tl.constexpr, COLD_U: tl.constexpr, COLD_PSI: tl.constexpr, POINT: tl.constexpr,
@@ -271,7 +291,7 @@ def _projection_kernel(
     begun = 0 if LINEAR and not EXACT else tl.load(n_iter_out + image)
     n_iter = 0
     offers = 0
-    target = tol * _FIRST
+    target = tl.maximum(tol * _FIRST - margin_tol, tol * _LEAST)
     scale = at_centre.to(REAL)
     done = single
     wide = False
@@ -280,6 +300,7 @@ def _projection_kernel(
     best = lowest
     since = 0
     sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
+    margin = 0.0 * psi
     while (n_iter < max_iter) & (done == False):  # noqa: E712
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
@@ -313,24 +334,29 @@ def _projection_kernel(
         log_s = tl.log(columns) - beta
         omega = wright_omega(w / tau + log_s - log_tau, EXACT)
         new = w / tau - omega
-        new = tl.where(omega * tau > hi, beta - _log_ratio(columns, over, hi), new)
+        new = tl.where(omega * tau > hi - margin, beta - _log_ratio(columns, over + margin, hi - margin), new)
         new = tl.where(omega * tau < lo, beta - _log_ratio(columns, -under, lo), new)
-        new = tl.where(real, new, 0.0)
+        heat_here = tl.where((omega * tau >= lo) & (omega * tau <= hi - margin), tau, 0.0)
+        resists = received + x * moved * (1.0 - moved) + heat_here
+        new = tl.where(real, _scaled(beta, new, columns + heat_here, resists, REMEMBERS), 0.0)
         n_iter += 1
 
-        # About the gap after a repair: columns above hi will send mass back, unspent.
+        # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
         kept = _clip(columns, lo, hi)
-        misfit, outside, entropy, distance, cost = sum_five(
+        misfit, outside, entropy, distance, cost, pressed = sum_six(
             tl.where(real, _misfit(w, tau * beta, kept, lo, hi), 0.0),
             tl.where(real, tl.maximum(over, 0.0) + tl.maximum(under, 0.0), 0.0),
             tl.where(real, beta * columns - x * log_sum, 0.0),
             tl.where(real, 0.5 * (w - columns) * (w - columns), 0.0),
             x * mean,
+            tl.where(real, tl.maximum(w - tau * beta - hi, 0.0), 0.0),
         )
         scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
         scale += tol * at_centre.to(REAL)
         unspent = tl.maximum(tl.abs(budget - cost) - RESOLUTION * budget, 0.0)
-        estimate = misfit + tau * price * (unspent + 1.5 * outside)
+        margin = tl.minimum(margin_tol * scale / tl.maximum(pressed, 1e-30), 1e-3 * (hi - lo))
+        margin = tl.where(pressed > 0.0, margin, 0.0)
+        estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (unspent + _EXCESS * outside)
         if wide:
             done = True
         elif (estimate <= target * scale) | (n_iter == max_iter):
@@ -436,12 +462,10 @@ def _projection_kernel(
             since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
             best = tl.minimum(best, estimate)
             left = (since >= patience) & (done == False)  # noqa: E712
-            free = (omega * tau >= lo) & (omega * tau <= hi)
-            trusted = (n_iter > 1) & (estimate <= _DOUBT * lowest)
+            trusted = (n_iter > 1) & (estimate <= _DOUBT * tl.maximum(lowest, target * scale))
             following, sizes = _conjugate(
-                memory_ptr, recent_ptr, index, real, beta, new, columns + tl.where(free, tau, 0.0), n_iter, sizes,
-                trusted, N,
-            )  # fmt: skip
+                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, trusted, N
+            )
             lowest = tl.where(trusted, tl.minimum(lowest, estimate), estimate)
             beta = tl.where(wide | left, beta, following)
             done = done | left
