@@ -341,7 +341,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
-        steps, log_sums, held, lowest = 0, 0.0, 0, math.inf
+        steps, log_sums, held, lowest, bold = 0, 0.0, 0, math.inf, 1.0
         while True:
             # Rows and price.
             if not sweeps.exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -396,8 +396,10 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     break
                 target = max(0.5 * target, settings.least * tol)
             # Where to sweep from next.
-            sweeps.follow(work, count, reached, heat, log_heat, least, most, settings.far)
-            if steps == 1 or about > settings.doubt * max(lowest, target * size):  # the memory misleads
+            misled = about > settings.doubt * max(lowest, target * size)
+            bold *= 0.5 if misled else 1.0
+            sweeps.follow(work, count, reached, heat, log_heat, least, most, bold, settings.far)
+            if steps == 1 or misled:
                 memory.begin(work, past, count)
                 gram[:] = 0.0
                 held, lowest = 0, about

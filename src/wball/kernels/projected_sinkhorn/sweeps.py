@@ -242,7 +242,7 @@ def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def follow(work, count, reached, tau, log_tau, least, most, far):  # type: ignore[no-untyped-def]
+def follow(work, count, reached, tau, log_tau, least, most, bold, far):  # type: ignore[no-untyped-def]
     """Scale the columns' steps (:mod:`wball.kernels.projected_sinkhorn`), and leave what resists them in ``OWN``."""
     e, arriving, v, inverse = work[FACTOR, :count], work[Z, :count], work[V, :count], work[INVERSE, :count]
     beta, new, own = work[BETA, :count], work[NEW, :count], work[OWN, :count]
@@ -254,7 +254,7 @@ def follow(work, count, reached, tau, log_tau, least, most, far):  # type: ignor
         resists = max(whole - stays * stays * inverse[i], 1e-9 * whole)
         step = new[i] - beta[i]
         reach = max(abs(step), far)
-        new[i] = beta[i] + min(max(step * whole / max(resists, TINY), -reach), reach)
+        new[i] = beta[i] + min(max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach)
         own[i] = resists
 
 

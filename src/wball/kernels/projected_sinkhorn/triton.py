@@ -12,8 +12,8 @@ and with it the step ``s`` that it belongs to; what ``f`` has along each ``d`` i
     \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
 
 (conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). Where the gap rises, the
-memory misleads and is dropped. Sweeps in float64 and in logs are few, and have momentum,
-with steps that are scaled half as much: momentum must not turn.
+memory misleads and is dropped, and steps are scaled half as much from then on. Sweeps in float64 and in logs are few,
+and have momentum.
 
 Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
 without logs (large ``lambda``) are noted by a first launch, wherever they get to, and continued by a second. Where the
@@ -190,12 +190,12 @@ def _log_ratio(column, above, bound):
 
 
 @triton.jit
-def _scaled(beta, new, whole, resists, FULLY: tl.constexpr):
-    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`), or half of them where that is more than ``new``."""
+def _scaled(beta, new, whole, resists, bold):
+    """Scaled steps (:mod:`wball.kernels.projected_sinkhorn`), or a part of them where that is more than ``new``."""
     scale = whole / tl.maximum(resists, 1e-6 * whole + 1e-30)
     step = new - beta
     far = tl.maximum(tl.abs(step), _FAR)
-    step *= scale if FULLY else tl.maximum(0.5 * scale, 1.0)
+    step *= tl.maximum(bold * scale, 1.0)
     return beta + _clip(step, -far, far)
 
 
@@ -301,6 +301,7 @@ def _projection_kernel(
     since = 0
     sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
     margin = 0.0 * psi
+    bold = 0.0 * psi + (1.0 if REMEMBERS else 0.5)  # momentum must not turn
     while (n_iter < max_iter) & (done == False):  # noqa: E712
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
@@ -338,7 +339,6 @@ def _projection_kernel(
         new = tl.where(omega * tau < lo, beta - _log_ratio(columns, -under, lo), new)
         heat_here = tl.where((omega * tau >= lo) & (omega * tau <= hi - margin), tau, 0.0)
         resists = received + x * moved * (1.0 - moved) + heat_here
-        new = tl.where(real, _scaled(beta, new, columns + heat_here, resists, REMEMBERS), 0.0)
         n_iter += 1
 
         # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
@@ -357,6 +357,10 @@ def _projection_kernel(
         margin = tl.minimum(margin_tol * scale / tl.maximum(pressed, 1e-30), 1e-3 * (hi - lo))
         margin = tl.where(pressed > 0.0, margin, 0.0)
         estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (unspent + _EXCESS * outside)
+        misled = (n_iter > 1) & (estimate > _DOUBT * tl.maximum(lowest, target * scale))
+        lowest = tl.where(misled, estimate, tl.minimum(lowest, estimate))
+        bold *= tl.where(misled, 0.5, 1.0)
+        new = tl.where(real, _scaled(beta, new, columns + heat_here, resists, bold), 0.0)
         if wide:
             done = True
         elif (estimate <= target * scale) | (n_iter == max_iter):
@@ -462,11 +466,9 @@ def _projection_kernel(
             since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
             best = tl.minimum(best, estimate)
             left = (since >= patience) & (done == False)  # noqa: E712
-            trusted = (n_iter > 1) & (estimate <= _DOUBT * tl.maximum(lowest, target * scale))
             following, sizes = _conjugate(
-                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, trusted, N
+                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, (n_iter > 1) & (misled == False), N  # noqa: E712
             )
-            lowest = tl.where(trusted, tl.minimum(lowest, estimate), estimate)
             beta = tl.where(wide | left, beta, following)
             done = done | left
         else:  # momentum, restarted when a sweep turns back
