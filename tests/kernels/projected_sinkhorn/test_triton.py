@@ -101,6 +101,16 @@ def test_conjugate_steps_take_fewer_sweeps_than_momentum() -> None:
     assert float(conjugate.n_iter) <= 0.8 * float(momentum.n_iter)  # 30 and 50
 
 
+def test_scaled_steps_take_few_sweeps_where_little_may_move() -> None:
+    pytest.importorskip("triton")
+    from wball.kernels.projected_sinkhorn import triton as triton_projection
+
+    case = Case((1, 1, 10, 12), window=5, reg=1000.0, eps=0.01, step=0.1)
+    answer = case.solve(triton_projection, torch.float32, 1e-4, factors=True)
+    assert bool((answer.gap <= answer.allowed).all())
+    assert int(answer.n_iter[0]) <= 20  # 112 with plain steps
+
+
 @pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["projected_sinkhorn"]))
 def test_without_a_start_it_starts_at_what_is_to_be_projected(kernel: str) -> None:
     if kernel == "triton":

@@ -55,14 +55,11 @@ from wball.moves import Moves
 COLD_PRICE = 0.1
 """Where the search for a price starts that nobody knows."""
 
-FAR = 2.0
+FAR = 1.0
 """A scaled step changes a potential by no more than this, in units of ``tau``, where the sweep's own is smaller."""
 
-MARGIN = 0.3
-"""Full columns aim so far below ``hi`` that it costs this share of the allowed gap."""
-
-EXCESS = 20.0
-"""Mass above the box counts so many times its price where a plan has a margin: sweeps are cheaper than repairs."""
+MARGIN, WIDEST_MARGIN = 0.2, 2e-4
+"""Full columns aim so far below ``hi`` that it costs this share of the allowed gap, but not by more of the box."""
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,21 @@ from wball.kernels.compiled import why_not as why_not
 from wball.kernels.factors import SUMS, TINY, Box, Factors, Flat, Schedule, correlate, repair
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import (
-    EXCESS,
     FAR,
     MARGIN,
+    WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
     memory,
     reference,
     sweeps,
 )
+
+HARDER = 4.0
+"""After every plan whose repair cost too much, mass above the box counts so many times as much."""
+LESS, WILD, TIMID = 0.8, 3.0, 0.1
+"""Where the gap rises, steps are scaled by so much less from then on, or no more if one of them is wild. Where they are
+scaled by less than ``TIMID``, they are not, and sweeps have momentum instead of a memory."""
 
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
@@ -49,11 +55,17 @@ class _Settings(NamedTuple):
     first: float
     least: float
     price_tol: float
+    momentum: float
     far: float
+    less: float
+    wild: float
+    timid: float
     rounds: int
     doubt: float
     margin: float
+    widest_margin: float
     excess: float
+    harder: float
 
 
 class _Given(NamedTuple):
@@ -91,8 +103,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Box(lo, hi, slack, 0.0, slack),
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
-        reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, FAR, reference.ROUNDS, memory.DOUBT,
-        MARGIN, EXCESS,
+        reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM,
+        FAR, LESS, WILD, TIMID, reference.ROUNDS, memory.DOUBT,
+        MARGIN, WIDEST_MARGIN, reference.EXCESS, HARDER,
     )  # fmt: skip
     u, psi = problem.start()
     given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
@@ -341,7 +354,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
-        steps, log_sums, held, lowest, bold = 0, 0.0, 0, math.inf, 1.0
+        steps, streak, log_sums, held, lowest, bold, excess = 0, 0.0, 0.0, 0, math.inf, 1.0, settings.excess
         while True:
             # Rows and price.
             if not sweeps.exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -363,20 +376,22 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
             # Columns.
             pressed = sweeps.pressure(work, count, heat, hi)
-            margin = min(settings.margin * tol * size / pressed, 1e-3 * (hi - lo)) if pressed > 0.0 else 0.0
+            margin = min(settings.margin * tol * size / max(pressed, TINY), settings.widest_margin * (hi - lo))
+            margin = margin if pressed > 0.0 else 0.0
             most = math.log(hi - margin)
             sweeps.solve_columns(work, count, middle, log_heat, least, most, steps == 0)
             steps += 1
 
-            # About the gap after a repair: columns above hi will send mass back, unspent.
+            # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
             misfit, outside, distance, inner = sweeps.estimate(work, count, heat, lo, hi)
             about = misfit - margin * pressed + heat * price * (abs(budget[m] - cost) + settings.excess * outside)
+            strictly = about + (excess - settings.excess) * heat * price * outside
             # The size changes little from sweep to sweep.
-            if steps == 1 or about <= 2 * target * size or steps >= max_iter:
+            if steps == 1 or strictly <= 2 * target * size or steps >= max_iter:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
                 entropy = heat * (inner - price * cost - log_sums)
                 size = max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
-            if about <= target * size or steps >= max_iter:
+            if strictly <= target * size or steps >= max_iter:
                 _repair(work, f, flat, weight, settings)
                 spent = _spent(work, pad, n, shift, weight, fee, ring[1])
                 scale = min(budget[m] / max(spent, TINY), 1.0)
@@ -395,17 +410,24 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                     break
                 target = max(0.5 * target, settings.least * tol)
+                excess *= settings.harder
             # Where to sweep from next.
             misled = about > settings.doubt * max(lowest, target * size)
-            bold *= 0.5 if misled else 1.0
+            if misled:
+                bold *= 0.0 if sweeps.longest(work, count) > settings.wild else settings.less
+            lowest = about if misled else min(lowest, about)
+            if bold < settings.timid:  # momentum, restarted when a sweep turns back
+                streak = 0.0 if misled or sweeps.turned(work, count) < 0.0 else streak + 1.0
+                sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
+                continue
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold, settings.far)
             if steps == 1 or misled:
                 memory.begin(work, past, count)
                 gram[:] = 0.0
-                held, lowest = 0, about
+                held = 0
             else:
                 memory.remember(work, past, count, held % memory.MEMORY, gram, products)
-                held, lowest = held + 1, min(lowest, about)
+                held += 1
                 memory.combine(gram, products, min(held, memory.MEMORY), eliminated, combination)
                 memory.extrapolate(work, past, count, combination)
 

@@ -2,8 +2,8 @@ r"""Sweeps on a CPU remember the last few of them (Anderson's method).
 
 A sweep maps potentials ``beta`` to ``new``. The changes ``new - beta`` of the last sweeps are combined such that they
 cancel best, in the metric by which columns resist a change, and the next sweep starts from the same combination of the
-``new``: 0.6 times the sweeps of momentum on MNIST at ``lambda = 1000``. Where the gap rises instead, the memory misleads
-and is dropped, and steps are scaled half as much from then on.
+``new``: 0.6 times the sweeps of momentum on MNIST at ``lambda = 1000``. Where the gap rises instead, the memory
+misleads and is dropped, and steps are scaled by less from then on; in the end momentum takes over.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ SCHEDULE = (
 """Of each sweep: what part of what a pixel sends it counts on, and how much further than the box asks for it goes."""
 SLACK, EXACT_SLACK = 5e-7, 1e-12
 """What float32 and float64 may leave above ``hi``: it is cut off, far less mass than the images are given in."""
+EXCESS = 1.5
+"""What mass above the box will cost, in units of its price: it is sent back unspent, and takes others with it."""
 PARTS = 0.03
 """Share of the objective's parts that counts where ``1/2 |w - z|^2`` is small next to the entropy."""
 PSI_TOL = 0.2
@@ -170,7 +172,7 @@ class _Search:
         kept = columns.clamp(self.lo, self.hi)
         gap = image_sums(self._misfit(beta, kept))
         unspent = ((self.budget - cost).abs() - self.resolution * self.budget).clamp(min=0.0)
-        gap = gap + psi * (unspent + 1.5 * image_sums((columns - kept).abs()))
+        gap = gap + psi * (unspent + EXCESS * image_sums((columns - kept).abs()))
         entropy = self.tau * (image_sums(beta * columns) - price * cost - image_sums(self.x * rows.log_sum))
         distance = 0.5 * image_sums((self.w - columns).square())
         return gap, self._scale(distance, entropy)

@@ -25,8 +25,8 @@ from wball.kernels.price import narrowed, smooth_step
 # Rows of the working memory; the rings follow.
 X, E, A, ARRIVING, KEEP, GIVE, SENT, RECEIVED, TMP = range(9)
 # Of the columns that mass can reach, behind each other; likewise of the rows that have mass.
-GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN = range(9, 18)
-MASS, NORM, FIRST, SECOND, RINGS = range(18, 23)
+GOAL, BETA, NEW, LAST, V, Z, FACTOR, INVERSE, OWN, BEST = range(9, 19)
+MASS, NORM, FIRST, SECOND, RINGS = range(19, 24)
 
 FUSED = 5
 """Rings beside the first that one pass takes."""
@@ -256,6 +256,35 @@ def follow(work, count, reached, tau, log_tau, least, most, bold, far):  # type:
         reach = max(abs(step), far)
         new[i] = beta[i] + min(max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach)
         own[i] = resists
+
+
+@compiled(inner=True)
+def longest(work, count):  # type: ignore[no-untyped-def]
+    """The largest step of a column."""
+    beta, new = work[BETA, :count], work[NEW, :count]
+    most = 0.0
+    for i in range(count):
+        most = max(most, abs(new[i] - beta[i]))
+    return most
+
+
+@compiled(inner=True, fastmath=SUMS)
+def turned(work, count):  # type: ignore[no-untyped-def]
+    """Negative if the sweep turned back."""
+    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
+    total = 0.0
+    for i in range(count):
+        total += (new[i] - beta[i]) * (new[i] - last[i])
+    return total
+
+
+@compiled(inner=True, fastmath=SUMS)
+def extrapolate(work, count, weight):  # type: ignore[no-untyped-def]
+    """The next ``beta`` along the last step."""
+    beta, new, last = work[BETA, :count], work[NEW, :count], work[LAST, :count]
+    for i in range(count):
+        beta[i] = new[i] + weight * (new[i] - last[i])
+        last[i] = new[i]
 
 
 @compiled(inner=True, fastmath=SUMS)

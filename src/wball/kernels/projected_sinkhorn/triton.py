@@ -12,7 +12,7 @@ and with it the step ``s`` that it belongs to; what ``f`` has along each ``d`` i
     \beta \leftarrow new - \sum_j \frac{\langle f, d_j \rangle_M}{\langle d_j, d_j \rangle_M}\, s_j
 
 (conjugate residuals, or Anderson's method in an orthogonal basis, without equations to solve). Where the gap rises, the
-memory misleads and is dropped, and steps are scaled half as much from then on. Sweeps in float64 and in logs are few,
+memory misleads and is dropped, and steps are scaled by less from then on. Sweeps in float64 and in logs are few,
 and have momentum.
 
 Sweeps are float32, and the gap is a sum of small terms, added in float64. Images whose potentials grow too wide to do
@@ -35,9 +35,9 @@ from torch import Tensor
 
 from wball.kernels.projected_sinkhorn import (
     COLD_PRICE,
-    EXCESS,
     FAR,
     MARGIN,
+    WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
     reference,
@@ -66,7 +66,7 @@ MAX_VALUES = 16384
 EXACT_RANGE = 600.0
 """Potentials that differ by no more than this over an image need no logs in float64."""
 
-ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.7
+ROUGH_TOL, ROUGH_SHARE = 3e-6, 0.9
 """Before float64 takes over, float32 sweeps to this share of the tolerance, but to no gap below what it may resolve."""
 
 ROUGH_SLACK = 5e-8
@@ -75,12 +75,18 @@ ROUGH_SLACK = 5e-8
 PATIENCE, RESOLVED = 30, 3e-5
 """Sweeps without a lower gap after which float32 leaves an image to float64, below gaps that it resolves for sure."""
 
+FIRST = 0.5
+"""A first plan is offered at this share of the tolerance: steps are large here, and the next may be as good as two."""
+
+EXCESS = 10.0
+"""Mass above the box counts so many times its price: here sweeps are cheaper than repairs."""
+
 REMEMBERED = 3
 ROWS = 1 + 2 * REMEMBERED
 """Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with their steps. The
 change of the last sweep and where it ended are kept in float32."""
 
-_FIRST, _LEAST = tl.constexpr(reference.FIRST), tl.constexpr(reference.LEAST)
+_FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
 _OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(reference.FROM_SWEEP)
@@ -89,7 +95,12 @@ _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
 _DOUBT, _DEPENDENT = tl.constexpr(3.0), tl.constexpr(1e-5)
 _RESOLVED, _COLD_PRICE = tl.constexpr(RESOLVED), tl.constexpr(COLD_PRICE)
 _REPAIRS_AGAIN = tl.constexpr(12)
-_FAR, _EXCESS = tl.constexpr(FAR), tl.constexpr(EXCESS)
+_WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
+    tl.constexpr(WIDEST_MARGIN),
+    tl.constexpr(FAR),
+    tl.constexpr(EXCESS),
+    tl.constexpr(0.8),
+)
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
 
@@ -354,12 +365,12 @@ def _projection_kernel(
         scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
         scale += tol * at_centre.to(REAL)
         unspent = tl.maximum(tl.abs(budget - cost) - RESOLUTION * budget, 0.0)
-        margin = tl.minimum(margin_tol * scale / tl.maximum(pressed, 1e-30), 1e-3 * (hi - lo))
+        margin = tl.minimum(margin_tol * scale / tl.maximum(pressed, 1e-30), _WIDEST_MARGIN * (hi - lo))
         margin = tl.where(pressed > 0.0, margin, 0.0)
         estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (unspent + _EXCESS * outside)
         misled = (n_iter > 1) & (estimate > _DOUBT * tl.maximum(lowest, target * scale))
         lowest = tl.where(misled, estimate, tl.minimum(lowest, estimate))
-        bold *= tl.where(misled, 0.5, 1.0)
+        bold *= tl.where(misled, _LESS, 1.0)
         new = tl.where(real, _scaled(beta, new, columns + heat_here, resists, bold), 0.0)
         if wide:
             done = True
@@ -466,8 +477,9 @@ def _projection_kernel(
             since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
             best = tl.minimum(best, estimate)
             left = (since >= patience) & (done == False)  # noqa: E712
+            trusted = (n_iter > 1) & (misled == False)  # noqa: E712
             following, sizes = _conjugate(
-                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, (n_iter > 1) & (misled == False), N  # noqa: E712
+                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, trusted, N
             )
             beta = tl.where(wide | left, beta, following)
             done = done | left
