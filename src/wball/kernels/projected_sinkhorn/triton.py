@@ -45,6 +45,7 @@ from wball.kernels.projected_sinkhorn import (
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
 from wball.kernels.triton_stencil import (
     INTERPRETED,
+    MAX_ON_CHIP,
     RANGE,
     extent,
     kernel,
@@ -84,7 +85,7 @@ EXCESS = 10.0
 REMEMBERED = 3
 ROWS = 1 + 2 * REMEMBERED
 """Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with their steps. The
-change of the last sweep and where it ended are kept in float32."""
+change of the last sweep is kept in float32, and so is where it ended, in what will be the potential's place."""
 
 _FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(reference.LEAST)
 _ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
@@ -135,7 +136,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         if first:
             start = (w if problem.u is None else problem.u.contiguous(), tau if problem.psi is None else problem.psi)
             memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
-            recent = torch.empty((batch, 2, table.values), dtype=torch.float32, device=device)
+            recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
         if exact:
             z = torch.empty(x.shape, dtype=out, device=device)
             keep, give = (torch.empty(t.shape, dtype=torch.float64, device=device) for t in (keep, give))
@@ -145,8 +146,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             memory, recent, table.offset, table.exact_fee if exact else table.fee,
             _limits((lo, hi), device), 1, (reference.EXACT_SLACK if exact else rough_slack) * problem.unit,
             tol if exact else rough, MARGIN * tol, problem.max_iter, PATIENCE if doubly else problem.max_iter, batch,
-            # Where few sweeps are made the moves are looped over, which is faster to compile.
-            **table.constants(offsets=first), GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
+            # Where few sweeps are made, or by many values, the moves are looped over: faster to compile.
+            **table.constants(offsets=first and table.block <= MAX_ON_CHIP),
+            GIVES=gives, LINEAR=first or exact, EXACT=exact, REMEMBERS=first,
             COLD_U=first and problem.u is None, COLD_PSI=first and problem.psi is None, POINT=not (doubly and first),
             REPAIRED=box is not None or not (first or exact),
             WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
@@ -279,7 +281,7 @@ def _projection_kernel(
         give_out += image * N
     if REMEMBERS:
         memory_ptr += image * (_ROWS * N)
-        recent_ptr += image * (2 * N)
+        recent_ptr += image * N
     stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
@@ -460,8 +462,6 @@ def _projection_kernel(
             residual = tl.max(tl.where(real, tl.abs(z - _clip(w - tau * beta, lo, hi)), 0.0), 0)
             if POINT:
                 tl.store(z_out + here, z, mask=real)
-            tl.store(u_out + here, tau * beta, mask=real)
-            tl.store(psi_out + image, tau * price)
             tl.store(keep_out + index, keep, mask=real)
             if GIVES:
                 tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
@@ -471,7 +471,7 @@ def _projection_kernel(
                 gap -= tl.where(
                     patience < max_iter, heat * value * tl.minimum(budget_exact - spent, RESOLUTION * budget_exact), 0.0
                 )
-            done = (gap <= allowed) | (offers == _ROUNDS)
+            done = (gap <= allowed) | (offers == _ROUNDS) | (n_iter == max_iter)
             target = tl.maximum(0.5 * target, tol * _LEAST)
         if REMEMBERS:
             since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
@@ -479,25 +479,25 @@ def _projection_kernel(
             left = (since >= patience) & (done == False)  # noqa: E712
             trusted = (n_iter > 1) & (misled == False)  # noqa: E712
             following, sizes = _conjugate(
-                memory_ptr, recent_ptr, index, real, beta, new, resists, n_iter, sizes, trusted, N
+                memory_ptr, recent_ptr, u_out + image * N, index, real, beta, new, resists, n_iter, sizes, trusted, N
             )
-            beta = tl.where(wide | left, beta, following)
             done = done | left
+            beta = tl.where(done, beta, following)
         else:  # momentum, restarted when a sweep turns back
             turn = tl.sum((new - beta) * (new - last), 0)
             streak = tl.where((turn < 0.0) | (n_iter <= 1), 0.0, streak + 1.0)
             weight = tl.minimum(streak / (streak + 3.0), _MOMENTUM)
-            beta = tl.where(wide, beta, new + weight * (new - last))
+            beta = tl.where(done, beta, new + weight * (new - last))
             last = new
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
-        if wide | left:  # where the next launch takes over, with a plan that nobody has repaired
-            if REMEMBERS:
+        if REMEMBERS:  # noqa: SIM102, decided when compiling
+            if wide | left:  # where the next launch takes over, with a plan that nobody has repaired
                 tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
-            tl.store(u_out + here, tau * beta, mask=real)
-            tl.store(psi_out + image, tau * price)
     tl.store(n_iter_out + image, begun + n_iter)
+    tl.store(u_out + here, tau * beta, mask=real)  # of a single point: tau is 1
+    tl.store(psi_out + image, tau * price)
     still = single  # a ball of one point, or an image that is left to others: nothing moves
     if EXACT:
         still = single | wide
@@ -510,9 +510,6 @@ def _projection_kernel(
         _note(
             numbers_out + image, batch, at_centre, tl.where(single, 0.0, float("inf")), tol * at_centre, 0.0, 0.0, 0.0
         )
-        if single:
-            tl.store(u_out + here, beta, mask=real)  # tau is 1
-            tl.store(psi_out + image, psi)
 
 
 @triton.jit
@@ -545,7 +542,7 @@ def _part(product, size):
 
 
 @triton.jit
-def _conjugate(ptr, recent_ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
+def _conjugate(ptr, recent_ptr, end_ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
     """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest first.
 
     Nothing is unless told to ``remember``.
@@ -558,7 +555,7 @@ def _conjugate(ptr, recent_ptr, index, real, beta, new, resistance, step, sizes,
     if remember:
         metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
         d0 = change - tl.load(recent_ptr + index, mask=real, other=0.0)
-        s0 = tl.where(real, new - tl.load(recent_ptr + N + index, mask=real, other=0.0), 0.0)
+        s0 = tl.where(real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(tl.float32), 0.0)
         one, two, three = 1 + (slot + _REMEMBERED - 1) % _REMEMBERED, 1 + (slot + 1) % _REMEMBERED, 1 + slot
         d1, s1 = _row(ptr, one, index, real, size1, N), _row(ptr, one + _REMEMBERED, index, real, size1, N)
         d2, s2 = _row(ptr, two, index, real, size2, N), _row(ptr, two + _REMEMBERED, index, real, size2, N)
@@ -580,7 +577,7 @@ def _conjugate(ptr, recent_ptr, index, real, beta, new, resistance, step, sizes,
         size1, size2, size3 = nothing, nothing, nothing
         tl.store(ptr + index, resistance.to(tl.bfloat16), mask=real)
     tl.store(recent_ptr + index, change, mask=real)
-    tl.store(recent_ptr + N + index, new, mask=real)
+    tl.store(end_ptr + index, new, mask=real)
     return following, (size1, size2, size3)
 
 
