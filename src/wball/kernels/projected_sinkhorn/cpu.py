@@ -34,7 +34,7 @@ from wball.kernels.projected_sinkhorn import (
     sweeps,
 )
 
-HARDER = 4.0
+HARDER = 16.0
 """After every plan whose repair cost too much, mass above the box counts so many times as much."""
 LESS, WILD, TIMID = 0.8, 3.0, 0.1
 """Where the gap rises, steps are scaled by so much less from then on, or no more if one of them is wild. Where they are
