@@ -58,7 +58,7 @@ COLD_PRICE = 0.1
 FAR = 1.0
 """A scaled step changes a potential by no more than this, in units of ``tau``, where the sweep's own is smaller."""
 
-MARGIN, WIDEST_MARGIN = 0.2, 2e-4
+MARGIN, WIDEST_MARGIN = 0.2, 5e-4
 """Full columns aim so far below ``hi`` that it costs this share of the allowed gap, but not by more of the box."""
 
 
