@@ -40,7 +40,7 @@ class Collector:
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
         gains = self.source.gains(at_input.like(-at_input.coeff), charged)
-        self._parts.append((image, unit, *(rounded_up(part) for part in gains)))
+        self._parts.append((image, unit, *gains))
 
     def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
         """The anchor and the units' values at the images; ``None`` if no unit was added."""
@@ -60,11 +60,3 @@ def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Te
     depth = torch.minimum(up, -low)
     best = depth.topk(max(1, most), 1)
     return torch.zeros_like(depth, dtype=torch.bool).scatter(1, best.indices, best.values > 0)
-
-
-def rounded_up(gains: Tensor) -> Tensor:
-    """The same in float32, no number smaller than it was: larger gains only loosen a bound.
-
-    Gains below 1e-38 may vanish, which is far less than what bounds allow for rounding.
-    """
-    return gains if gains.dtype == torch.float32 else gains.float().mul_(1 + 2.0**-22)

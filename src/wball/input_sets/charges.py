@@ -59,6 +59,14 @@ Charged = Sequence[tuple[Anchor, Rows]]
 """Anchors with the weights that rows put on their units."""
 
 
+def rounded_up(gains: Tensor) -> Tensor:
+    """The same in float32, no number smaller than it was: larger gains only loosen a bound.
+
+    Gains below 1e-38 may vanish, which is far less than what bounds allow for rounding.
+    """
+    return gains if gains.dtype == torch.float32 else gains.float().mul_(1 + 2.0**-22)
+
+
 class Kept(list[tuple[Anchor, Rows]]):
     """Charged anchors that are asked twice: what they charge is kept."""
 

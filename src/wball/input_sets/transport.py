@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
-from wball.input_sets.charges import Charged, Charges, Kept, spread
+from wball.input_sets.charges import Charged, Charges, Kept, rounded_up, spread
 from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
@@ -345,7 +345,10 @@ class TransportSet(InputSet):
         return rows, charged
 
     def gains(self, rows: Rows, charged: Charged) -> tuple[Tensor, Tensor, Tensor]:
-        """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source, into a target."""
+        """``max(a_j - a_i + M_ij, 0)`` on the sources of dense rows: listed moves, out of a source, into a target.
+
+        In float32, no number smaller than it is in the rows' precision.
+        """
         given, (rows, charged) = charged, self._align(rows, charged)
         charges = self._charges(rows, charged, given)
         if self.matrix is not None:
@@ -354,15 +357,16 @@ class TransportSet(InputSet):
             if charges is not None:
                 moves = moves + charges.moves
             moves = torch.where(torch.isfinite(self.matrix.T), moves, 0.0)
-            return moves.clamp(min=0), torch.zeros_like(value), torch.zeros_like(rows.coeff)
+            moves = rounded_up(moves.clamp(min=0))
+            return moves, torch.zeros_like(value, dtype=moves.dtype), torch.zeros_like(rows.coeff, dtype=moves.dtype)
         padded = self._targets(rows, None)
         stay = self._slice(padded, 0, 0)
         source = self._sources(rows, stay)
-        moves = self._moved(rows, padded) - source[:, :, None]
+        moves = self._moved(rows, padded).sub_(source[:, :, None])
         out, into = -source, stay
         if charges is not None:
-            moves, out, into = moves + charges.moves, out + charges.out, into + charges.into
-        moves, out, into = moves.clamp(min=0), out.clamp(min=0), into.clamp(min=0)
+            moves, out, into = moves.add_(charges.moves), out + charges.out, into + charges.into
+        moves, out, into = (rounded_up(part) for part in (moves.clamp_(min=0), out.clamp(min=0), into.clamp(min=0)))
         if rows.corner is None:
             return moves, out, into
         # Outside the image NOWHERE - NOWHERE and -NOWHERE are meaningless: no mass starts there.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from wball.certificates.anchor import UnitAnchor
 from wball.certificates.bounds import Bounds
-from wball.certificates.collector import chosen, rounded_up
+from wball.certificates.collector import chosen
 from wball.certificates.complete.bound import Problems
 from wball.input_sets import InputSet, TransportSet
-from wball.input_sets.charges import Anchor
+from wball.input_sets.charges import Anchor, rounded_up
 from wball.input_sets.rows import Rows
 
 FIRST_LIMIT = 2**16
