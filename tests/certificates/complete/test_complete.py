@@ -16,9 +16,10 @@ from certificates.exact import affine_maps, box_margin, euclidean, exact_margin,
 from wball.certificates import CertificateStatus, certificate, certify, collector
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
-from wball.certificates.complete import gains, program, search
+from wball.certificates.complete import bound, gains, program, search
 from wball.certificates.complete.bound import Problems
 from wball.certificates.complete.gains import listed
+from wball.certificates.complete.leaves import Closed
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.tracing import trace
 from wball.input_sets import TransportSet
@@ -132,6 +133,41 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     assert hurried.status[0] in (plain.status[0], CertificateStatus.UNKNOWN)
     with pytest.raises(ValueError, match="time_limit"):
         certify(net, x, y, ball, "complete", time_limit=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best score alone left a network trained for l-inf balls undecided: its halves gained nothing."""
+    monkeypatch.setattr(program, "MOST_UNITS", 0)
+    roots: list[tuple[Problems, Nodes]] = []
+
+    def kept(self: search.Search, problems: Problems, nodes: Nodes, *rest: object) -> Nodes:
+        roots.extend([(problems, nodes)] if len(nodes) else [])
+        return nodes.take(nodes.problem[:0])
+
+    monkeypatch.setattr(search.Search, "_tree", kept)
+    monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
+    for seed in (115, 120):
+        net, x, y, eps = tiny(seed)
+        certify(net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=20.0)
+    gained: dict[int, list[float]] = {1: [], 8: []}
+    for candidates, found in gained.items():
+        monkeypatch.setattr(bound, "CANDIDATES", candidates)
+        for problems, nodes in roots:
+            position, unit, possible, _ = bound.choose_splits(problems, nodes)
+            assert bool(possible.all())
+            both = bound.trace_back(problems, nodes.split(position, unit)).value.view(2, -1).clamp(max=0.0)
+            rise = both - bound.trace_back(problems, nodes).value
+            found += (rise.clamp(min=0.0).prod(0)).tolist()
+    assert gained[1] and sum(gained[8]) > sum(gained[1]) + 0.01
+
+
+def test_a_problem_closed_as_a_whole_leaves_no_parts() -> None:
+    closed = Closed([1])
+    state = {(kind, 1): torch.zeros(2, 3) for kind in ("alpha", "beta", "sign")}
+    closed.add(Nodes(torch.zeros(2, dtype=torch.long), torch.ones(2), state), torch.tensor([4, 5]))
+    closed.forget(torch.tensor([4, 9]))
+    assert closed.leaves(4, 0) == () and len(closed.leaves(5, 0) or ()) == 1
 
 
 def test_children_of_a_node_fix_both_signs() -> None:

@@ -58,6 +58,14 @@ class Closed:
                 Nodes(some.problem.cpu(), some.bound.cpu(), {key: value.cpu() for key, value in some.state.items()})
             )
 
+    def forget(self, problem: Tensor) -> None:
+        """Drop what was kept of these problems."""
+        gone = problem.cpu()
+        if not any(self.count.pop(k, 0) for k in gone.tolist()):
+            return
+        kept = [nodes.take((~torch.isin(nodes.problem, gone)).nonzero()[:, 0]) for nodes in self.parts]
+        self.parts = [nodes for nodes in kept if len(nodes)]
+
     def leaves(self, problem: int, other: int) -> tuple[Leaf, ...] | None:
         """The parts of one problem; ``None`` if there were too many to keep."""
         if self.count[problem] > MOST:

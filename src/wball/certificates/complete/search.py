@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -232,12 +233,8 @@ class Search:
             self._settle(left)
             return
         del relaxation, every, anchors  # problems have their own
-        last, unattacked = self.deadline, left[: 0 if x.is_cuda else None]
-        waiting = together(problems, self.room)
-        while waiting:
-            share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
-            self.deadline = last - max(0.0, last - time.monotonic()) * (1 - share)
-            part = waiting.pop(0)
+        unattacked = left[: 0 if x.is_cuda else None]
+        for part in self._in_turn(problems, source):
             part = part[~self.answer.broken[self.image[part]]]
             if part.numel() == 0:
                 continue
@@ -245,15 +242,21 @@ class Search:
             some, roots = self._note(some, improve(some, some.start(), ROOT_STEPS, 0.3))
             self._spent(self.image[problems.index[part]])
             units = sum(some.bounds.unstable(k).sum() for k in some.split_layers())
-            few, nodes = some, self._tree(some, roots, None, int(units) / EARLY)
-            some, roots = _still_open(some, roots, nodes)
+            nodes = self._tree(some, roots, None, int(units) / EARLY)
             self._settle(left)
             self._attack("standard", unattacked)
             unattacked = left[:0]
-            some, roots = self._tighten(*self._note(some, roots))
-            nodes = self._again(some, _renumbered(nodes, few, some))
-            self._tree(some, nodes, None)
+            self._tighten(some, roots, nodes)
             self._settle(left)
+
+    def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
+        """Groups of problems that fit into memory together over that set, each with its share of the time left."""
+        last, waiting = self.deadline, together(replace(problems, source=source), self.room)
+        while waiting:
+            share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
+            self.deadline = last - max(0.0, last - time.monotonic()) * (1 - share)
+            yield waiting.pop(0)
+        self.deadline = last
 
     def _settle(self, left: Tensor) -> None:
         """Put together what is known about the problems of each image."""
@@ -264,28 +267,30 @@ class Search:
     def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Write down the bounds of nodes without splits; what is left of both."""
         self.value[problems.index] = torch.maximum(self.value[problems.index], nodes.bound.clamp(max=POSITIVE))
+        self.closed.forget(problems.index[nodes.bound > 0])  # parts of a tree that is no longer needed
         self._close(problems, nodes)
         keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[:, 0]
         if keep.shape[0] == len(nodes):
             return problems, nodes
-        kept = nodes.take(keep)
-        kept.problem = torch.arange(keep.shape[0], device=keep.device)
-        return problems.take(keep), kept
+        return problems.take(keep), _numbered(nodes.take(keep))
 
     def _close(self, problems: Problems, nodes: Nodes) -> None:
         done = nodes.take((nodes.bound > 0).nonzero()[:, 0])
         self.closed.add(done, problems.index[done.problem])
 
-    def _tighten(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
-        """Bounds where the margin is not positive, as long as that helps some problem."""
-        problems, nodes = self._rounds(problems, nodes, PROGRESS[0])
-        finer = problems.source.finer(FURTHER)
-        fits = len(together(replace(problems, source=finer), self.room)) == 1
-        if len(nodes) and finer is not problems.source and fits and not self._late():
-            image = self.image[problems.index]
-            problems, nodes = self._note(*self._finer(problems, nodes, finer))
-            self._spent(image)
-        return self._rounds(problems, nodes, PROGRESS[1])
+    def _tighten(self, problems: Problems, roots: Nodes, nodes: Nodes) -> None:
+        """Tighten bounds where the margin is not positive, as long as that helps, and split the open ``nodes`` on."""
+        live = nodes.problem.unique()
+        if not live.numel():
+            return
+        some, tight = self._rounds(*self._note(problems.take(live), _numbered(roots.take(live))), PROGRESS[0])
+        finer = some.source.finer(FURTHER)
+        for part in self._in_turn(some, finer):
+            few, root = some.take(part), _numbered(tight.take(part))
+            if len(few) and finer is not some.source and not self._late():
+                few, root = self._note(*self._finer(few, root, finer.take(part)))
+            few, root = self._rounds(few, root, PROGRESS[1])
+            self._tree(few, self._again(few, _moved(nodes, problems, few)), None)
 
     def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
         """The problems over a set that tells more moves apart, with anchors of its own."""
@@ -296,7 +301,9 @@ class Search:
             relaxation.bound_layer(position, bounds, len(problems), like, anchored=True)
         anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
         problems = replace(problems, source=source, bounds=bounds, anchors=anchors)
-        return problems, improve(problems, nodes, ROUND_STEPS, 0.3)
+        nodes = improve(problems, nodes, ROUND_STEPS, 0.3)
+        self._spent(self.image[problems.index])
+        return problems, nodes
 
     def _rounds(self, problems: Problems, nodes: Nodes, progress: float) -> tuple[Problems, Nodes]:
         for _ in range(MOST_ROUNDS):
@@ -452,21 +459,17 @@ class Search:
         self._consider(image, points.to(self.x.dtype))
 
 
-def _still_open(problems: Problems, roots: Nodes, nodes: Nodes) -> tuple[Problems, Nodes]:
-    """The problems that ``nodes`` are left of, and their roots."""
-    live = nodes.problem.unique()
-    roots = roots.take(live)
-    roots.problem = torch.arange(live.shape[0], device=live.device)
-    return problems.take(live), roots
+def _numbered(roots: Nodes) -> Nodes:
+    """One node for each problem, in their order."""
+    return Nodes(torch.arange(len(roots), device=roots.problem.device), roots.bound, roots.state)
 
 
-def _renumbered(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
-    """Nodes of problems ``before`` as nodes of ``after``, which are some of them."""
-    place = torch.full((int(before.index.max()) + 1,) if len(before) else (1,), -1, device=nodes.problem.device)
-    place[after.index] = torch.arange(len(after), device=place.device)
-    problem = place[before.index[nodes.problem]]
-    kept = Nodes(problem, nodes.bound, nodes.state)
-    return kept.take((problem >= 0).nonzero()[:, 0])
+def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
+    """Nodes of the problems ``before`` as nodes of ``after``, which are some of them."""
+    place = torch.full_like(before.index, -1)
+    place[(before.index[:, None] == after.index).any(1)] = torch.arange(len(after), device=place.device)
+    problem = place[nodes.problem]
+    return Nodes(problem, nodes.bound, nodes.state).take((problem >= 0).nonzero()[:, 0])
 
 
 def _turn(nodes: Nodes, batch: int, problems: int, capacity: int) -> tuple[Tensor, Tensor]:
