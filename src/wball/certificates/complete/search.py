@@ -251,7 +251,8 @@ class Search:
 
     def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
         """Groups of problems that fit into memory together over that set, each with its share of the time left."""
-        last, waiting = self.deadline, together(replace(problems, source=source), self.room)
+        last = self.deadline
+        waiting = together(replace(problems, source=source), self.room) if len(problems) else []
         while waiting:
             share = waiting[0].shape[0] / sum(part.shape[0] for part in waiting)
             self.deadline = last - max(0.0, last - time.monotonic()) * (1 - share)
