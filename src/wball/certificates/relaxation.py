@@ -47,7 +47,7 @@ LARGE, SAMPLE, HOPE = 512, 64, 0.05
 """Layers of so many units or more are sampled first, so many units an image, and left alone if fewer than this share of
 the sample, and of the whole layer before it, turns out stable."""
 
-PATCH = 0.1
+PATCH = 0.15
 """Share of the image below which rows are carried back one by one, each in its own patch, on a CPU."""
 
 Lower = Literal["adaptive", "parallel"]
