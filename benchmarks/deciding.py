@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--radii", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds an image")
-    parser.add_argument("--batch", type=int, default=512, help="images searched together on a GPU")
+    parser.add_argument("--batch", type=int, default=64, help="images of a GPU between two writes of the file")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds after which it ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_mnist.json")
