@@ -77,9 +77,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Nanoseconds a pixel against what grows."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
     sizes = {"batch": lambda r: r["batch"], "side": lambda r: r["shape"][-1], "window": lambda r: r["window"]}
+    sizes = {grows: size for grows, size in sizes.items() if any(r["grows"] == grows for r in rows)}
+    figure = Figure(figsize=(1 + 3 * len(sizes), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axis, (grows, size) in zip(axes, sizes.items(), strict=True):
         for call in ("project", "sample"):
             found = [r for r in rows if r["grows"] == grows and r["call"] == call]
