@@ -240,6 +240,7 @@ def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
     return {
         "command": shlex.join([*words, "--seed", str(shop.settings.seed)]),
         "commit": shop.commit,
+        **({"earlier_commits": earlier} if (earlier := sorted(shop.commits - {shop.commit})) else {}),
         "device": provenance.device_name(shop.device),
         "kernel": WassersteinBall(0.1).kernel(x),
         "torch": torch.__version__,

@@ -160,7 +160,8 @@ def _source(row: Data) -> str:
 
 def _made(row: Data) -> str:
     origin, proofs = row["provenance"], row["certificate"]
-    said = f"`{origin['command']}` on {origin['device']}, commit {origin['commit'][:12]}, {origin['seconds']:g} s."
+    commits = ", parts at ".join(commit[:12] for commit in (origin["commit"], *origin.get("earlier_commits", ())))
+    said = f"`{origin['command']}` on {origin['device']}, commit {commits}, {origin['seconds']:g} s."
     if "skipped" in proofs:
         said += f" Certificate {proofs['skipped']}."
     audit = row["attack"]["audit"]
