@@ -86,6 +86,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             found = [r for r in rows if r["grows"] == grows and r["call"] == call]
             axis.plot([size(r) for r in found], [r["ns_per_pixel"] for r in found], marker="o", label=call)
         axis.set(xlabel=grows, xscale="log", yscale="log")
+        measured = sorted({size(r) for r in rows if r["grows"] == grows})
+        axis.set_xticks(measured, [f"{value:,}" for value in measured])
+        axis.minorticks_off()  # else their labels run into each other
     axes[0].set_ylabel("ns a pixel")
     axes[0].legend()
     figure.savefig(path, dpi=120)
