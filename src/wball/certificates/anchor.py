@@ -41,24 +41,6 @@ from wball.kernels.transposed_convolution import transposed_convolution
 Moves = list[tuple[int, int, float]]
 
 
-def light(weights: Tensor, terms: int) -> Tensor:
-    """Weights for sums of so many products with gains: on a GPU in float32, enlarged by what that may round off.
-
-    Weights and gains are positive, so sums in any order are off by at most ``terms`` units of rounding, and three more
-    for rounding weights, gains and this factor; twice as many are added. Half the bytes are half the time.
-    """
-    if weights.dtype != torch.float64 or not pays_in_single(weights.device):
-        return weights
-    return weights.float().mul_(1 + (terms + 4) * 2.0**-23)
-
-
-def pays_in_single(device: torch.device) -> bool:
-    """Whether products in float32 pay there, and are that precise: PyTorch can be told to round what they read."""
-    if device.type != "cuda" or torch.get_float32_matmul_precision() != "highest":
-        return False
-    return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") in ("ieee", "none")
-
-
 class ConvAnchor(Anchor):
     """The units of a convolution of the image: the same gains at every position, for every image."""
 
@@ -92,15 +74,13 @@ class ConvAnchor(Anchor):
         return True
 
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        taps = math.prod(-(-self.kernel.shape[2 + k] // self.stride[k]) for k in (0, 1))
-        coeff = light(weights.coeff, self.kernel.shape[0] * taps)
-        kernel = self.kernel.to(coeff.dtype)
+        kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
         if rows.corner is not None:
-            sides = [(coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k] for k in (0, 1)]
-            raw = transposed_convolution(coeff, kernel, self.stride, (0, 0, sides[0], sides[1]))
+            sides = [(weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k] for k in (0, 1)]
+            raw = transposed_convolution(weights.coeff, kernel, self.stride, (0, 0, sides[0], sides[1]))
         else:
-            raw = self._over_the_image(coeff, kernel)
+            raw = self._over_the_image(weights.coeff, kernel)
         raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
         moves, out, into = raw[:, :, :count].flatten(3), raw[:, :, count].flatten(2), raw[:, :, count + 1]
         if rows.corner is None and active is not None:
@@ -178,9 +158,9 @@ class UnitAnchor(Anchor):
         if self._spread is None or self._spread[0] is not rows.image:
             self._spread = rows.image, _Spread(self.table[rows.image], self.gains.shape[0])
         spread = self._spread[1]
-        weight = light(flat.gather(1, self.units[spread.table]), self.gains.shape[1])
+        weight = flat.gather(1, self.units[spread.table])
         if self.gains.shape[0] == 1:
-            total = weight @ self.gains[0].to(weight.dtype)
+            total = weight @ self.gains[0].to(flat.dtype)
         else:
             total = spread.product(weight, self.gains)
         parts = total.split([shape.numel() for shape in self.shapes], 1)

@@ -5,6 +5,7 @@ How they come about is told in :mod:`wball.certificates.anchor`; an input set on
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +61,9 @@ Charged = Sequence[tuple[Anchor, Rows]]
 
 
 def rounded_up(gains: Tensor) -> Tensor:
-    """The same in float32, no number smaller than it was: larger gains only loosen a bound.
-
-    Gains below 1e-38 may vanish, which is far less than what bounds allow for rounding.
-    """
-    return gains if gains.dtype == torch.float32 else gains.float().mul_(1 + 2.0**-22)
+    """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
+    single = gains.float()
+    return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)
 
 
 class Kept(list[tuple[Anchor, Rows]]):
