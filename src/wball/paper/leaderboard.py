@@ -71,6 +71,7 @@ PROTOCOLS = {
             "mnist-adversarial-cnn",
             "mnist-certified-far",
             "mnist-certified",
+            "mnist-anchored",
             "wong2019-mnist-standard",
             "mnist-adversarial",
             "wong2019-mnist-linf",
