@@ -309,12 +309,22 @@ def test_training_tricks_and_the_cost_of_a_move(shop: Small) -> None:
 
 def test_all_epochs_of_the_papers_training(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Small, "_train", lambda self, name, epochs: Small._find(self, f"{name}, {epochs} epochs"))
-    data = measured("epochs", shop)
+    data, recipe = measured("epochs", shop), epochs.MNIST_EPOCHS
     assert [r["epochs"] for r in data["rows"]] == [4, 15]
-    assert [r["name"] for r in data["rows"]] == [f"{epochs.NAME}-{epochs.FEW}-epochs", epochs.NAME]
-    (table,) = epochs.tables(data)
-    assert table.rows[0][2] == "86.0 %" and table.rows[2][0].startswith("15 epochs")
-    assert "With 15 epochs instead of 4" in epochs.remarks(data)[0]
+    assert [r["name"] for r in data["rows"]] == ["mnist-adversarial-paper-4-epochs", "mnist-adversarial-paper"]
+    (table,) = recipe.tables(data)
+    assert table.rows[0][1:3] == ["97.0 %", "86.0 %"] and table.rows[2][0] == "15 epochs"
+    assert "With 15 epochs instead of 4" in recipe.remarks(data)[0]
+
+
+def test_all_epochs_on_colour_images(shop: Small) -> None:
+    data, recipe = measured("cifar10-epochs", shop), epochs.CIFAR10_EPOCHS
+    (row,) = data["rows"]
+    assert (row["epochs"], row["name"]) == (15, "cifar10-adversarial-paper")
+    (table,) = recipe.tables(data)
+    left = percent(accuracy_at(row["text"], 0.1))
+    assert table.rows[0][1:3] == ["80.7 %", "76.0 %"] and table.rows[1][2] == left
+    assert f"leaves {left} at eps 0.1 (the paper: 76.0 %)" in recipe.remarks(data)[0]
 
 
 def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:

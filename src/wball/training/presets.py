@@ -212,7 +212,7 @@ CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
     epochs=15,
     augment=4,
     flip=True,
-    optimisation=Optimisation(bf16=True, channels_last=True),
+    optimisation=Optimisation(bf16=True, channels_last=True, cuda_graph=True),
     adversary=Adversary(PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)),
     evaluation=_measured(0.005, 0.01, 0.05, 0.1, images=500),
     summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
