@@ -387,7 +387,9 @@ def test_train_says_each_epoch_and_writes_the_model(
     assert card["training"]["batch_size"] == 20 and card["training"]["optimisation"]["bf16"] is False
     model = wball.load_weights(wball.build_model(card["architecture"]), here / "out/mine.safetensors").eval()
     assert float((model(x[:50]).argmax(1) == y[:50]).double().mean()) == pytest.approx(card["clean_accuracy"])
-    assert said(capsys, *command, "--out", "quiet", "--quiet") == (0, "", "")
+    taught = ["--teacher", "mnist-cnn=out/mine.safetensors", "--set", "loss.teacher=0.5", "--out", "quiet", "--quiet"]
+    assert said(capsys, *command, *taught) == (0, "", "")
+    assert json.loads((here / "quiet/mine.json").read_text())["training"]["loss"]["teacher"] == 0.5
 
 
 BAD = {

@@ -68,6 +68,13 @@ def load_models(
     return _distinct(made, specs, bool(names))
 
 
+def named_model(spec: str) -> nn.Module:
+    """A trained network: a bundled or public name, or ``ARCHITECTURE=FILE`` for weights of your own."""
+    name, _, file = spec.partition("=")
+    made: nn.Module = _load(name, Path(file) if file else None, None)[0]
+    return made
+
+
 def _distinct(made: list[tuple[Model, str]], specs: list[str], chosen: bool) -> list[tuple[Model, str]]:
     """Two files of one name in different folders are called by folder and name."""
     names = [name for _, name in made]

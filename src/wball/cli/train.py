@@ -11,7 +11,7 @@ import typer
 
 from wball.cli import choices, options
 from wball.cli.app import command
-from wball.cli.models import own_network
+from wball.cli.models import named_model, own_network
 from wball.storage.names import printable
 
 
@@ -58,6 +58,14 @@ def train(
     name: Annotated[str | None, typer.Option(help="name of the model, instead of the preset's")] = None,
     limit: options.Limit = None,
     init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="network whose answers are a share of the labels (--set loss.teacher=0.5): a bundled one, or "
+            "ARCHITECTURE=FILE",
+        ),
+    ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,6 +99,7 @@ def train(
     config = config if data is None else replace(config, dataset=OWN)
     network = None if model is None else own_network(model)
     config = config if model is None else replace(config, architecture=OWN)
+    guide = None if teacher is None else named_model(teacher)
     given = [choices.setting(c) for c in change or []]
     given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
     for path, value in given:
@@ -116,7 +125,7 @@ def train(
         chosen = slice(None) if limit is None else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
         bars = False if quiet else None
         run(
-            config, (x[chosen], y[chosen]), tests, model=network, init=init, out=out, device=here,
+            config, (x[chosen], y[chosen]), tests, model=network, init=init, teacher=guide, out=out, device=here,
             time_limit=time_limit, progress=bars, on_epoch=say,
         )  # fmt: skip
         if distributed.current().main and not quiet:

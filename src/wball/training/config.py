@@ -106,12 +106,19 @@ class Loss:
 
     with ``c = clean``. Without an adversary the first is the usual cross-entropy of ``x``; with :class:`Smooth` the
     raised logits stand for ``f(z)``, and the others for ``f(x)``.
+
+    Attributes:
+        kind, clean, beta: see above.
+        label_smoothing: share of all classes alike in the labels.
+        teacher: share of a teacher's probabilities in the labels (:mod:`wball.training.teacher`), not for
+            ``"mart"``; the network itself is passed to :func:`~wball.training.train`.
     """
 
     kind: LossKind = "cross-entropy"
     clean: float = 0.0
     beta: float = 5.0
     label_smoothing: float = 0.0
+    teacher: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("cross-entropy", "trades", "mart"):
@@ -120,6 +127,10 @@ class Loss:
             raise ValueError(f"clean must be a share in [0, 1], got {self.clean}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        if not 0 <= self.teacher <= 1:
+            raise ValueError(f"teacher must be a share in [0, 1], got {self.teacher}")
+        if self.teacher > 0 and self.kind == "mart":
+            raise ValueError('the loss "mart" has hard labels: it goes without a teacher')
         if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta must be >= 0 and finite, got {self.beta}")
 
@@ -358,6 +369,8 @@ class TrainConfig:
         alone = self.provable is None and self.adversary is None and self.loss.kind == "cross-entropy"
         if self.smooth is not None and not alone:
             raise ValueError('smooth goes with the loss "cross-entropy", without an adversary and a provable loss')
+        if self.loss.teacher > 0 and self.provable is not None:
+            raise ValueError("the provable loss has hard labels: it goes without a teacher")
         if self.loss.kind != "cross-entropy" and self.adversary is None:
             raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
 

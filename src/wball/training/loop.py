@@ -47,6 +47,7 @@ from wball.training.state import (
     save_state,
     unpack_optimizer,
 )
+from wball.training.teacher import hired
 
 Record = dict[str, Any]
 
@@ -78,6 +79,7 @@ def train(
     *,
     model: nn.Module | None = None,
     init: str | os.PathLike[str] | None = None,
+    teacher: nn.Module | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
@@ -98,6 +100,7 @@ def train(
         test: the same for evaluation; without it nothing is measured.
         model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
         init: file of weights to start from (fine-tuning); anything :func:`wball.load_weights` reads.
+        teacher: a trained network whose answers are part of the labels, where ``config.loss.teacher`` is above 0.
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
         device: where everything happens.
         checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
@@ -129,7 +132,7 @@ def train(
     average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
     optimizer = _optimizer(model, options)
     network: Any = torch.compile(model) if options.compile else model
-    objective: nn.Module = Objective(network, config, x)
+    objective: nn.Module = Objective(network, config, x, hired(teacher, config, x, y))
     if world.size > 1:
         objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
     opponent = None

@@ -13,6 +13,7 @@ from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 from wball.training.distributed import current
 from wball.training.network import AsTrained
+from wball.training.teacher import Teacher
 
 
 class Objective(nn.Module):
@@ -23,9 +24,9 @@ class Objective(nn.Module):
     the loss is :class:`~wball.training.Smooth`; elsewhere it says which are right.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor, teacher: Teacher | None = None) -> None:
         super().__init__()
-        self.config, self._logits = config, AsTrained(model, config.optimisation)
+        self.config, self.teacher, self._logits = config, teacher, AsTrained(model, config.optimisation)
         self._bounds = _bounds(model, like) if config.provable is not None else None
         anchored = config.smooth is not None and config.smooth.anchored
         # Off a GPU bfloat16 saves nothing; what several processes share is not recorded.
@@ -39,12 +40,15 @@ class Objective(nn.Module):
         if self._bounds is not None:
             loss, right = self._provable(x, y, progress)
         elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
-            return self._smooth(x, z, y, eps)
+            return self._smooth(x, z, y, self._targets(x, y), eps)
         else:
-            loss, right = self._usual(x, z, y)
+            loss, right = self._usual(x, z, y, self._targets(x, y))
         return loss, right.sum(), right
 
-    def _usual(self, x: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _targets(self, x: Tensor, y: Tensor) -> Tensor:
+        return y if self.teacher is None else self.teacher.targets(x, y)
+
+    def _usual(self, x: Tensor, z: Tensor, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         settings = self.config.loss
         two = settings.kind != "cross-entropy" or (settings.clean > 0 and z is not x)
         # One pass over both halves: batch normalisation sees them together.
@@ -52,19 +56,21 @@ class Objective(nn.Module):
         clean, hard = logits.chunk(2) if two else (logits, logits)
         right = hard.argmax(1) == y
         if settings.kind == "trades":
-            return self._cross_entropy(clean, y) + settings.beta * _divergence(clean, hard).mean(), right
+            return self._cross_entropy(clean, targets) + settings.beta * _divergence(clean, hard).mean(), right
         if settings.kind == "mart":
             doubt = 1 - clean.softmax(1).gather(1, y[:, None]).squeeze(1)
             return (_boosted(hard, y) + settings.beta * doubt * _divergence(clean, hard)).mean(), right
-        loss = self._cross_entropy(hard, y)
+        loss = self._cross_entropy(hard, targets)
         if two:
-            loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(clean, y)
+            loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(clean, targets)
         return loss, right
 
-    def _cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits, y, label_smoothing=self.config.loss.label_smoothing)
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, label_smoothing=self.config.loss.label_smoothing)
 
-    def _smooth(self, x: Tensor, z: Tensor, y: Tensor, eps: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _smooth(
+        self, x: Tensor, z: Tensor, y: Tensor, targets: Tensor, eps: float | Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ball = WassersteinBall(eps)
         if self._anchored is not None:
             budget = ball.budget(x)
@@ -79,9 +85,9 @@ class Objective(nn.Module):
             own = F.one_hot(y, logits.shape[1]).to(logits.dtype)
             gain = linear_gain(gradient, x, ball)[:, None] * (1 - own)
         raised, share = logits + gain, self.config.loss.clean
-        loss = self._cross_entropy(raised, y)
+        loss = self._cross_entropy(raised, targets)
         if share > 0:
-            loss = (1 - share) * loss + share * self._cross_entropy(logits, y)
+            loss = (1 - share) * loss + share * self._cross_entropy(logits, targets)
         return loss, (logits.argmax(1) == y).sum(), _excess(raised, y).detach() < 0
 
     def _provable(self, x: Tensor, y: Tensor, progress: float) -> tuple[Tensor, Tensor]:
