@@ -16,7 +16,7 @@ import wball
 from wball.cli import main
 from wball.paper import leaderboard
 from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
-from wball.paper.leaderboard_page import AGAIN, claims, page, repeated, stored_claims, tables, write_page
+from wball.paper.leaderboard_page import beside, claims, page, repeated, tables, write_page
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
 
@@ -220,7 +220,7 @@ def test_quick_runs_take_what_needs_no_download(tmp_path: Path, monkeypatch: pyt
 def test_the_committed_page_is_what_the_committed_board_says() -> None:
     board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
     content = read(board)
-    wanted = page(content, stored_claims(ROOT / "results"), read(ROOT / AGAIN))
+    wanted = page(content, *beside(ROOT / "results"))
     assert written.read_text(encoding="utf-8") == wanted, "docs/leaderboard.md is stale: run `wball leaderboard page`"
     for entry in content["rows"]:
         assert entry["certificate"].get("contradictions", 0) == 0 and entry["attack"]["audit"]["disagreements"] == []

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # `benchmarks` is not installed; 
 from benchmarks.timing import Time  # noqa: E402
 
 from benchmarks import report  # noqa: E402
-from wball.paper import certificates, curves, published  # noqa: E402
+from wball.paper import certificates, curves, leaderboard_page, published  # noqa: E402
 from wball.paper.tables import Table, percent  # noqa: E402
 from wball.storage.atomic import write_whole  # noqa: E402
 
@@ -273,20 +273,32 @@ def proving(path: Path) -> list[Table]:
 
 def decided(path: Path) -> list[Table]:
     """What complete verification says about the images of each model at each radius, and what it takes."""
-    head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
-    cells = [
-        [
-            f"`{row['model']}`",
-            f"{row['eps']:g}",
-            f"{row['images']:,}",
-            *(percent(row[key]) for key in ("clean", "broken", "proved")),
-            f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
-            f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
-            f"{row['time_limit']:.2g} s",
-        ]
-        for row in _content(path)["rows"]
-    ]
-    return [Table([*head, "an image takes (median / mean / worst)", "and may take on average"], cells)]
+    return [leaderboard_page.decided(_content(path))]
+
+
+def anchored_training(path: Path) -> list[Table]:
+    """Networks trained against the bounds of their certificate: what an attack leaves, and what is proved."""
+    radii = ("0.05", "0.1", "0.2", "0.3")
+    cells: list[list[str | None]] = []
+    for row in _content(path)["rows"]:
+        if "proved_first_300" not in row:
+            continue
+        proved = {**row.get("proved_first_150", {}), **row["proved_first_300"]}
+        few = dict.fromkeys(row.get("proved_first_150", {}), " (150 digits)")
+        left = row.get("attack_leaves_10000", {}).get("0.05")
+        cells.append(
+            [
+                f"`{row['network']}`"
+                if row["network"].startswith("mnist-")
+                else f"{row['network']}, {row['settings']}",
+                str(row["epochs"]),
+                percent(row["clean"]),
+                percent(left),
+                *(f"{percent(proved[r])}{few.get(r, '')}" for r in radii),
+            ]
+        )
+    head = ["network", "epochs", "clean, 10,000 digits", "an attack leaves at 0.05"]
+    return [Table([*head, *(f"eps {r}" for r in radii)], cells)]
 
 
 def agreed(path: Path) -> list[Table]:
@@ -484,6 +496,7 @@ TABLES = {
     "cpu-targets": Source(targets, "bench_cpu.json"),
     "certified": Source(certified, "paper/certificates.json"),
     "decided": Source(decided, "complete_mnist.json"),
+    "anchored-training": Source(anchored_training, "anchored_training.json"),
     "agreed": Source(agreed, "complete_agreement.json"),
     "defences": Source(defended, "paper/defences.json"),
     "evaluation": Source(evaluation, "evaluation_mnist-standard.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from wball.data import dataset_info
@@ -19,6 +20,8 @@ from wball.storage.files import read_json
 PAGE = Path("docs/leaderboard.md")
 AGAIN = Path("results/leaderboard_again.json")
 """Rows of the board that were measured a second time, with another random seed: a board of its own."""
+DECIDED = Path("results/complete_mnist.json")
+"""What complete verification decides (``python -m benchmarks deciding``)."""
 
 
 def tables(content: Data) -> list[Table]:
@@ -136,15 +139,42 @@ def repeated(content: Data, again: Data) -> Table | None:
     return Table(head, body, "Rows measured twice: random seed of the row / another one, in percent")
 
 
+def decided(content: Data) -> Table:
+    """What complete verification says about the images of each model at each radius, and what it takes."""
+    head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
+    body = [
+        [
+            f"`{row['model']}`",
+            f"{row['eps']:g}",
+            f"{row['images']:,}",
+            *(percent(row[key]) for key in ("clean", "broken", "proved")),
+            f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
+            f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
+            f"{row['time_limit']:.2g} s",
+        ]
+        for row in content["rows"]
+    ]
+    return Table([*head, "an image takes (median / mean / worst)", "and may take on average"], body)
+
+
 def _interval(share: float, images: int) -> float:
     """Half the width of the 95 % interval of an accuracy (Wilson's, which has a width at 0, too)."""
     z = 1.96
     return z / (1 + z * z / images) * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
 
 
-def page(content: Data, own: Data | None = None, again: Data | None = None) -> str:
-    """The page of a board; ``own``: the stored recipe ``authors-weights``; ``again``: rows of another random seed."""
-    below = (claims(content, own), repeated(content, again) if again else None)
+def page(content: Data, own: Data | None = None, again: Data | None = None, searched: Data | None = None) -> str:
+    """The page of a board.
+
+    ``own`` is the stored recipe ``authors-weights``, ``again`` rows of another random seed, ``searched`` what complete
+    verification decides.
+    """
+    title = 'Proved by complete verification (`method="complete"`), where the board has bounds alone'
+    below = (
+        claims(content, own),
+        repeated(content, again) if again else None,
+        replace(decided(searched), title=title) if searched else None,
+    )
     shown = [table.markdown() for table in (*tables(content), *(table for table in below if table))]
     lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
     rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
@@ -170,10 +200,17 @@ def _made(row: Data) -> str:
     return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
 
 
-def stored_claims(results: Path) -> Data | None:
-    """The data of the recipe ``authors-weights`` in a folder of results."""
-    path = results / "paper" / "authors-weights.json"
-    return read_json(path)["data"] if path.is_file() else None
+def beside(results: Path) -> tuple[Data | None, Data, Data | None]:
+    """What a folder of results has for the page of its board, in the order of :func:`page`; ``None`` if there is none.
+
+    The claims of the recipe ``authors-weights``, rows of another random seed, and what complete verification decides.
+    """
+    claimed, searched = results / "paper" / "authors-weights.json", results / DECIDED.name
+    return (
+        read_json(claimed)["data"] if claimed.is_file() else None,
+        read(results / AGAIN.name),
+        read_json(searched) if searched.is_file() else None,
+    )
 
 
 def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
@@ -181,5 +218,5 @@ def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     content = read(board)
     if not content["rows"]:
         raise FileNotFoundError(f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first")
-    write_whole(to, page(content, stored_claims(board.parent), read(board.parent / AGAIN.name)).encode())
+    write_whole(to, page(content, *beside(board.parent)).encode())
     return to
