@@ -461,6 +461,15 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), method="crown").certified.any())
 
 
+def test_certified_radius_of_anchored_bounds_is_what_certify_finds() -> None:
+    """Cheaper bounds are skipped where they failed before: the radius must hold, and be the largest, with all."""
+    net, x = conv_net(5), images(3, 1, 16, 5)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(0.02)
+    radius = certified_radius(net, x, y, ball)
+    assert bool(certify(net, x, y, ball.at(radius)).certified.all())
+    assert not bool(certify(net, x, y, ball.at(1.03 * radius)).certified.any())
+
+
 class Wide(nn.Module):
     """Activations that read what only automatic differentiation can transpose: other paddings, concatenation, means."""
 

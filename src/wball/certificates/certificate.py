@@ -33,6 +33,14 @@ CLOSE, USUAL, WIDE = 2.0, 3.0, 4.0
 the usual one, and one for images that are still open; more hardly tightens a bound."""
 
 
+FLAT = 0.8
+"""What a ball takes off the clean margin is taken to grow at least like this power of its radius, where a search for
+the radius asks what is left to gain."""
+
+ONE_PASS: tuple[Method, ...] = ("interval", "dual", "crown")
+"""Methods that bound every image in the same way, however open it is."""
+
+
 class CertificateStatus(Enum):
     """What a certificate says about an image. The value is the explanation, with the remedy where there is one."""
 
@@ -141,9 +149,19 @@ def certify(
 
 
 def _certify(
-    model: nn.Module, graph: Graph, x: Tensor, y: Tensor, ball: Ball, effort: Effort, first: FirstLayer | None = None
+    model: nn.Module,
+    graph: Graph,
+    x: Tensor,
+    y: Tensor,
+    ball: Ball,
+    effort: Effort,
+    first: FirstLayer | None = None,
+    deep: Tensor | None = None,
 ) -> CertificateResult:
-    """:func:`certify` with checked arguments and a model that was traced before."""
+    """:func:`certify` with checked arguments and a model that was traced before.
+
+    Images that are ``deep`` (B,) get the dearest of the anchored bounds at once, whatever cheaper ones say.
+    """
     method, plans = effort.method, effort.plans
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
@@ -157,7 +175,7 @@ def _certify(
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
         if method == "complete":  # the other half is for attacks and the search
             part.deadline = start + 0.5 * effort.time_limit * index.shape[0]
-        parts.append(part.margin(method, effort.steps, effort.reg))
+        parts.append(part.margin(method, effort.steps, effort.reg, None if deep is None else deep[index]))
         at_centre.append(clean)
         if method == "complete":
             left = ((parts[-1] <= 0) & (clean > 0)).nonzero()[:, 0]
@@ -245,9 +263,9 @@ def certified_radius(
     """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
 
     A search for the root of the margin, all images together. ``ball`` gives the geometry, its ``eps`` the first guess.
-    Every returned radius was certified as it stands by :func:`certify`: stopping early makes it smaller, never wrong.
-    An image is done when its radius is known to a part in :data:`FINE`. The other arguments are those of
-    :func:`certify`.
+    Every returned radius was certified as it stands, as :func:`certify` does: stopping early makes it smaller, never
+    wrong. An image is done when its radius is known to a part in :data:`FINE`, or when that is all its margin leaves
+    to gain. The other arguments are those of :func:`certify`.
 
     Args:
         rounds: at most so many certificates are tried per image.
@@ -267,8 +285,11 @@ def certified_radius(
             break
         at = ball.at(trial[index])
         first = first or _first_layer(graph, x[index], at, plans)
-        result = _certify(model, graph, x[index], y[index], at, effort, first)
-        found.note(index, trial[index], result)
+        # What cheap bounds left open once they mostly leave open again; and margins of one kind can be compared.
+        deep = found.high[index].isfinite() if effort.method == "anchored" else None
+        result = _certify(model, graph, x[index], y[index], at, effort, first, deep)
+        best = deep if deep is not None else torch.full_like(index, effort.method in ONE_PASS, dtype=torch.bool)
+        found.note(index, trial[index], result, best)
         trial = found.next()
     return found.low
 
@@ -283,27 +304,40 @@ class _Bracket:
     def __init__(self, clean: Tensor, low: Tensor, high: Tensor, above: Tensor, below: Tensor) -> None:
         self.clean, self.low, self.high, self.above, self.below = clean, low, high, above, below
         self.run = torch.zeros_like(low)  # how often in a row the answer was yes (above 0) or no (below)
+        self.best = torch.zeros_like(low, dtype=torch.bool)  # the margin at the lower end is by the tightest bounds
 
     def open(self) -> Tensor:
-        return (self.clean > 0) & (self.high.isinf() | (self.high - self.low > self.high / FINE))
+        known = self.high - self.low <= self.high / FINE
+        # Margins at the upper end may be of cheaper bounds: what is left to gain is judged by the lower one alone.
+        taken = (self.clean - self.above).clamp(min=1e-9)
+        spent = self.best & (self.low > 0) & (self.clean / taken <= (1 + 1 / FINE) ** FLAT)
+        return (self.clean > 0) & (self.high.isinf() | ~(known | spent))
 
-    def note(self, index: Tensor, trial: Tensor, result: CertificateResult) -> None:
+    def note(self, index: Tensor, trial: Tensor, result: CertificateResult, best: Tensor) -> None:
+        """Take down what was found at ``trial``, and where that was by the tightest bounds there are."""
         yes, no = index[result.certified], index[~result.certified]
+        self.best[yes] = best[result.certified]
         self.low[yes], self.above[yes] = trial[result.certified], result.margin[result.certified]
         self.high[no], self.below[no] = trial[~result.certified], result.margin[~result.certified]
         self.run[yes] = self.run[yes].clamp(min=0) + 1
         self.run[no] = self.run[no].clamp(max=0) - 1
 
     def next(self) -> Tensor:
-        """Where the margin should vanish, a little beyond: so that the next answer is the other one, and close."""
+        """Where the margin should vanish, a little on the side that is wanted next.
+
+        Between two ends that is the inner one: a radius that is certified with next to nothing left is what is sought.
+        """
         low, high, clean = self.low, self.high, self.clean
         bounded, certified = high.isfinite(), low > 0
         taken, lost = (clean - self.above).clamp(min=1e-9), (clean - self.below).clamp(min=1e-9)
         power = (lost / taken).log() / (high / low).log()
         power = torch.where(bounded & certified & power.isfinite(), power.clamp(0.3, 6.0), 1.2)
         root = torch.where(certified, low * (clean / taken) ** (1 / power), high * (clean / lost) ** (1 / power))
-        beyond = torch.where(bounded & certified, 0.4 / FINE * 4 ** (self.run.abs() - 1), 0.03 * 2 ** self.run.abs())
-        root = root * torch.where(self.run > 0, 1 + beyond, 1 / (1 + beyond))
+        between = bounded & certified
+        outwards = torch.where(between & self.best, self.run > 1, self.run > 0)
+        streak = torch.where(between & self.best & outwards, self.run - 1, self.run.abs())
+        beyond = torch.where(between, 0.4 / FINE * 4 ** (streak - 1), 0.03 * 2**streak)
+        root = root * torch.where(outwards, 1 + beyond, 1 / (1 + beyond))
         root = torch.where(root.isfinite(), root, 0.5 * (low + high))
         least = torch.minimum(0.5 * high / FINE, 0.5 * (high - low))
         inside = torch.minimum(torch.maximum(root, low + least), high - least)
@@ -375,7 +409,7 @@ class _Problem:
         first = self.first if isinstance(source, TransportSet) else None
         return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
 
-    def margin(self, method: Method, steps: int, reg: float) -> Tensor:
+    def margin(self, method: Method, steps: int, reg: float, deep: Tensor | None = None) -> Tensor:
         source = self.ball.input_set(self.x, self.plans)
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
@@ -386,29 +420,32 @@ class _Problem:
             return margins.amin(1)
         if source.small:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
-        if method in ("anchored", "alpha-crown", "complete"):
-            listed = not isinstance(source, TransportSet) or source.far is None  # moves are told apart at any length
-            if not listed:
-                self._tighten(margins, bounds, reach=CLOSE, near=100.0)
-            self._tighten(margins, bounds, near=100.0 if listed else 5.0)
-        if method in ("anchored", "alpha-crown") and isinstance(source, TransportSet) and source.far is not None:
+        if method == "crown":
+            return margins.amin(1)
+        once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
+        far = isinstance(source, TransportSet) and source.far is not None  # some moves are not told apart
+        if far:
+            self._tighten(margins, bounds, self._open(margins, 100.0) & ~once, reach=CLOSE)
+        self._tighten(margins, bounds, self._open(margins, 5.0 if far else 100.0) & ~(once & far))
+        if method in ("anchored", "alpha-crown") and far:
             # Listing more moves takes some 15 percent off what the ball costs, at three times the price.
-            self._tighten(margins, bounds, reach=WIDE, near=1.0)
+            self._tighten(margins, bounds, self._open(margins, 1.0) | once, reach=WIDE)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, steps, reach=WIDE, near=3.0)
+            self._tighten(margins, bounds, self._open(margins, 3.0), steps, reach=WIDE)
         return margins.amin(1)
 
-    def _tighten(self, margins: Tensor, bounds: Bounds, steps: int = 0, reach: float = USUAL, *, near: float) -> None:
-        """Improve what is not certified yet: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
-
-        Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead. Images
-        whose bound is below 0 by more than ``near`` times their clean margin are beyond help.
-        """
+    def _open(self, margins: Tensor, near: float) -> Tensor:
+        """Images that are not certified yet, by at most ``near`` times their clean margin: others are beyond help."""
         lowest = margins.amin(1)
         hopeful = (lowest <= 0) & (self.clean > 0)
-        if self.first.plans:
-            hopeful &= lowest > -near * self.clean
-        left = hopeful.nonzero()[:, 0]
+        return hopeful & (lowest > -near * self.clean) if self.first.plans else hopeful
+
+    def _tighten(self, margins: Tensor, bounds: Bounds, chosen: Tensor, steps: int = 0, reach: float = USUAL) -> None:
+        """Improve the ``chosen`` images: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
+
+        Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
+        """
+        left = chosen.nonzero()[:, 0]
         if left.numel() == 0:
             return
         some, y = bounds.take(left), self.y[left]
