@@ -254,3 +254,15 @@ def test_answers_over_boxes_agree_with_mixed_integer_programs() -> None:
         truth = box_margin(affine_maps(net), x.flatten().double().numpy(), int(y), eps / 4)
         name = agree(certify(net, x, y, ball, "complete", time_limit=20.0), net, x, y, ball, truth)
         assert name != "UNKNOWN" or abs(truth) < 1e-4, f"seed {seed}: margin {truth}"
+
+
+def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
+    """The others are of every problem in turn; worst nodes first in both halves."""
+    problem = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3])  # the first two are classes of one image
+    bound = torch.tensor([-5.0, -4.0, -3.0, -6.0, -0.3, -0.2, -0.1, -0.05, -9.0], dtype=torch.float64)
+    nodes, image = Nodes(problem, bound, {}), torch.tensor([0, 0, 1, 2])
+    pick, rest = search._turn(nodes, 6, image, 100)
+    assert sorted(pick.tolist()) == [0, 3, 4, 5, 6, 7]  # in turn 0, 3 and 4; of the nearest image 5, 6 and 7
+    assert sorted(torch.cat([pick, rest]).tolist()) == list(range(9))
+    pick, rest = search._turn(nodes, 20, image, 100)
+    assert sorted(pick.tolist()) == list(range(9)) and rest.numel() == 0

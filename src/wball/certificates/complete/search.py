@@ -366,9 +366,10 @@ class Search:
         nodes, limited = nodes.kept(), splits < math.inf
         waiting = nodes.take(nodes.problem[:0])
         images = self.image[problems.index[nodes.problem.unique()]].unique()
+        image = self.image[problems.index].unique(return_inverse=True)[1]
         self.deadline = min(self.deadline, time.monotonic() + float((self.limit - self.answer.seconds[images]).sum()))
         while len(nodes) and splits > 0 and not self._late():
-            pick, rest = _turn(nodes, batch, len(problems), self.capacity)
+            pick, rest = _turn(nodes, batch, image, self.capacity)
             now, nodes = nodes.take(pick).working(), nodes.take(rest)
             splits -= len(now)
             if program is not None:
@@ -473,13 +474,24 @@ def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
     return Nodes(problem, nodes.bound, nodes.state).take((problem >= 0).nonzero()[:, 0])
 
 
-def _turn(nodes: Nodes, batch: int, problems: int, capacity: int) -> tuple[Tensor, Tensor]:
-    """The nodes to visit next, and the others: every problem in turn, its worst nodes first, or its best if full."""
+def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """The nodes to visit next, and the others; ``image`` is the image of each problem, numbered from 0.
+
+    Half are of every problem in turn, half of the images that lack least, one after the other: most trees that time
+    leaves open are far from closed, and would take most of it. Worst nodes first, or the best if memory is full.
+    """
     key = nodes.bound if len(nodes) < capacity else -nodes.bound
     order = key.argsort(stable=True)
-    order = order[nodes.problem[order].argsort(stable=True)]
-    problem = nodes.problem[order]
-    count = torch.bincount(problem, minlength=problems)
+    grouped = order[nodes.problem[order].argsort(stable=True)]
+    problem = nodes.problem[grouped]
+    count = torch.bincount(problem, minlength=image.shape[0])
     rank = torch.arange(len(nodes), device=problem.device) - (count.cumsum(0) - count)[problem]
-    order = order[rank.argsort(stable=True)]
-    return order[:batch], order[batch:]
+    turns = grouped[rank.argsort(stable=True)]
+    mine = image[nodes.problem]
+    lacking = torch.full(image.shape, math.inf, dtype=nodes.bound.dtype, device=image.device)
+    lacking = lacking.scatter_reduce(0, mine, nodes.bound, "amin")[mine]
+    nearest = order[lacking[order].argsort(descending=True, stable=True)]
+    first = torch.zeros_like(nodes.problem)
+    first[turns[: (batch + 1) // 2]] = 1
+    nearest = nearest[first[nearest].argsort(descending=True, stable=True)]
+    return nearest[:batch], nearest[batch:]
