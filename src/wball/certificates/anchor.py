@@ -180,9 +180,14 @@ class _Spread:
         self.order, self.there = order, table[order] - first
         self.tables = slice(first, min(tables, first + int(self.there[-1]) + 1))
         self.back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        self.counts = torch.bincount(self.there, minlength=self.tables.stop - first).tolist()
 
     def product(self, weight: Tensor, gains: Tensor) -> Tensor:
         gains = gains[self.tables]
+        if self.most * len(self.counts) > 2 * weight.shape[0]:  # few tables have most rows: padding would cost more
+            parts = weight[self.order].split(self.counts)
+            done = [part @ table.to(weight.dtype) for part, table in zip(parts, gains, strict=True) if len(part)]
+            return torch.cat(done)[self.back]
         spread = weight.new_zeros((gains.shape[0], self.most, weight.shape[1]))
         spread = spread.index_put((self.there, self.place), weight[self.order])
         product = spread @ gains.to(weight.dtype)
