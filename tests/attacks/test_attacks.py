@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ ATTACKS: dict[str, Attack] = {
     "pgd, entropic, l2": PGD(BALL, steps=3, step="l2", step_size=0.5, reg=1e4, random_start=True),
     "pgd, conjugate step": PGD(BALL, steps=2, step="wasserstein", step_size=0.1),
     "frank-wolfe": FrankWolfe(BALL, steps=3),
+    "frank-wolfe, exact": FrankWolfe(BALL, steps=2, reg=math.inf),
     "frank-wolfe, line search": FrankWolfe(BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"),
     "fast": StandardAttack(BALL, version="fast"),
     "score search": ScoreSearch(BALL, queries=250, directions=8),
@@ -195,6 +197,17 @@ def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels:
 def test_larger_radius_breaks_more(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     accuracy = [DualAveraging(BALL.at(eps), steps=20)(net, images, labels).robust_accuracy for eps in (0.02, 0.2, 0.8)]
     assert accuracy[0] > accuracy[1] >= accuracy[2]
+
+
+def test_frank_wolfe_climbs_as_far_as_with_exact_corners(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Corners that gain nearly what the farthest points gain; the same attack, in a small part of the time."""
+    found, exact = (
+        FrankWolfe(BALL, steps=12, reg=reg, until_success=False)(net, images[:8], labels[:8])
+        for reg in (None, math.inf)
+    )
+    start = nn.functional.cross_entropy(net(images[:8]), labels[:8], reduction="none")
+    assert float((found.loss - start).mean()) >= 0.95 * float((exact.loss - start).mean())
+    assert float(found.distance.max()) <= float(BALL.eps) * (1 + 1e-6)
 
 
 def test_histograms_with_a_matrix_cost(check_valid: Valid) -> None:

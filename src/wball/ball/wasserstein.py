@@ -171,9 +171,11 @@ class WassersteinBall:
         height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
-    def oracle(self, x: Tensor, *, sweeps: int = 3, newton: int = 12) -> TransportOracle:
+    def oracle(
+        self, x: Tensor, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0, roundings: int = ROUNDINGS
+    ) -> TransportOracle:
         """Points of the ball from potentials, as attacks accumulate them; see :mod:`wball.solvers.oracle`."""
-        return TransportOracle(self.problem(x), sweeps=sweeps, newton=newton)
+        return TransportOracle(self.problem(x), sweeps=sweeps, newton=newton, momentum=momentum, roundings=roundings)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
@@ -185,8 +187,8 @@ class WassersteinBall:
         device = generator.device if generator is not None else x.device
         potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device)
         part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
-        oracle = self.oracle(x)
-        oracle.budget = part * oracle.problem.spendable(ROUNDINGS + 1)  # who mixes it with other points rounds again
+        oracle = self.oracle(x, roundings=ROUNDINGS + 1)  # who mixes it with other points rounds again
+        oracle.budget = part * oracle.budget
         return oracle((3 * potential).to(x.device)).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:

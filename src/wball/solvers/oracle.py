@@ -23,14 +23,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wball.batch import largest, per_image
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
+from wball.kernels.linear_maximum import linear_maximum
 from wball.kernels.pull_back import pull_back
 from wball.plan import FactoredPlan
 from wball.solvers.problem import TransportProblem
 
 ROUNDINGS = 2
-"""Of a point: when the plan's columns are summed up, and when it is pulled back to the budget."""
+"""Of a point: when the plan's columns are summed up, and when it is pulled back to the budget. Mixtures of points round
+once more."""
+
+
+CLIP = 250.0
+"""Nats from the mean beyond which a potential is as good as any: no way in common windows costs as much, and compiled
+loops need no logarithms below."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,20 @@ class TransportOracle:
     what a cost is divided by to be in the unit of ``eps``.
     """
 
-    def __init__(self, problem: TransportProblem, *, sweeps: int = 3, newton: int = 12) -> None:
-        self.problem, self.sweeps, self.newton = problem, sweeps, newton
+    def __init__(
+        self,
+        problem: TransportProblem,
+        *,
+        sweeps: int = 3,
+        newton: int = 12,
+        momentum: float = 0.0,
+        roundings: int = ROUNDINGS,
+    ) -> None:
+        self.problem, self.sweeps, self.newton, self.momentum = problem, sweeps, newton, momentum
         x = problem.x
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
-        self.budget = problem.spendable(ROUNDINGS)
+        self.budget = problem.spendable(roundings)
         self.unit = problem.unit
         self._moves = problem.moves(self._grid)
         self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
@@ -75,7 +91,7 @@ class TransportOracle:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
         request = PlanRequest(
             self._grid, potentials, self.budget * self._kappa, self._moves, self.problem.box,
-            psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton,
+            psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton, momentum=self.momentum,
         )  # fmt: skip
         plan = entropic_plan(request)
         self._psi, self._q = plan.psi, plan.q
@@ -83,6 +99,19 @@ class TransportOracle:
         self._kappa = point.kappa
         proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale)
         return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)
+
+    def along(self, g: Tensor, nats: float) -> Tensor:
+        """Potentials in a direction, so large that the plan pays ``nats`` for the way of a pixel if no column is full.
+
+        Few pixels may have gradients far above all others, which say nothing about what moves are worth: scaled by
+        their largest entry, most of an image would have no potential. Potentials end at :data:`CLIP`.
+        """
+        grid = g.detach().to(self.x.dtype).reshape(self._grid.shape)
+        price = linear_maximum(grid, self._grid, self.budget, self._moves).psi
+        most, mass = largest(grid), self._grid.flatten(1).sum(1).clamp(min=torch.finfo(grid.dtype).tiny)
+        mean = (grid * self._grid).flatten(1).sum(1) / mass
+        size = nats / torch.maximum(price, 1e-3 * most).clamp(min=torch.finfo(grid.dtype).tiny)
+        return (per_image(size, grid) * (grid - per_image(mean, grid))).clamp(-CLIP, CLIP).view(self.x.shape)
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

@@ -30,6 +30,8 @@ class Case:
     pixels: str = "sparse"
     scale: float = 2.0
     ramp: float = 0.0  # nats from the left edge to the right
+    sweeps: int = 3
+    momentum: float = 0.0
 
     def images(self, seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -54,7 +56,17 @@ class Case:
         psi = torch.full_like(budget, 3.0, dtype=dtype)
         module = cpu if kernel == "cpu" else reference
         plan: EntropicPlan = module.entropic_plan(
-            PlanRequest(x.to(dtype), b.to(dtype), budget, moves, self.box, psi=psi, q=q.to(dtype))
+            PlanRequest(
+                x.to(dtype),
+                b.to(dtype),
+                budget,
+                moves,
+                self.box,
+                psi=psi,
+                q=q.to(dtype),
+                sweeps=self.sweeps,
+                momentum=self.momentum,
+            )
         )
         return plan
 
@@ -91,6 +103,9 @@ CASES = [
     Case((2, 2, 9, 10), LAME, ramp=900.0),
     Case((2, 1, 10, 12), box=None, ramp=1500.0),
     Case((2, 1, 10, 12), box=(0.2, 0.9), pixels="full", ramp=-1500.0),
+    Case((2, 1, 12, 12), pixels="saturated", eps=0.5, scale=10.0, sweeps=8, momentum=0.9),
+    Case((2, 1, 12, 12), box=(0.2, 0.9), pixels="full", eps=0.3, sweeps=5, momentum=0.9),
+    Case((2, 1, 10, 12), pixels="saturated", scale=4.0, ramp=1500.0, sweeps=5, momentum=0.9),
 ]
 # So steep that Newton's steps, and with them the price, are at the mercy of rounding.
 STEEP = [Case((2, 1, 10, 12), scale=400.0), Case((2, 2, 9, 10), LAME, scale=1500.0), Case((1, 1, 9, 9), scale=1e6)]

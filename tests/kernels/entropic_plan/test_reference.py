@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from wball.cost import GridCost
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan
 
 
-def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: int) -> EntropicPlan:
+def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: Any) -> EntropicPlan:
     psi, q = torch.full((x.shape[0],), 10.0, dtype=x.dtype), torch.zeros_like(x)
     moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
     return entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options))
@@ -126,6 +127,17 @@ def test_box_potentials_leave_less_to_the_repair() -> None:
     unspent = [1 - float(plan.cost / budget) for plan in plans]
     assert unspent[0] > unspent[1] > unspent[2]
     assert unspent[2] < 0.02 < unspent[0]
+
+
+def test_momentum_does_the_work_of_many_sweeps() -> None:
+    """Where potentials are large and pixels full, ten steps with momentum leave less to the repair than thirty."""
+    problem = random_problems(1, pixels="saturated", radius="loose", shape=(8, 8))[0]
+    budget, b = problem.ball.budget(problem.x), 40 * problem.g
+    plain, more = (solve(problem.ball, problem.x, b, sweeps=sweeps) for sweeps in (10, 30))
+    carried = solve(problem.ball, problem.x, b, sweeps=10, momentum=0.9)
+    unspent = [1 - float(plan.cost / budget) for plan in (carried, more, plain)]
+    assert unspent[0] < unspent[1] < unspent[2]
+    assert bool(((carried.z >= 0) & (carried.z <= 1)).all())
 
 
 def test_warm_start_continues_where_the_last_call_ended() -> None:

@@ -78,13 +78,24 @@ TILED = [
 ]
 
 
-def solve(case: Case, kernel: object, dtype: torch.dtype, *, sweeps: int = 3, newton: int = 12) -> EntropicPlan:
+def solve(
+    case: Case, kernel: object, dtype: torch.dtype, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0
+) -> EntropicPlan:
     x, b, budget, moves = case.problem()
     x, b = x.to(dtype), b.to(dtype)
     psi = torch.full_like(budget, 10.0, dtype=dtype)
     plan = kernel.entropic_plan(
         PlanRequest(  # type: ignore[attr-defined]
-            x, b, budget, moves, case.box, psi=psi, q=torch.zeros_like(x), sweeps=sweeps, newton=newton
+            x,
+            b,
+            budget,
+            moves,
+            case.box,
+            psi=psi,
+            q=torch.zeros_like(x),
+            sweeps=sweeps,
+            newton=newton,
+            momentum=momentum,
         )
     )
     assert isinstance(plan, EntropicPlan)
@@ -95,10 +106,10 @@ def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
     return float((getattr(plan, name).double() - getattr(exact, name)).abs().max())
 
 
-def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12) -> None:
-    exact = solve(case, reference, torch.float64, sweeps=sweeps, newton=newton)
-    single = solve(case, reference, torch.float32, sweeps=sweeps, newton=newton)
-    ours = solve(case, triton_plan, torch.float32, sweeps=sweeps, newton=newton)
+def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0) -> None:
+    exact = solve(case, reference, torch.float64, sweeps=sweeps, newton=newton, momentum=momentum)
+    single = solve(case, reference, torch.float32, sweeps=sweeps, newton=newton, momentum=momentum)
+    ours = solve(case, triton_plan, torch.float32, sweeps=sweeps, newton=newton, momentum=momentum)
     # a GPU's exponential rounds its argument, which grows with the potentials
     for name, atol in {
         "z": 2e-6 + 1e-7 * case.scale,
@@ -146,6 +157,15 @@ def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
     monkeypatch.setattr(triton_tiles, "TILE", 16)
     check_equal(case, sweeps=1, newton=6)
+
+
+@pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
+@pytest.mark.parametrize("tiled", [False, True])
+def test_momentum_equals_reference(tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tiled:
+        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
+        monkeypatch.setattr(triton_tiles, "TILE", 32)
+    check_equal(Case((1, 1, 6, 5), GridCost(3), scale=scale, eps=0.6, seed=3), sweeps=3, newton=6, momentum=0.9)
 
 
 STUBBORN = {False: Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3), True: Case((2, 1, 7, 6), scale=3.0, eps=0.6)}

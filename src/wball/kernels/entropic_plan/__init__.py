@@ -13,7 +13,10 @@ chooses
 * ``psi >= 0`` so that the cost meets the budget: the root of a decreasing function per image, found by bracketed Newton
   steps on its logarithm. Moves of equal cost form a *ring*; once their logsumexp is known, a step costs one term a
   ring instead of one a move;
-* ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the multipliers of the box;
+* ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the multipliers of the box.
+  The plainer the potentials, the better such steps are; where mass crowds into few columns they fall short again and
+  again, and ``momentum`` carries them on: the next step starts at ``q_j + momentum * (q_j - what it was before)``, as
+  long as steps agree on the direction, and never beyond 0;
 * ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back along the arcs it
   came by, a row that would leave less than ``lo`` sends less.
 
@@ -55,6 +58,7 @@ class PlanRequest:
         q: starting box potentials, like ``x`` (zeros without a box).
         sweeps: coordinate steps on the box potentials; none without a box.
         newton: at most so many Newton steps after each of them.
+        momentum: what part of a coordinate step the next one goes on by, in [0, 1).
     """
 
     x: Tensor
@@ -67,6 +71,7 @@ class PlanRequest:
     q: Tensor
     sweeps: int = 3
     newton: int = 12
+    momentum: float = 0.0
 
 
 @dataclass(frozen=True)

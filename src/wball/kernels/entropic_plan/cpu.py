@@ -33,9 +33,10 @@ from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.price import narrowed, smooth_step
 
 # Rows of the working memory; the rings follow.
-_X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP = range(13)
-_RINGS = 13
+_X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP, _BEFORE = range(14)
+_RINGS = 14
 
+_SMALLEST = 1e-200  # a factor of E that may still be multiplied by another
 _NOTHING = -1e30  # the logarithm of no mass; finite, so that differences are numbers
 
 
@@ -47,6 +48,7 @@ class _Settings(NamedTuple):
     sweeps: int
     newton: int
     cost_tol: float
+    momentum: float
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
@@ -63,6 +65,7 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         request.sweeps if box is not None else 0,
         request.newton,
         COST_TOL,
+        float(request.momentum),
     )
     given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, request.q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
@@ -183,23 +186,35 @@ def _solve_psi(work, pad, n, psi, budget, ring_cost, newton, cost_tol, logs):  #
 
 
 @compiled(inner=True, fastmath=EXACT)
-def _shift_potentials(work, pad, n, lo, hi, logs):  # type: ignore[no-untyped-def]
-    """The coordinate step on ``q`` from the column sums in ``_RECEIVED``."""
+def _shift_potentials(work, pad, n, lo, hi, momentum, logs):  # type: ignore[no-untyped-def]
+    """The coordinate step on ``q`` from the column sums in ``_RECEIVED``, and ``momentum`` times as far again."""
     z, q, e = work[_RECEIVED, pad : pad + n], work[_Q, pad : pad + n], work[_E, pad : pad + n]
-    most = math.exp(50.0)
+    before, most = work[_BEFORE, pad : pad + n], math.exp(50.0)
     if not logs:
         for i in range(n):
             scale = q[i] / max(z[i], 1e-12)
             new = min(min(max(scale * lo, 1.0), most), scale * hi)
-            e[i] *= new / q[i]
-            q[i] = new
+            ahead = new
+            if momentum > 0.0:
+                if new != 1.0 and new > _SMALLEST and (new - q[i]) * (new - before[i]) >= 0.0:
+                    ahead = new * (new / before[i]) ** momentum
+                    ahead = min(ahead, 1.0) if new < 1.0 else min(max(ahead, 1.0), most)
+                before[i] = new
+            e[i] *= ahead / q[i]
+            q[i] = ahead
         return
     for i in range(n):
         up = q[i] - math.log(max(z[i], 1e-12))
         new = min(min(max(up + math.log(lo), 0.0) if lo > 0.0 else 0.0, 50.0), up + math.log(hi))
         if e[i] > 0.5 * _NOTHING:
-            e[i] += new - q[i]
-            q[i] = new
+            ahead = new
+            if momentum > 0.0:
+                if new != 0.0 and (new - q[i]) * (new - before[i]) >= 0.0:
+                    ahead = new + momentum * (new - before[i])
+                    ahead = min(ahead, 0.0) if new < 0.0 else min(max(ahead, 0.0), 50.0)
+                before[i] = new
+            e[i] += ahead - q[i]
+            q[i] = ahead
 
 
 @compiled(inner=True, fastmath=SUMS)
@@ -274,7 +289,7 @@ def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  
         logs = high - low > LINEAR_SPREAD
         middle = 0.5 * (low + high)
         for row in range(_RINGS):
-            one = row in (_KEEP, _GIVE) or row == _Q and not logs
+            one = row in (_KEEP, _GIVE) or row in (_Q, _BEFORE) and not logs
             empty = 1.0 if one else _NOTHING if logs and row in (_E, _A) else 0.0
             line = work[row]
             for i in range(n + 2 * pad):
@@ -286,7 +301,7 @@ def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  
                     s, p = b[m, c, r, j] + q[m, c, r, j], q[m, c, r, j]
                     work[_X, at + j] = x[m, c, r, j]
                     work[_E, at + j] = s if logs else exp(s - middle)
-                    work[_Q, at + j] = p if logs else exp(p)
+                    work[_Q, at + j] = work[_BEFORE, at + j] = p if logs else exp(p)
 
         p, flat = psi[m], Flat(pad, n, shift, -shift, fee, ring[1])
         factors = Factors(
@@ -297,7 +312,7 @@ def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  
             if sweep > 0:
                 _weights(fee, p, weight)
                 receive(factors, flat, weight, p, ring[0], logs)
-                _shift_potentials(work, pad, n, lo, hi, logs)
+                _shift_potentials(work, pad, n, lo, hi, settings.momentum if sweep < sweeps else 0.0, logs)
             _rings(work, pad, n, shift, fee, ring, logs)
             p = _solve_psi(work, pad, n, p, budget[m], moves.ring_cost, settings.newton, settings.cost_tol, logs)
         _weights(fee, p, weight)

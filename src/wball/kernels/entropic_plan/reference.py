@@ -18,11 +18,13 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     budget, moves = request.budget.to(torch.float64), request.moves.like(x)
     rings = ring_sums(b + q, moves)
     psi = solve_price(x, rings, moves.ring_cost, budget, request.psi.to(x.dtype), newton, lambda psi: COST_TOL)
-    for _ in range(request.sweeps if request.box is not None else 0):
+    sweeps, before = request.sweeps if request.box is not None else 0, q
+    for sweep in range(1, sweeps + 1):
         plan = PlanRows(x, b + q, psi, rings, moves)
         z = plan.columns().clamp(min=1e-12)
         # The upper bound on the shift only matters for lo > 0, where an emptied column could ask for infinity.
-        q = torch.minimum((q + torch.log(lo / z)).clamp(0.0, 50.0), q + torch.log(hi / z))
+        new = torch.minimum((q + torch.log(lo / z)).clamp(0.0, 50.0), q + torch.log(hi / z))
+        q, before = _ahead(q, new, before, request.momentum if sweep < sweeps else 0.0), new
         rings = ring_sums(b + q, moves)
         psi = solve_price(x, rings, moves.ring_cost, budget, psi, newton, lambda psi: COST_TOL)
     plan = PlanRows(x, b + q, psi, rings, moves)
@@ -34,6 +36,15 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     keep, give, sent, received = into_box(plan, lo, hi, how)
     z = (x - give * sent + keep * received).clamp(lo, hi)  # rounding only
     return EntropicPlan(z, *_costs(plan, keep, give), psi, q, keep, give)
+
+
+def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
+    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q`` turned back."""
+    if momentum == 0.0:
+        return new
+    ahead = new + momentum * (new - before)
+    ahead = torch.where(new < 0, ahead.clamp(max=0.0), ahead.clamp(0.0, 50.0))
+    return torch.where((new != 0) & ((new - q) * (new - before) >= 0), ahead, new)
 
 
 def _costs(plan: PlanRows, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
-from wball.kernels.entropic_plan.triton_tiles import Box, Tensors, limits, plan_by_tiles
+from wball.kernels.entropic_plan.triton_tiles import Box, Steps, Tensors, ahead_of, limits, plan_by_tiles
 from wball.kernels.triton_flows import (
     exchange,
     factored_exchange,
@@ -62,33 +62,35 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
     run = _on_chip if table.values <= MAX_ON_CHIP else plan_by_tiles
     if batch:
-        run(table, given, (*images, psi_out, *numbers), box, request.sweeps if box is not None else 0, request.newton)
+        steps = Steps(request.sweeps if box is not None else 0, request.newton, request.momentum)
+        run(table, given, (*images, psi_out, *numbers), box, steps)
     z, q_out, keep, give = images
     return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
 
 
-def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
+def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps) -> None:
     batch, device = given[0].shape[0], given[0].device
     staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     for linear in (True, False):  # the second solves what the first notes in `wide`
         _plan_kernel[(batch,)](
             *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1,
-            *limits(box), sweeps, newton, **table.constants(), PAIRS=table.pairs, BOX=box is not None, TOL=COST_TOL,
-            LINEAR=linear, WIDEST=RANGE, BLOCK=table.block, num_warps=warps(table.block, 128), num_stages=1,
+            *limits(box), steps.sweeps, steps.newton, float(steps.momentum), **table.constants(), PAIRS=table.pairs,
+            BOX=box is not None, TOL=COST_TOL, MOMENTUM=steps.momentum > 0, LINEAR=linear, WIDEST=RANGE,
+            BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
 
 
-@kernel("one", "sweeps", "newton")
+@kernel("one", "sweeps", "newton", "momentum")
 def _plan_kernel(
     x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
     z_out, q_out, keep_out, give_out, psi_out, cost_out, net_out,
     s_ptr, t_ptr, wide_ptr,
     offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
-    one, lo, hi, slack, sweeps, newton,
+    one, lo, hi, slack, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, LINEAR: tl.constexpr,
-    WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, MOMENTUM: tl.constexpr,
+    LINEAR: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
@@ -107,6 +109,7 @@ def _plan_kernel(
     b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32)
     budget = tl.load(budget_ptr + image).to(tl.float32)
+    before = q
     psi = tl.load(psi_ptr + image).to(tl.float32)
     keep = tl.full([BLOCK], 1.0, tl.float32)
     give = tl.full([BLOCK], 1.0, tl.float32)
@@ -148,7 +151,12 @@ def _plan_kernel(
                 shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
                 still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
-                q = shift
+                if MOMENTUM:
+                    ahead = tl.where(sweep < sweeps, ahead_of(q, shift, before, momentum), shift)
+                    before = shift
+                    q = ahead
+                else:
+                    q = shift
                 if still:
                     sweep = sweeps + 1
     if LINEAR:

@@ -8,6 +8,8 @@ device.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -41,19 +43,29 @@ Tensors = tuple[Tensor, ...]
 Box = tuple[float, float] | None
 
 
+class Steps(NamedTuple):
+    """How far a plan is improved, see :class:`wball.kernels.entropic_plan.PlanRequest`."""
+
+    sweeps: int
+    newton: int
+    momentum: float
+
+
 def limits(box: Box) -> tuple[float, float, float]:
     """The box, and what a column may be above it by rounding."""
     lo, hi = box if box is not None else (0.0, float("inf"))
     return lo, hi, 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
 
 
-def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps: int, newton: int) -> None:
+def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps) -> None:
+    sweeps, newton, momentum = steps
     x, b, budget, psi_in, q_in = given
     z, q, keep, give, psi, cost, net = out
     batch, device = x.shape[0], x.device
     tiles = triton.cdiv(table.values, TILE)
     s, t = table.stage(2, batch, device)
     sent = torch.empty_like(z)
+    before = q_in.to(torch.float32, copy=True) if momentum > 0 else q
     bottom, top = torch.aminmax(torch.add(b, q_in, out=sent).view(batch, -1), dim=1)
     wide = (top - bottom > RANGE).to(torch.int32)
     partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
@@ -81,7 +93,11 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, sweeps
                 **options, FIRST=sweep == 0, TOL=COST_TOL,
             )  # fmt: skip
         if sweep < sweeps:
-            _shift_kernel[grid](x, q, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, **options, FIRST=sweep == 0)
+            last = sweep == sweeps - 1
+            _shift_kernel[grid](
+                x, q, before, psi, s, t, moved[sweep], live, *moves, 1, lo, hi, 0.0 if last else float(momentum),
+                **options, FIRST=sweep == 0, MOMENTUM=momentum > 0,
+            )  # fmt: skip
     for repair, counted in enumerate((None, *REPAIR_COUNTED)):
         if counted is not None:
             # Between the last two plans, just far enough: `keep` is then left as it was.
@@ -212,11 +228,12 @@ def _rows(x, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS: tl.constexpr, OFFSETS
     return mean, variance, x / norm if LINEAR else tl.log(x) - norm
 
 
-@kernel("one")
+@kernel("one", "momentum")
 def _shift_kernel(
-    x_ptr, q_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, fee_ptr, one, lo, hi,
+    x_ptr, q_ptr, before_ptr, psi_ptr, s_ptr, t_ptr, moved_ptr, live_ptr, wide_ptr, offset_ptr, fee_ptr, one, lo, hi,
+    momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    OFFSETS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSETS: tl.constexpr, FIRST: tl.constexpr, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A coordinate step on the box potentials. A pixel's own potential is read by nobody else here."""
     image, values, staged, index, real, place = _tile(one, C, H, W, RR, RC, BLOCK)
@@ -232,10 +249,22 @@ def _shift_kernel(
         z = tl.maximum(stay + received, 1e-12)
         shift = tl.minimum(tl.maximum(q + tl.log(lo / z), 0.0), 50.0)
         shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
+        if MOMENTUM:
+            before = tl.load(before_ptr + values + index, mask=real, other=0.0)
+            tl.store(before_ptr + values + index, shift, mask=real)
+            shift = ahead_of(q, shift, before, momentum)
         tl.store(q_ptr + values + index, shift, mask=real)
         tl.store(s_ptr + staged + place, tl.where(linear, s * tl.exp(shift - q), s + (shift - q)), mask=real)
         if tl.max((shift != q).to(tl.int32), 0) > 0:
             tl.store(moved_ptr + image, 1)
+
+
+@triton.jit
+def ahead_of(q, new, before, momentum):
+    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q`` turned back."""
+    ahead = new + momentum * (new - before)
+    ahead = tl.where(new < 0.0, tl.minimum(ahead, 0.0), tl.minimum(tl.maximum(ahead, 0.0), 50.0))
+    return tl.where((new != 0.0) & ((new - q) * (new - before) >= 0.0), ahead, new)
 
 
 @triton.jit
