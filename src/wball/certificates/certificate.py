@@ -28,9 +28,9 @@ from wball.model import ask, check_classes, evaluating
 FINE = 128
 """Radii are found to a part in so many."""
 
-CLOSE, USUAL, WIDE = 2.0, 3.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images at two fifths of the usual cost,
-the usual one, and one for images that are still open; more hardly tightens a bound."""
+CLOSE, WIDE = 2.0, 4.0
+"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the others get at five
+times the price; more hardly tightens a bound."""
 
 
 FLAT = 0.8
@@ -424,14 +424,11 @@ class _Problem:
             return margins.amin(1)
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
         far = isinstance(source, TransportSet) and source.far is not None  # some moves are not told apart
-        if far:
-            self._tighten(margins, bounds, self._open(margins, 100.0) & ~once, reach=CLOSE)
-        self._tighten(margins, bounds, self._open(margins, 5.0 if far else 100.0) & ~(once & far))
-        if method in ("anchored", "alpha-crown") and far:
-            # Listing more moves takes some 15 percent off what the ball costs, at three times the price.
-            self._tighten(margins, bounds, self._open(margins, 1.0) | once, reach=WIDE)
+        self._tighten(margins, bounds, self._open(margins, 100.0) & ~(once & far), CLOSE)
+        if far and method != "complete":  # the search begins with that
+            self._tighten(margins, bounds, self._open(margins, 2.0) | once, WIDE)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, self._open(margins, 3.0), steps, reach=WIDE)
+            self._tighten(margins, bounds, self._open(margins, 3.0), WIDE, steps)
         return margins.amin(1)
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
@@ -440,7 +437,7 @@ class _Problem:
         hopeful = (lowest <= 0) & (self.clean > 0)
         return hopeful & (lowest > -near * self.clean) if self.first.plans else hopeful
 
-    def _tighten(self, margins: Tensor, bounds: Bounds, chosen: Tensor, steps: int = 0, reach: float = USUAL) -> None:
+    def _tighten(self, margins: Tensor, bounds: Bounds, chosen: Tensor, reach: float, steps: int = 0) -> None:
         """Improve the ``chosen`` images: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.

@@ -132,6 +132,7 @@ class Relaxation:
         self.deadline = math.inf
         self._intervals = Intervals(graph, source)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
+        self._chunks: dict[tuple[int, bool], tuple[int, float]] = {}
 
     # ---- one batch of rows
 
@@ -240,9 +241,7 @@ class Relaxation:
         settle: bool = False,
     ) -> Bound:
         """The bound that rows over the image give, in float64; ``scale`` are magnitudes that entered ``constant``."""
-        size = constant.abs() + at_input.coeff.abs().flatten(1).sum(1)
-        for part in scale:
-            size = size + part
+        size = sum(scale, constant.abs() + at_input.coeff.abs().flatten(1).sum(1))
         if self.condition is None:
             negated = at_input.like(-at_input.coeff)
             # Most units are far from 0: a rough maximum is enough for them. On a GPU asking how many would cost more.
@@ -327,7 +326,9 @@ class Relaxation:
     def _chunk(
         self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool
     ) -> tuple[int, float]:
-        """How many rows over ``target`` fit into the budget, and what share of the image one sees: by a trial."""
+        """How many rows over ``target`` fit into the budget, and what share of the image one sees: by one trial."""
+        if (target, anchored) in self._chunks:
+            return self._chunks[target, anchored]
         largest = [1]
         step = self._relax(bounds)
 
@@ -339,7 +340,8 @@ class Relaxation:
         with torch.no_grad():
             _, at_input = back(self.graph, target, rows_of(torch.zeros(1, dtype=torch.long)), relax)
         share = at_input.coeff[0].numel() / math.prod(self.graph.ops[0].shape)
-        return max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored))), share
+        rows = max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored)))
+        return self._chunks.setdefault((target, anchored), (rows, share))
 
     @torch.no_grad()
     def bound_layer(
@@ -407,8 +409,7 @@ class Relaxation:
         assert isinstance(self.source, TransportSet)
         if self.source.matrix is not None or self.centre is None:
             return False
-        convolution = image_convolution(self.graph, position)
-        if convolution is None:
+        if (convolution := image_convolution(self.graph, position)) is None:
             return False
         self.anchors[position] = (ConvAnchor(convolution, self.source.moves), self.centre[position])
         return True
@@ -478,17 +479,17 @@ class Relaxation:
 
         ``every`` lists them by flat position in the whole batch.
         """
+        if every.shape[0] == 0:
+            return
         target = self.graph.ops[position].inputs[0]
         shape = self.graph.ops[target].shape
         size = math.prod(shape)
         low, up = (b[position].view(-1) for b in (bounds.lower, bounds.upper))
 
         def rows_of(index: Tensor) -> Rows:
-            index = index.to(like.device)
-            return units(shape, every[index] // size, every[index] % size, sign[index], like)
+            here = every[index.to(like.device)]
+            return units(shape, here // size, here % size, sign[index.to(like.device)], like)
 
-        if every.shape[0] == 0:
-            return
         plain = not anchored and ascent is None and isinstance(self.graph.ops[position], Activation)
         step, reach = self._chunk(target, rows_of, bounds, anchored)
         cells = plain and reach > PATCH and follows(self.graph, target, like)
