@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.certificates import certify, collector
+from wball.certificates import certificate, certify, collector
 
 
 def many_units_at_zero(side: int, clean: float) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -39,3 +39,15 @@ def test_anchors_of_a_digits_layer_fit_at_the_wide_reach() -> None:
     for k in range(8):
         source = wball.WassersteinBall(0.1).input_set(x[k : k + 1]).finer(4.0)
         assert collector.LIMIT * x[0].numel() // source.gain_size >= 32 * 49
+
+
+def test_colour_images_are_anchored_at_the_usual_reach_where_units_do_not_fit_at_the_wide_one() -> None:
+    """Mass everywhere makes many gains: 1,536 units fit at a reach of 2 pixels and not at 4."""
+    x, y = torch.rand((1, 3, 32, 32), generator=torch.Generator().manual_seed(0)), torch.tensor([0])
+    net, ball = wball.build_model("cifar10-cnn").eval(), wball.WassersteinBall(1e-6)
+    graph = certificate.trace(net, x, ball)
+    first = certificate._first_layer(graph, x, ball, "full")
+    problem = certificate._Problem(graph, x, y, ball, "full", torch.ones(1), first)
+    source = ball.input_set(x)
+    assert problem._crowded(source.finer(certificate.WIDE))
+    assert not problem._crowded(source.finer(certificate.CLOSE))

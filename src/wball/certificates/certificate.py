@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates.bounds import Bounds
+from wball.certificates.collector import anchored_units
 from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.effort import Effort, Method
 from wball.certificates.first_layer import FirstLayer
@@ -28,9 +29,10 @@ from wball.model import ask, check_classes, evaluating
 FINE = 128
 """Radii are found to a part in so many."""
 
-CLOSE, WIDE = 2.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the others get at five
-times the price; more hardly tightens a bound."""
+CLOSE, USUAL, WIDE = 2.0, 3.0, 4.0
+"""Lengths in pixels below which moves are told apart: what suffices for most images; what comes before the next one
+where units would not all fit into that, in colour images for example; and what the others get at five times the price
+of the first. More hardly tightens a bound."""
 
 
 FLAT = 0.8
@@ -425,11 +427,19 @@ class _Problem:
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
         far = isinstance(source, TransportSet) and source.far is not None  # some moves are not told apart
         self._tighten(margins, bounds, self._open(margins, 100.0) & ~(once & far), CLOSE)
+        if far and self._crowded(source.finer(WIDE)):
+            self._tighten(margins, bounds, self._open(margins, 5.0) & ~once, USUAL)
         if far and method != "complete":  # the search begins with that
             self._tighten(margins, bounds, self._open(margins, 2.0) | once, WIDE)
         if method == "alpha-crown":
             self._tighten(margins, bounds, self._open(margins, 3.0), WIDE, steps)
         return margins.amin(1)
+
+    def _crowded(self, source: InputSet) -> bool:
+        """Whether the units of a layer that reads no image can be too many for anchors over that set."""
+        places = [k for k in self.graph.relaxed() if k not in self.first.layers]
+        most = max((math.prod(self.graph.ops[k].shape) for k in places), default=0)
+        return isinstance(source, TransportSet) and anchored_units(source) < most
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
         """Images that are not certified yet, by at most ``near`` times their clean margin: others are beyond help."""

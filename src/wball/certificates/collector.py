@@ -51,10 +51,15 @@ class Collector:
         return anchor, self._centre.view(self.images, *self.shape)
 
 
+def anchored_units(source: TransportSet, limit: int | None = None) -> int:
+    """How many units of a layer can have gains of their own, of so many numbers per image and pixel."""
+    return (LIMIT if limit is None else limit) * math.prod(source.shape) // source.gain_size
+
+
 def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Tensor | None:
     """``(images, units)``: each image's most unstable units, as many as there is room for; ``None`` if all fit."""
     low, up = lower.flatten(1), upper.flatten(1)
-    most = limit * math.prod(source.shape) // source.gain_size
+    most = anchored_units(source, limit)
     if most >= low.shape[1]:
         return None
     depth = torch.minimum(up, -low)
