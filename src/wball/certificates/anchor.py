@@ -183,6 +183,8 @@ class _Spread:
         self.counts = torch.bincount(self.there, minlength=self.tables.stop - first).tolist()
 
     def product(self, weight: Tensor, gains: Tensor) -> Tensor:
+        if not weight.shape[0]:
+            return weight @ weight.new_zeros(gains.shape[1:])
         gains = gains[self.tables]
         if self.most * len(self.counts) > 2 * weight.shape[0]:  # few tables have most rows: padding would cost more
             parts = weight[self.order].split(self.counts)

@@ -268,13 +268,13 @@ def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
     assert sorted(pick.tolist()) == list(range(9)) and rest.numel() == 0
 
 
-@pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5]])
+@pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], []])
 def test_rows_meet_the_gains_of_their_own_table(table: list[int]) -> None:
     """Padded into one product, or table by table where one has most of the rows."""
     draw = torch.Generator().manual_seed(0)
     gains = torch.rand((6, 4, 7), generator=draw)
     weight = torch.rand((len(table), 4), generator=draw).requires_grad_()
-    found = anchor._Spread(torch.tensor(table), 6).product(weight, gains)
+    found = anchor._Spread(torch.tensor(table, dtype=torch.long), 6).product(weight, gains)
     wanted = torch.einsum("nu,num->nm", weight, gains[table])
     torch.testing.assert_close(found, wanted)
     slopes = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (found, wanted)]
