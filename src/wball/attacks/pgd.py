@@ -28,6 +28,7 @@ from wball.ball import Ball, WassersteinBall
 from wball.batch import per_image
 from wball.cost import GridCost
 from wball.plan import Plan
+from wball.result import Duals
 from wball.solvers.entropic import EntropicProjection
 
 Step = Literal["linf", "l2", "wasserstein"]
@@ -35,10 +36,11 @@ Step = Literal["linf", "l2", "wasserstein"]
 
 @dataclass
 class _Projected(State):
-    """The radius at the start, and the fused projection where a kernel has it."""
+    """The radius at the start, the fused projection where a kernel has it, and the duals of the last exact one."""
 
     eps: float | Tensor = field(kw_only=True)
     fused: EntropicProjection | None = field(kw_only=True)
+    duals: Duals | None = field(default=None, kw_only=True)
 
     def parts(self) -> tuple[object, ...]:
         return (self,) if self.fused is None else (self, self.fused)
@@ -166,7 +168,8 @@ class PGD(GradientAttack):
         return True
 
     def records(self) -> bool:
-        return self.step != "wasserstein"
+        # The exact solver reads from the device, for the step or for the projection.
+        return self.step != "wasserstein" and (math.isfinite(self.reg) or not lists_plans(self.ball))
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         w = self._ahead(state, gradient)
@@ -174,9 +177,11 @@ class PGD(GradientAttack):
             point = state.fused(w)
             state.z, state.distance, state.kernel = point.z, point.cost / state.fused.unit, point.kernel
             return state
-        options = understood(state.ball.project, tol=self.tol, max_iter=self.max_iter, mode=self.mode)
+        options = understood(state.ball.project, tol=self.tol, max_iter=self.max_iter, mode=self.mode, init=state.duals)
         result = state.ball.project(state.x, w, self.reg, **options)
         state.z, state.kernel = result.point, result.kernel
+        if math.isinf(self.reg):  # entropic problems start better at their temperature
+            state.duals = result.duals
         if self.mode == "paper":
             state.distance = torch.full_like(state.distance, math.nan)
             return state
