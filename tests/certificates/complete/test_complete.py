@@ -270,7 +270,7 @@ def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
 
 @pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], []])
 def test_rows_meet_the_gains_of_their_own_table(table: list[int]) -> None:
-    """Padded into one product, or table by table where one has most of the rows."""
+    """Padded into one product, or table by table where one has most of the rows; a tree may have no nodes left."""
     draw = torch.Generator().manual_seed(0)
     gains = torch.rand((6, 4, 7), generator=draw)
     weight = torch.rand((len(table), 4), generator=draw).requires_grad_()

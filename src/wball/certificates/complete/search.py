@@ -406,7 +406,7 @@ class Search:
             BATCH if self.x.is_cuda else BATCH // 16
         ):
             now = nodes.take(some)
-            if not self._late():
+            if len(now) and not self._late():
                 now = improve(problems, now.working(), NODE_STEPS, 0.2).kept()
                 self._close(problems, now)
                 self._spent(self.image[problems.index[now.problem]])
