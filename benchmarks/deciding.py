@@ -107,12 +107,13 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    for part in images:
+    for number, part in enumerate(images):
         total = len(part["status"])
         times = sorted(t for t, s in zip(part["seconds"], part["status"], strict=True) if s == "C")
         if times:
             share = [100 * (k + 1) / total for k in range(len(times))]
-            axes.step(times, share, where="post", label=f"{part['model']}, eps {part['eps']:g}")
+            line = "-" if number < 10 else "--"  # colours repeat after ten
+            axes.step(times, share, line, where="post", label=f"{part['model']}, eps {part['eps']:g}")
     axes.set(xlabel="seconds an image", ylabel="% of images proved", xscale="log")
     if axes.has_data():
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # within the axes it would cover curves
