@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from wball.attacks.objectives import RunnerUp
 from wball.attacks.standard import _is_better, _merged
 from wball.ball import WassersteinBall
 from wball.kernels import dispatch
+from wball.result import Duals, ProjectionResult
 
 Valid = Callable[[WassersteinBall | LinfBall, Tensor, Tensor], None]
 BALL = WassersteinBall(0.3)
@@ -199,13 +202,29 @@ def test_larger_radius_breaks_more(net: nn.Module, images: Tensor, labels: Tenso
     assert accuracy[0] > accuracy[1] >= accuracy[2]
 
 
+def test_exact_projections_start_from_the_duals_of_the_last(
+    net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, given = WassersteinBall.project, list[bool]()
+
+    @wraps(project)
+    def noted(*args: Any, init: Duals | None = None, **options: Any) -> ProjectionResult:
+        given.append(init is not None)
+        return project(*args, init=init, **options)
+
+    monkeypatch.setattr(WassersteinBall, "project", noted)
+    PGD(BALL, steps=3, until_success=False)(net, images[:2], labels[:2])
+    assert given == [False, True, True]
+
+
 def test_frank_wolfe_climbs_as_far_as_with_exact_corners(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Corners that gain nearly what the farthest points gain; the same attack, in a small part of the time."""
     found, exact = (
         FrankWolfe(BALL, steps=12, reg=reg, until_success=False)(net, images[:8], labels[:8])
         for reg in (None, math.inf)
     )
-    start = nn.functional.cross_entropy(net(images[:8]), labels[:8], reduction="none")
+    with torch.no_grad():
+        start = nn.functional.cross_entropy(net(images[:8]), labels[:8], reduction="none")
     assert float((found.loss - start).mean()) >= 0.95 * float((exact.loss - start).mean())
     assert float(found.distance.max()) <= float(BALL.eps) * (1 + 1e-6)
 
