@@ -29,6 +29,7 @@ from wball.kernels.projected_sinkhorn import (
     WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
+    excess,
     memory,
     reference,
     sweeps,
@@ -36,6 +37,8 @@ from wball.kernels.projected_sinkhorn import (
 
 HARDER = 16.0
 """After every plan whose repair cost too much, mass above the box counts so many times as much."""
+ROUNDS, DRAINED = 40, 12
+"""Plans that an image may offer; so many in a row may be followed by what their repair sent back, not by a sweep."""
 LESS, WILD, TIMID = 0.8, 3.0, 0.1
 """Where the gap rises, steps are scaled by so much less from then on, or no more if one of them is wild. Where they are
 scaled by less than ``TIMID``, they are not, and sweeps have momentum instead of a memory."""
@@ -61,6 +64,7 @@ class _Settings(NamedTuple):
     wild: float
     timid: float
     rounds: int
+    drained: int
     doubt: float
     margin: float
     widest_margin: float
@@ -104,7 +108,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM,
-        FAR, LESS, WILD, TIMID, reference.ROUNDS, memory.DOUBT,
+        FAR, LESS, WILD, TIMID, ROUNDS, DRAINED, memory.DOUBT,
         MARGIN, WIDEST_MARGIN, reference.EXCESS, HARDER,
     )  # fmt: skip
     u, psi = problem.start()
@@ -161,16 +165,23 @@ def _continue_in_logs(answer: ProjectedSinkhorn, wide: Tensor, problem: Projecti
 
 
 @compiled(inner=True, fastmath=SUMS)
-def _repair(work, f, flat, weight, settings):  # type: ignore[no-untyped-def]
-    """The factors of the repaired plan; ``SENT`` and ``RECEIVED`` are what is then exchanged."""
+def _repair(work, f, flat, weight, settings, final):  # type: ignore[no-untyped-def]
+    """The factors of the repaired plan; ``SENT`` and ``RECEIVED`` are what is then exchanged.
+
+    ``False`` if that would take long and is not the ``final`` attempt: ``KEEP`` is then on its way to them.
+    """
     pad, n = flat.pad, flat.n
-    repair(f, flat, weight, 0.0, settings.box, settings.schedule, False)
+    if settings.box.lo > 0.0 or not excess.drain(f, flat, weight, settings.box):
+        if settings.box.lo <= 0.0 and not final:
+            return False
+        repair(f, flat, weight, 0.0, settings.box, settings.schedule, False)
     keep, give = work[sweeps.KEEP, pad : pad + n], work[sweeps.GIVE, pad : pad + n]
     sent, received = work[sweeps.SENT, pad : pad + n], work[sweeps.RECEIVED, pad : pad + n]
     for i in range(n):
         sent[i] *= give[i]
     for i in range(n):
         received[i] *= keep[i]
+    return True
 
 
 @compiled(inner=True, fastmath=SUMS)
@@ -320,6 +331,20 @@ def _write_factors(factors, work, reached, spots, lit, pad, width, box, scale, x
         factors[1, c, r, j] = scale * work[sweeps.GIVE, lit[i]]
 
 
+@compiled(inner=True)
+def _remember(work, past, count, held, sums):  # type: ignore[no-untyped-def]
+    """The next ``beta`` from ``NEW`` and the ``held`` steps before it, -1 to begin anew; how many there are then."""
+    gram, eliminated, products, combination = sums
+    if held < 0:
+        memory.begin(work, past, count)
+        gram[:] = 0.0
+        return 0
+    memory.remember(work, past, count, held % memory.MEMORY, gram, products)
+    memory.combine(gram, products, min(held + 1, memory.MEMORY), eliminated, combination)
+    memory.extrapolate(work, past, count, combination)
+    return held + 1
+
+
 @compiled()
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     x, w, u, budget, tau, psi = given
@@ -330,8 +355,10 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         work[sweeps.X], work[sweeps.A], work[sweeps.E], work[sweeps.KEEP], work[sweeps.GIVE],
         work[sweeps.SENT], work[sweeps.RECEIVED], work[sweeps.FIRST], work[sweeps.SECOND], work[sweeps.TMP],
     )  # fmt: skip
-    gram, eliminated = np.zeros((memory.MEMORY, memory.MEMORY)), np.zeros((memory.MEMORY, memory.MEMORY))
-    products, combination = np.zeros(memory.MEMORY), np.zeros(memory.MEMORY)
+    sums = (
+        np.zeros((memory.MEMORY, memory.MEMORY)), np.zeros((memory.MEMORY, memory.MEMORY)),
+        np.zeros(memory.MEMORY), np.zeros(memory.MEMORY),
+    )  # fmt: skip
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     for k in range(fee.size):
         ones[k] = 1.0 if fee[k] < math.inf else 0.0
@@ -354,7 +381,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
-        steps, streak, log_sums, held, lowest, bold, excess = 0, 0.0, 0.0, 0, math.inf, 1.0, settings.excess
+        steps, streak, log_sums, held, lowest, bold, severity = 0, 0.0, 0.0, 0, math.inf, 1.0, settings.excess
+        drained, best = 0, math.inf
         while True:
             # Rows and price.
             if not sweeps.exponentials(work, middle, reached) <= (LINEAR_SPREAD / 2) ** 8:
@@ -385,32 +413,42 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
             misfit, outside, distance, inner = sweeps.estimate(work, count, heat, lo, hi)
             about = misfit - margin * pressed + heat * price * (abs(budget[m] - cost) + settings.excess * outside)
-            strictly = about + (excess - settings.excess) * heat * price * outside
+            strictly = about + (severity - settings.excess) * heat * price * outside
             # The size changes little from sweep to sweep.
             if steps == 1 or strictly <= 2 * target * size or steps >= max_iter:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
                 entropy = heat * (inner - price * cost - log_sums)
                 size = max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
             if strictly <= target * size or steps >= max_iter:
-                _repair(work, f, flat, weight, settings)
-                spent = _spent(work, pad, n, shift, weight, fee, ring[1])
-                scale = min(budget[m] / max(spent, TINY), 1.0)
-                spent *= scale
-                divergence = _divergence(work, pad, n, scale)
-                _arrive(work, pad, n, scale, lo, hi)
-                sweeps.gather(work[sweeps.Z], work[sweeps.TMP], reached)
-                misfit, distance, inner = sweeps.judge(work, count, heat, lo, hi)
-                distance += beyond
-                gap = misfit + heat * (price * (budget[m] - spent) + divergence)
-                entropy = heat * (divergence + inner - price * spent - log_sums)
-                allowed = tol * max(distance, parts * (distance - entropy)) + tol * tol * at_centre
                 offers += 1
-                if gap <= allowed or offers == settings.rounds or steps >= max_iter:
-                    numbers[m, _COST], numbers[m, _OBJECTIVE] = spent, distance + entropy
-                    numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
-                    break
+                final = offers == settings.rounds or steps >= max_iter
+                gap, unspent = math.inf, math.inf
+                if _repair(work, f, flat, weight, settings, final):
+                    spent = _spent(work, pad, n, shift, weight, fee, ring[1])
+                    scale = min(budget[m] / max(spent, TINY), 1.0)
+                    spent *= scale
+                    divergence = _divergence(work, pad, n, scale)
+                    _arrive(work, pad, n, scale, lo, hi)
+                    sweeps.gather(work[sweeps.Z], work[sweeps.TMP], reached)
+                    misfit, distance, inner = sweeps.judge(work, count, heat, lo, hi)
+                    distance += beyond
+                    unspent = heat * price * (budget[m] - spent)
+                    gap = misfit + unspent + heat * divergence
+                    entropy = heat * (divergence + inner - price * spent - log_sums)
+                    allowed = tol * max(distance, parts * (distance - entropy)) + tol * tol * at_centre
+                    if gap <= allowed or final:
+                        numbers[m, _COST], numbers[m, _OBJECTIVE] = spent, distance + entropy
+                        numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
+                        break
+                if lo <= 0.0 and 2.0 * unspent >= gap and drained < settings.drained and gap <= settings.doubt * best:
+                    # What was sent back is what the plan lacks.
+                    excess.absorb(work, count, reached)
+                    held = _remember(work, past, count, held if drained > 0 else -1, sums)
+                    drained, best, lowest = drained + 1, min(best, gap), math.inf
+                    continue
+                sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
                 target = max(0.5 * target, settings.least * tol)
-                excess *= settings.harder
+                severity *= settings.harder
             # Where to sweep from next.
             misled = about > settings.doubt * max(lowest, target * size)
             if misled:
@@ -421,15 +459,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
                 continue
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold, settings.far)
-            if steps == 1 or misled:
-                memory.begin(work, past, count)
-                gram[:] = 0.0
-                held = 0
-            else:
-                memory.remember(work, past, count, held % memory.MEMORY, gram, products)
-                held += 1
-                memory.combine(gram, products, min(held, memory.MEMORY), eliminated, combination)
-                memory.extrapolate(work, past, count, combination)
+            held = _remember(work, past, count, -1 if steps == 1 or misled or drained > 0 else held, sums)
+            drained, best = 0, math.inf
 
         n_iter[m], numbers[m, _PSI] = steps, heat * price
         numbers[m, _RESIDUAL] = _write(work, heat, lo, hi, spots, out[0, m], out[1, m])
