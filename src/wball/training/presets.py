@@ -255,6 +255,19 @@ CIFAR10_ADVERSARIAL = TrainConfig(
     "started from cifar10-standard.",
 )
 
+# Trained on from cifar10-adversarial, which is its teacher, too (docs/training.md).
+CIFAR10_ADVERSARIAL_FLAT = dataclasses.replace(
+    CIFAR10_ADVERSARIAL,
+    name="cifar10-adversarial-flat",
+    epochs=17,
+    cutout=12,
+    loss=Loss(teacher=0.4),
+    optimisation=dataclasses.replace(CIFAR10_ADVERSARIAL.optimisation, perturbation=0.005),
+    adversary=Adversary(_SHORTER, radius="per-image", low=0.002, start=0.014, grow=0.003, shrink=0.009),
+    summary="ResNet-18 trained on from cifar10-adversarial with perturbed weights and its answers as a share of the "
+    "labels.",
+)
+
 CIFAR10_CERTIFIED = TrainConfig(
     "cifar10-certified",
     "cifar10",
@@ -305,6 +318,7 @@ _PRESETS = {
         CIFAR10_LINF_PROVABLE,
         CIFAR10_ADVERSARIAL_PAPER,
         CIFAR10_ADVERSARIAL,
+        CIFAR10_ADVERSARIAL_FLAT,
         CIFAR10_CERTIFIED,
         CIFAR10_SMALL,
     )
