@@ -285,6 +285,17 @@ CIFAR10_CERTIFIED = TrainConfig(
     summary="A small CIFAR-10 network made to be certified: flow noise and robustness to first order.",
 )
 
+CIFAR10_CERTIFIED_DEEP = dataclasses.replace(
+    CIFAR10_CERTIFIED,
+    name="cifar10-certified-deep",
+    architecture="cifar10-cnn-deep",
+    epochs=49,
+    batch_size=512,
+    augment=4,
+    loss=Loss(teacher=0.5),
+    summary="Three convolutions made to be certified at small radii, with half of the labels from cifar10-adversarial.",
+)
+
 CIFAR10_SMALL = TrainConfig(
     "cifar10-small",
     "cifar10",
@@ -320,6 +331,7 @@ _PRESETS = {
         CIFAR10_ADVERSARIAL,
         CIFAR10_ADVERSARIAL_FLAT,
         CIFAR10_CERTIFIED,
+        CIFAR10_CERTIFIED_DEEP,
         CIFAR10_SMALL,
     )
 }
