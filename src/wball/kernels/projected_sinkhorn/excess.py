@@ -3,8 +3,8 @@ r"""Into the box on a CPU: mass above ``hi`` goes back where it came from, pixel
 With ``keep_j`` the share of what pixel ``j`` receives that it takes, ``z_j = x_j - sum_k P_jk keep_k + keep_j r_j``. A
 pixel above ``hi`` lowers its ``keep`` until it is not; those who sent the mass have it again, and may be above ``hi``
 then. Only pixels above ``hi`` are looked at, one after another. In the middle of a large full area excess finds room
-only at some distance, which sweeps over whole images take hundreds of to cover; the excess there is
-small, but a repair that gives up on one pixel gives up on the image. Every pixel goes somewhat below ``hi`` (successive
+only at some distance: hundreds of sweeps over whole images away. It is small there, but a repair that gives up on one
+pixel gives up on the image. Every pixel goes somewhat below ``hi`` (successive
 overrelaxation), so that mass does not go to and fro.
 
 What was sent back is budget that nobody spends. Where that is too much, ``beta + log(keep)`` are better potentials than
@@ -61,7 +61,7 @@ def drain(f, flat, weight, box):  # type: ignore[no-untyped-def]
             waits[j] = False
             back = min(FURTHER * (column[j] - box.hi), keep[j] * received[j])
             column[j] -= back
-            share = back / max(received[j], TINY)
+            share = min(back / max(received[j], TINY), keep[j])  # rounded, it may be more than there is
             keep[j] -= share
             for k in range(flat.first, weight.size):
                 i = j + flat.back[k]
