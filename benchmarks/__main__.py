@@ -6,8 +6,9 @@
 programs, ``masks`` asks whether models that hide their gradients fool the standard attack, ``public`` compares its
 versions on public networks. ``proving`` and ``auditing`` measure what proofs and checks cost, ``exact`` what compiled
 exact solvers are worth, ``separation`` how far apart digits are, ``strength`` what an adversary of a few steps misses,
-``epochs`` how long training takes, ``streaming`` the peak memory of a large data set, ``memory`` that of many images in
-one call, ``resnet50`` the share of the network at 224 x 224. Each has a ``--help`` of its own.
+``epochs`` how long training takes, ``defended`` what attacks leave of trained networks, ``streaming`` the memory of
+a large data set, ``memory`` that of many images in one call, ``resnet50`` the share of the network at 224 x 224. Each
+has a ``--help`` of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.timing import Time, machine
 OTHERS = (
     "calls", "growth", "launches", "validity", "soundness", "proving", "deciding", "agreeing", "auditing", "exact",
     "separation", "strength", "masks", "public", "streaming", "memory", "resnet50", "epochs",
+    "defended",
 )  # fmt: skip
 """Benchmarks of their own, each a module with a ``main``, which is imported when it is asked for."""
 

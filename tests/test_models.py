@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from wball import load_model, load_sample
+from wball import WassersteinBall, certify, load_model, load_sample, load_weights, save_weights
 from wball.models import (
     CIFAR10_MEAN,
     CIFAR10_STD,
     Binarized,
+    Mirrored,
     Normalized,
     ResNet18,
     SmallResNet,
@@ -158,6 +161,20 @@ def test_normalized_equals_normalising_outside() -> None:
     assert torch.equal(model(x), inner((x - mean) / std))
     assert list(model.state_dict()) == [f"model.{k}" for k in inner.state_dict()]
     assert model.double()(x.double()).dtype == torch.float64
+
+
+def test_mirrored_averages_an_image_and_its_mirror_image(tmp_path: Path) -> None:
+    x, y = load_sample("cifar10")
+    plain = load_model("cifar10-small")
+    save_weights(plain, tmp_path / "plain.safetensors")
+    mirrored = load_weights(Mirrored(build_model("cifar10-cnn")), tmp_path / "plain.safetensors").eval()
+    logits = mirrored(x[:3])
+    torch.testing.assert_close(logits, (plain(x[:3]) + plain(x[:3].flip(3))) / 2)
+    torch.testing.assert_close(mirrored(x[:3].flip(3)), logits)
+    # Certificates see through it: both halves are bounded.
+    right = logits.argmax(1) == y[:3]
+    assert bool(right.any())
+    assert torch.equal(certify(mirrored, x[:3], y[:3], WassersteinBall(1e-6)).certified, right)
 
 
 def test_normalized_refuses_nonsense() -> None:

@@ -86,6 +86,24 @@ class Binarized(nn.Module):
         return self.model(self.binarize(x))
 
 
+class Mirrored(nn.Module):
+    """``(model(x) + model(mirror image of x)) / 2``: as sure of an image as of its mirror image, at twice the cost.
+
+    Its weights are those of ``model``: files of either fit both (:func:`wball.load_weights`).
+
+    >>> Mirrored(nn.Flatten())(torch.tensor([[[[0.0, 1.0]]]]))
+    tensor([[0.5000, 0.5000]])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x) + self.model(x.flip(-1))
+        return logits / 2
+
+
 def mnist_cnn() -> nn.Sequential:
     """The paper's MNIST network: two strided convolutions and two linear layers, 166,406 parameters."""
     return nn.Sequential(
@@ -321,6 +339,12 @@ _ARCHITECTURES = {
             lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
             (3, 32, 32),
             "ResNet-18 with a 3 x 3 stem, normalisation inside",
+        ),
+        Architecture(
+            "cifar10-resnet18-mirrored",
+            lambda: Mirrored(Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD)),
+            (3, 32, 32),
+            "the same, averaged over an image and its mirror image",
         ),
         Architecture(
             "cifar10-resnet-small",

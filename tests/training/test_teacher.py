@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from training.worker import small_config, small_data, small_model
 from wball.training import Loss, Optimisation, Provable, Smooth, train
 from wball.training.losses import Objective
-from wball.training.teacher import Teacher
+from wball.training.teacher import Teachers
 
 STEP = Optimisation(lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant")
 
@@ -43,16 +43,41 @@ def test_the_step_is_taken_towards_the_label_and_the_teachers_answer() -> None:
 
 def test_every_loss_sees_the_teacher() -> None:
     x, y = small_data(8)
-    model, teacher = small_model(), other_model()
+    model = small_model()
+    targets = Teachers([other_model()], 0.5, STEP, x.device).targets(x, y)
     for config in (
         small_config(loss=Loss("trades", teacher=0.5)),
         small_config(loss=Loss(clean=0.3, teacher=0.5)),
         small_config(adversary=None, smooth=Smooth(0.1), loss=Loss(teacher=0.5)),
     ):
         hard = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1)
-        soft = Objective(model, config, x, Teacher(teacher, 0.5, STEP, x.device))(x, x.flip(3), y, 1.0, 0.1)
+        soft = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1, targets)
         assert float((hard[0] - soft[0]).detach().abs()) > 1e-3
         assert torch.equal(hard[1], soft[1]) and torch.equal(hard[2], soft[2])  # who is right does not depend on it
+
+
+def test_several_teachers_have_equal_shares() -> None:
+    x, y = small_data(8)
+    one, two = small_model(), other_model()
+    said = (one(x).softmax(1) + two(x).softmax(1)).detach() / 2
+    found = Teachers([one, two], 0.4, STEP, x.device).targets(x, y)
+    torch.testing.assert_close(found, 0.6 * F.one_hot(y, 10) + 0.4 * said)
+    torch.testing.assert_close(found.sum(1), torch.ones(8))
+
+
+def test_perturbed_weights_do_not_ask_teachers_again() -> None:
+    class Counting(nn.Sequential):
+        asked = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Counting.asked += 1
+            answer: torch.Tensor = super().forward(x)
+            return answer
+
+    settings = dataclasses.replace(STEP, perturbation=0.01)
+    config = small_config(epochs=1, batch_size=8, adversary=None, optimisation=settings, loss=Loss(teacher=0.5))
+    train(config, small_data(24), model=small_model(), teacher=[Counting(*other_model().children())])
+    assert Counting.asked == 1 + 3  # a first look, and once a batch
 
 
 def test_a_teacher_is_checked() -> None:
@@ -65,6 +90,8 @@ def test_a_teacher_is_checked() -> None:
         train(wanting, data, model=small_model())
     with pytest.raises(ValueError, match="teacher cannot take images"):
         train(wanting, data, model=small_model(), teacher=nn.Sequential(nn.Flatten(), nn.Linear(5, 10)))
+    with pytest.raises(ValueError, match="teacher is missing"):
+        train(wanting, data, model=small_model(), teacher=[])
     with pytest.raises(TypeError, match="teacher"):
         train(wanting, data, model=small_model(), teacher="mine")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="share"):

@@ -59,11 +59,11 @@ def train(
     limit: options.Limit = None,
     init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
     teacher: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="MODEL",
             help="network whose answers are a share of the labels (--set loss.teacher=0.5): a bundled one, or "
-            "ARCHITECTURE=FILE",
+            "ARCHITECTURE=FILE; may be repeated",
         ),
     ] = None,
     change: Annotated[
@@ -99,7 +99,7 @@ def train(
     config = config if data is None else replace(config, dataset=OWN)
     network = None if model is None else own_network(model)
     config = config if model is None else replace(config, architecture=OWN)
-    guide = None if teacher is None else named_model(teacher)
+    guides = [named_model(name) for name in teacher or []]
     given = [choices.setting(c) for c in change or []]
     given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
     for path, value in given:
@@ -125,7 +125,7 @@ def train(
         chosen = slice(None) if limit is None else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
         bars = False if quiet else None
         run(
-            config, (x[chosen], y[chosen]), tests, model=network, init=init, teacher=guide, out=out, device=here,
+            config, (x[chosen], y[chosen]), tests, model=network, init=init, teacher=guides, out=out, device=here,
             time_limit=time_limit, progress=bars, on_epoch=say,
         )  # fmt: skip
         if distributed.current().main and not quiet:

@@ -111,7 +111,7 @@ class Loss:
         kind, clean, beta: see above.
         label_smoothing: share of all classes alike in the labels.
         teacher: share of a teacher's probabilities in the labels (:mod:`wball.training.teacher`), not for
-            ``"mart"``; the network itself is passed to :func:`~wball.training.train`.
+            ``"mart"``; the network itself, or several, is passed to :func:`~wball.training.train`.
     """
 
     kind: LossKind = "cross-entropy"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +79,7 @@ def train(
     *,
     model: nn.Module | None = None,
     init: str | os.PathLike[str] | None = None,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | Sequence[nn.Module] | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
     checkpoint_every: int | None = None,
@@ -100,7 +100,8 @@ def train(
         test: the same for evaluation; without it nothing is measured.
         model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
         init: file of weights to start from (fine-tuning); anything :func:`wball.load_weights` reads.
-        teacher: a trained network whose answers are part of the labels, where ``config.loss.teacher`` is above 0.
+        teacher: a trained network, or several, whose answers are part of the labels, where ``config.loss.teacher`` is
+            above 0.
         out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
         device: where everything happens.
         checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
@@ -132,10 +133,10 @@ def train(
     average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
     optimizer = _optimizer(model, options)
     network: Any = torch.compile(model) if options.compile else model
-    objective: nn.Module = Objective(network, config, x, hired(teacher, config, x, y))
+    objective: nn.Module = Objective(network, config, x)
     if world.size > 1:
         objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
-    opponent = None
+    teachers, opponent = hired(teacher, config, x, y), None
     if config.adversary is not None:
         opponent = Opponent(config.adversary, options, network, config.seed)
     balls = config.adversary or config.smooth
@@ -176,7 +177,8 @@ def train(
                 if opponent is not None:
                     trained, broken = opponent(clean, labels, eps, run.step, world)
 
-                loss, right, survived = objective(clean, trained, labels, elapsed, eps)
+                targets = None if teachers is None else teachers.targets(clean, labels)
+                loss, right, survived = objective(clean, trained, labels, elapsed, eps, targets)
                 if radii is not None:
                     radii.follow(index, ~survived if broken is None else broken, world)
                 optimizer.zero_grad(set_to_none=True)
@@ -184,7 +186,7 @@ def train(
                 if options.perturbation > 0:
                     with perturbed(model, options.perturbation):
                         optimizer.zero_grad(set_to_none=True)
-                        objective(clean, trained, labels, elapsed, eps)[0].backward()
+                        objective(clean, trained, labels, elapsed, eps, targets)[0].backward()
                 if options.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
                 optimizer.step()

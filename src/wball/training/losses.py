@@ -13,20 +13,20 @@ from wball.training.bounds import LinfBounds, linear_gain
 from wball.training.config import TrainConfig
 from wball.training.distributed import current
 from wball.training.network import AsTrained
-from wball.training.teacher import Teacher
 
 
 class Objective(nn.Module):
-    """``(clean images, training images, labels, progress, radii) -> (mean loss, right, survived)``.
+    """``(clean images, training images, labels, progress, radii, targets) -> (mean loss, right, survived)``.
 
-    The training images are the adversary's, or the noisy ones, or the clean ones again. ``right`` counts those that are
+    The training images are the adversary's, or the noisy ones, or the clean ones again. Targets are probabilities where
+    teachers have a share in them (:mod:`wball.training.teacher`), else the labels. ``right`` counts the images that are
     predicted as their label. ``survived`` says of each image whether it is robust to first order at its radius, where
     the loss is :class:`~wball.training.Smooth`; elsewhere it says which are right.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor, teacher: Teacher | None = None) -> None:
+    def __init__(self, model: nn.Module, config: TrainConfig, like: Tensor) -> None:
         super().__init__()
-        self.config, self.teacher, self._logits = config, teacher, AsTrained(model, config.optimisation)
+        self.config, self._logits = config, AsTrained(model, config.optimisation)
         self._bounds = _bounds(model, like) if config.provable is not None else None
         anchored = config.smooth is not None and config.smooth.anchored
         # Off a GPU bfloat16 saves nothing; what several processes share is not recorded.
@@ -35,18 +35,22 @@ class Objective(nn.Module):
         self._record = config.optimisation.cuda_graph and like.is_cuda and current().size == 1
 
     def forward(
-        self, x: Tensor, z: Tensor, y: Tensor, progress: float, eps: float | Tensor = 0.0
+        self,
+        x: Tensor,
+        z: Tensor,
+        y: Tensor,
+        progress: float,
+        eps: float | Tensor = 0.0,
+        targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        targets = y if targets is None else targets
         if self._bounds is not None:
             loss, right = self._provable(x, y, progress)
         elif self.config.smooth is not None and (isinstance(eps, Tensor) or eps > 0):
-            return self._smooth(x, z, y, self._targets(x, y), eps)
+            return self._smooth(x, z, y, targets, eps)
         else:
-            loss, right = self._usual(x, z, y, self._targets(x, y))
+            loss, right = self._usual(x, z, y, targets)
         return loss, right.sum(), right
-
-    def _targets(self, x: Tensor, y: Tensor) -> Tensor:
-        return y if self.teacher is None else self.teacher.targets(x, y)
 
     def _usual(self, x: Tensor, z: Tensor, y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         settings = self.config.loss
