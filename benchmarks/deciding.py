@@ -6,6 +6,8 @@ proved and undecided, and seconds an image: the median, the mean and the worst. 
 searched together, and the time of every step is shared by the images it was spent on. All images first get anchored
 bounds alone; what those leave open is searched. The file is written after every batch; if interrupted, rerun the same
 command to resume. With a larger ``--time-limit`` a rerun tries again what is undecided, and nothing else.
+With ``--processes`` the searches of all models and radii run on so many cores of a CPU, one image each, and the images
+of a row that lack least come first.
 ``--plot`` draws the share that is proved against the time spent on each image.
 """
 
@@ -13,7 +15,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +29,15 @@ import wball
 from benchmarks.origin import earlier, environment, keep
 from wball.certificates import CertificateStatus
 
+Found = tuple[str, list[float], list[float]]
+"""The first letter of each status, the seconds and the bound of each."""
+
 PROVED = 1000
 """Images that get anchored bounds between two writes of the file."""
 
 
-def decide(model: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, time_limit: float) -> tuple[str, list[float]]:
-    """The first letter of each status, and the seconds of each; fails if a counterexample does not pass the audit.
-
-    Without a time limit only anchored bounds are tried.
-    """
+def decide(model: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, time_limit: float) -> Found:
+    """Fails if a counterexample does not pass the audit. Without a time limit only anchored bounds are tried."""
     found = (
         wball.certify(model, x, y, ball, "complete", time_limit=time_limit)
         if time_limit
@@ -44,7 +49,8 @@ def decide(model: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, time_limit:
         report = wball.audit(ball, x[broken], found.counterexample[broken])
         if not report.all_valid:
             raise RuntimeError(f"a counterexample is not in the ball: {report}")
-    return "".join(status.name[0] for status in found.status), [round(t, 4) for t in found.seconds.tolist()]
+    letters = "".join(status.name[0] for status in found.status)
+    return letters, [round(t, 4) for t in found.seconds.tolist()], [round(m, 4) for m in found.margin.tolist()]
 
 
 def row(part: dict[str, Any]) -> dict[str, Any]:
@@ -79,14 +85,29 @@ def pending(part: dict[str, Any], images: int, limit: float, remaining: float) -
     return [k for k in some if part["limits"][k] < limit], limit
 
 
-def put(part: dict[str, Any], some: list[int], letters: str, took: list[float], limit: float) -> None:
+def put(
+    part: dict[str, Any], some: list[int], letters: str, took: list[float], bounds: list[float], limit: float
+) -> None:
     """Write down what images ``some`` came to; new ones are appended. Anchored bounds before a search count as well."""
-    status = list(part["status"])
-    for k, letter, seconds in zip(some, letters, took, strict=True):
+    status, open_bounds = list(part["status"]), part.setdefault("bounds", {})
+    for k, letter, seconds, bound in zip(some, letters, took, bounds, strict=True):
         if k < len(status) and part["limits"][k] == 0:
             seconds = round(seconds + part["seconds"][k], 4)
         status[k : k + 1], part["seconds"][k : k + 1], part["limits"][k : k + 1] = [letter], [seconds], [limit]
+        open_bounds.pop(str(k), None)
+        if letter == "U":
+            open_bounds[str(k)] = bound
     part["status"] = "".join(status)
+
+
+def unranked(part: dict[str, Any], some: list[int]) -> list[int]:
+    """Images whose bounds are not known."""
+    return [k for k in some if str(k) not in part.get("bounds", {})]
+
+
+def nearest(part: dict[str, Any], some: list[int]) -> list[int]:
+    """Images by their bounds, those that lack least first."""
+    return sorted(some, key=lambda k: -part.get("bounds", {}).get(str(k), -math.inf))
 
 
 def network(name: str, root: Path | None) -> tuple[str, nn.Module]:
@@ -121,6 +142,42 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
+class Cores:
+    """Processes of one thread each, every one with the model and the images, that decide one image at a time."""
+
+    def __init__(self, count: int, *source: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.count = count
+        self.pool = ProcessPoolExecutor(count, context, initializer=_prepare, initargs=source)
+
+    def decide(self, eps: float, images: list[int], limit: float, until: float) -> Iterator[tuple[int, float, Found]]:
+        """Every image with the time limit it had and what it came to, as they are done.
+
+        No search goes on after ``until``, of ``time.monotonic``; without a limit only anchored bounds are tried.
+        """
+        waiting, running = list(reversed(images)), dict[Future[Found], tuple[int, float]]()
+        while running or (waiting and time.monotonic() < until):
+            while waiting and len(running) < self.count and time.monotonic() < until:
+                k, seconds = waiting.pop(), min(limit, until - time.monotonic())
+                running[self.pool.submit(_decide, eps, k, seconds)] = k, seconds
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield *running.pop(future), future.result()
+
+
+_own: dict[str, Any] = {}
+"""The model and the images of a process of :class:`Cores`."""
+
+
+def _prepare(wanted: str, weights: Path | None, dataset: Any, data: Path | None) -> None:
+    torch.set_num_threads(1)
+    _own["model"] = network(wanted, weights)[1].eval()
+    _own["x"], _own["y"] = wball.load_dataset(dataset, data) if data else wball.load_sample(dataset)
+
+
+def _decide(eps: float, k: int, time_limit: float) -> Found:
+    return decide(_own["model"], _own["x"][[k]], _own["y"][[k]], wball.WassersteinBall(eps), time_limit)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks deciding", description=__doc__)
     parser.add_argument("--models", nargs="+", default=["mnist-certified"], help="names, or ARCHITECTURE=FILE")
@@ -131,6 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds an image")
     parser.add_argument("--batch", type=int, default=64, help="images of a GPU between two writes of the file")
+    parser.add_argument("--processes", type=int, default=0, help="cores of a CPU that search, one image each")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds after which it ends")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_mnist.json")
@@ -144,24 +202,37 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {"data": f"{given.dataset} test" if given.data else f"bundled {given.dataset}"}
     images: list[dict[str, Any]] = earlier(given.out, settings=settings).get("images", [])
     step = 1 if given.device == "cpu" else given.batch
+    until = begun + given.stop_after
+
+    def write() -> None:
+        rows = [row(p) for p in images if p["status"]]
+        keep(given.out, {"environment": about, "settings": settings, "rows": rows, "images": images})
+
     for wanted in given.models:
         name, model = network(wanted, given.weights)
         model = model.to(given.device).eval()
+        source = wanted, given.weights, given.dataset, given.data
+        cores = Cores(given.processes, *source) if given.processes else None
         for eps in given.radii:
             part = next((p for p in images if (p["model"], p["eps"]) == (name, eps)), None)
             if part is None:
                 part = {"model": name, "eps": eps, "status": "", "seconds": [], "limits": []}
                 images.append(part)
             ball = wball.WassersteinBall(eps)
-            while (remaining := given.stop_after - (time.monotonic() - begun)) > 0:
-                some, limit = pending(part, len(x), given.time_limit, remaining)
-                some = some[:step] if limit else some[:PROVED]
+            while (remaining := until - time.monotonic()) > 0:
+                some, limit = pending(part, len(x), given.time_limit, math.inf if cores else remaining)
                 if not some:
                     break
-                letters, took = decide(model, x[some], y[some], ball, limit)
-                put(part, some, letters, took, limit)
-                rows = [row(p) for p in images if p["status"]]
-                keep(given.out, {"environment": about, "settings": settings, "rows": rows, "images": images})
+                if cores and limit:
+                    for k, _, (_, _, bounds) in cores.decide(eps, unranked(part, some), 0.0, until):
+                        part.setdefault("bounds", {})[str(k)] = bounds[0]
+                    for k, had, found in cores.decide(eps, nearest(part, some), limit, until):
+                        put(part, [k], *found, max(had, part["limits"][k]))
+                        write()
+                else:
+                    some = some[:step] if limit else some[:PROVED]
+                    put(part, some, *decide(model, x[some], y[some], ball, limit), limit)
+                    write()
             if part["status"]:
                 print(row(part), flush=True)
     if given.plot is not None:

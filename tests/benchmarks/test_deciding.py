@@ -28,6 +28,21 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path, capsys: pyt
         deciding.main(["--images", "3", *common])
 
 
+@pytest.mark.slow
+def test_another_process_decides_what_is_open(tmp_path: Path) -> None:
+    """Of what a run left undecided; nothing is begun after the end."""
+    out = tmp_path / "complete.json"
+    common = ["--radii", "0.01", "--images", "1", "--device", "cpu", "--out", str(out)]
+    deciding.main([*common, "--time-limit", "1"])
+    found = json.loads(out.read_text())
+    found["images"][0] |= {"status": "U", "limits": [1.0]}  # as if it had not been proved
+    out.write_text(json.dumps(found))
+    deciding.main([*common, "--time-limit", "60", "--processes", "1"])
+    part = json.loads(out.read_text())["images"][0]
+    assert part["status"] == "C" and part["bounds"] == {} and part["limits"] == [60.0]
+    assert not list(deciding.Cores(1, "mnist-certified", None, "mnist", None).decide(0.01, [0], 60.0, until=0.0))
+
+
 def test_more_time_is_given_to_what_is_undecided() -> None:
     part = {"status": "CUUM", "seconds": [0.1, 5.0, 9.0, 0.0], "limits": [5.0, 5.0, 9.0, 5.0]}
     assert deciding.pending(part, 6, 5.0, math.inf) == ([4, 5], 0.0)  # new images first, by anchored bounds
@@ -36,9 +51,11 @@ def test_more_time_is_given_to_what_is_undecided() -> None:
     assert deciding.pending(part, 4, 9.0, 6.0) == ([1], 6.0)
     assert deciding.pending(part, 4, 9.0, 4.0) == ([], 4.0)  # it had more before
     assert deciding.pending(part, 4, 20.0, 30.0) == ([1, 2], 15.0)
-    deciding.put(part, [1], "F", [6.0], 9.0)
-    deciding.put(part, [4, 5], "CU", [0.25, 0.5], 0.0)
-    deciding.put(part, [5], "C", [0.5], 9.0)
+    deciding.put(part, [1], "F", [6.0], [-1.0], 9.0)
+    deciding.put(part, [4, 5], "CU", [0.25, 0.5], [0.1, -0.3], 0.0)
+    assert part["bounds"] == {"5": -0.3}
+    assert deciding.unranked(part, [2, 5]) == [2] and deciding.nearest(part, [2, 5]) == [5, 2]
+    deciding.put(part, [5], "C", [0.5], [0.2], 9.0)
     assert part["status"] == "CFUMCC"
     assert part["seconds"] == [0.1, 6.0, 9.0, 0.0, 0.25, 1.0] and part["limits"] == [5.0, 9.0, 9.0, 5.0, 0.0, 9.0]
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
+from wball.certificates.tables import Spread, Tables, ranked
 from wball.input_sets.charges import Anchor, Charges
 from wball.input_sets.rows import Rows
 from wball.kernels.transposed_convolution import transposed_convolution
@@ -125,15 +126,17 @@ class UnitAnchor(Anchor):
     ) -> None:
         self.layer = layer
         self.shapes = [g.shape[1:] for g in gains]
-        order, place, most = _ranked(image, images)
+        order, place, count = ranked(image, images)
+        most = int(count.max()) if images else 0
         units = torch.zeros((images, most), dtype=torch.long, device=image.device)
         units[image[order], place] = unit[order]
         flat = torch.cat([g.flatten(1) for g in gains], 1)
-        self.gains = flat.new_zeros((images, most, flat.shape[1]))
-        self.gains[image[order], place] = flat[order]
+        gains_of = flat.new_zeros((images, most, flat.shape[1]))
+        gains_of[image[order], place] = flat[order]
+        self.gains = Tables(gains_of)
         self.units = units
         self.table = torch.arange(images, device=image.device)  # where each image's units stand
-        self._spread: tuple[Tensor, _Spread] | None = None  # of the rows charged last: an optimiser repeats them
+        self._spread: tuple[Tensor, Spread] | None = None  # of the rows charged last: an optimiser repeats them
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for some of the images, or several times the same; gains are not copied."""
@@ -145,7 +148,7 @@ class UnitAnchor(Anchor):
         """The anchor of the units that are still ``unstable`` (images, units), with gains of its own."""
         units = self.units[self.table]
         image, place = unstable.gather(1, units).nonzero(as_tuple=True)
-        parts = self.gains[self.table[image], place].split([shape.numel() for shape in self.shapes], 1)
+        parts = self.gains.values[self.table[image], place].split([shape.numel() for shape in self.shapes], 1)
         moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return UnitAnchor(self.layer, image, units[image, place], (moves, out, into), unstable.shape[0])
 
@@ -156,53 +159,12 @@ class UnitAnchor(Anchor):
         # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
         flat = weights.coeff.flatten(1)
         if self._spread is None or self._spread[0] is not rows.image:
-            self._spread = rows.image, _Spread(self.table[rows.image], self.gains.shape[0])
+            self._spread = rows.image, Spread(self.table[rows.image], len(self.gains))
         spread = self._spread[1]
         weight = flat.gather(1, self.units[spread.table])
-        if self.gains.shape[0] == 1:
-            total = weight @ self.gains[0].to(flat.dtype)
-        else:
-            total = spread.product(weight, self.gains)
-        parts = total.split([shape.numel() for shape in self.shapes], 1)
+        parts = spread.product(weight, self.gains).split([shape.numel() for shape in self.shapes], 1)
         moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
         return Charges(moves, out, into)
-
-
-class _Spread:
-    """Rows sorted into the tables they read, so that all of a table's rows meet its gains in one product."""
-
-    def __init__(self, table: Tensor, tables: int) -> None:
-        self.table = table
-        if tables == 1 or not table.numel():
-            return
-        first = int(table.min())
-        order, self.place, self.most = _ranked(table - first, int(table.max()) - first + 1)
-        self.order, self.there = order, table[order] - first
-        self.tables = slice(first, min(tables, first + int(self.there[-1]) + 1))
-        self.back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-        self.counts = torch.bincount(self.there, minlength=self.tables.stop - first).tolist()
-
-    def product(self, weight: Tensor, gains: Tensor) -> Tensor:
-        if not weight.shape[0]:
-            return weight @ weight.new_zeros(gains.shape[1:])
-        gains = gains[self.tables]
-        if self.most * len(self.counts) > 2 * weight.shape[0]:  # few tables have most rows: padding would cost more
-            parts = weight[self.order].split(self.counts)
-            done = [part @ table.to(weight.dtype) for part, table in zip(parts, gains, strict=True) if len(part)]
-            return torch.cat(done)[self.back]
-        spread = weight.new_zeros((gains.shape[0], self.most, weight.shape[1]))
-        spread = spread.index_put((self.there, self.place), weight[self.order])
-        product = spread @ gains.to(weight.dtype)
-        return product[self.there[self.back], self.place[self.back]]
-
-
-def _ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, int]:
-    """An order sorted by group, the rank inside its group of each member in that order, and the largest group."""
-    order = group.argsort(stable=True)
-    count = torch.bincount(group, minlength=groups)
-    start = count.cumsum(0) - count
-    rank = torch.arange(group.shape[0], device=group.device) - start[group[order]]
-    return order, rank, int(count.max()) if groups else 0
 
 
 @dataclass(frozen=True)

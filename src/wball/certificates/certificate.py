@@ -143,7 +143,8 @@ def certify(
         steps: of ``alpha-crown``, 30 unless given.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
-        time_limit: for ``complete``, seconds for each image that is left open, on average of those searched together.
+        time_limit: for ``complete``, seconds for each image that is left open, on average: time that some do not need
+            goes to others, nearest to a proof first.
     """
     x, y = _check(x, y, ball)
     effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
@@ -223,11 +224,15 @@ def _decide(
     counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
-    for some in torch.arange(len(left), device=x.device).split(512 if x.is_cuda else 1):
-        index = torch.tensor(left, dtype=torch.long, device=x.device)[some]
+    every = torch.tensor(left, dtype=torch.long, device=x.device)
+    step = 512 if x.is_cuda else 64
+    for start in range(0, len(left), step):
+        some = torch.arange(start, min(start + step, len(left)), device=x.device)
+        index = every[some]
         sizes = _numbers_at_once(x), _searched(x), _room(x)
         search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
-        answer = search.decide(x[index], y[index], seconds[index], known.take(some) if graph is same else None)
+        bounds = known.take(some) if graph is same else None
+        answer = search.decide(x[index], y[index], margin[index], seconds[index], bounds)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] = answer.seconds

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
-from wball.certificates import CertificateStatus, anchor, certificate, certify, collector
+from wball.certificates import CertificateStatus, certificate, certify, collector, tables
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import bound, gains, program, search
@@ -256,6 +256,29 @@ def test_answers_over_boxes_agree_with_mixed_integer_programs() -> None:
         assert name != "UNKNOWN" or abs(truth) < 1e-4, f"seed {seed}: margin {truth}"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_time_goes_to_the_nearest_images_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given evenly, image by image in their order: easy ones left theirs unused, hopeless ones spent it."""
+    asked: list[tuple[int, float]] = []
+    net, x, y, eps = tiny(3)
+    x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
+    ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
+    searching = search.Search(net.eval(), trace(net.eval(), x, ball), ball, "full", 10.0, 2**22, 1, 2**31)
+    monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
+
+    def spend(self: search.Search, left: Tensor) -> None:
+        allowed = self._left(left)
+        asked.append((int(left), allowed))
+        self.answer.seconds[left] += min(allowed, 1.0 if int(left) == 2 else 100.0)
+
+    monkeypatch.setattr(search.Search, "_search", spend)
+    margin = torch.tensor([-3.0, -0.5, -0.1, -7.0], dtype=torch.float64)
+    answer = searching.decide(x, y, margin, torch.zeros(4, dtype=torch.float64))
+    # Up to two even shares of what is left, and half a share of it for everyone after that.
+    assert asked == [(2, 20.0), (1, 26.0), (0, 9.75), (3, 3.25)]
+    assert float(answer.seconds.sum()) == pytest.approx(40.0)
+
+
 def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
     """The others are of every problem in turn; worst nodes first in both halves."""
     problem = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3])  # the first two are classes of one image
@@ -268,14 +291,23 @@ def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
     assert sorted(pick.tolist()) == list(range(9)) and rest.numel() == 0
 
 
-@pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], []])
-def test_rows_meet_the_gains_of_their_own_table(table: list[int]) -> None:
-    """Padded into one product, or table by table where one has most of the rows; a tree may have no nodes left."""
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], [0, 0], []])
+def test_rows_meet_the_gains_of_their_own_table(table: list[int], sparse: bool) -> None:
+    """Padded into one product, or table by table where one has most of the rows; a tree may have no nodes left.
+
+    Tables with few numbers are read number by number, and gradients pass over zeros.
+    """
     draw = torch.Generator().manual_seed(0)
-    gains = torch.rand((6, 4, 7), generator=draw)
+    gains = torch.rand((1 if table == [0, 0] else 6, 4, 40), generator=draw)
     weight = torch.rand((len(table), 4), generator=draw).requires_grad_()
-    found = anchor._Spread(torch.tensor(table, dtype=torch.long), 6).product(weight, gains)
+    gains = gains * (torch.rand(gains.shape, generator=draw) < (0.1 if sparse else 1.0))
+    spread = tables.Spread(torch.tensor(table, dtype=torch.long), gains.shape[0])
+    found = spread.product(weight, tables.Tables(gains))
     wanted = torch.einsum("nu,num->nm", weight, gains[table])
     torch.testing.assert_close(found, wanted)
-    slopes = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (found, wanted)]
+    torch.testing.assert_close(spread.product(weight.detach().double(), tables.Tables(gains)), wanted.double())
+    some = torch.arange(40) == 3 if sparse else torch.ones(40)  # the first row gets nothing back
+    later = torch.arange(len(table))[:, None] > 0
+    slopes = [torch.autograd.grad((each.square() * some * later).sum(), weight)[0] for each in (found, wanted)]
     torch.testing.assert_close(*slopes)

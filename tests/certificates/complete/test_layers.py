@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import wball
 from wball.attacks.adapters import onnx
 from wball.certificates import CertificateStatus, certified_radius, certify
-from wball.certificates.complete import splittable
+from wball.certificates.complete import Search, splittable
 from wball.certificates.tracing import trace
 from wball.models import PlainBlock, ResNet18
 
@@ -142,6 +142,24 @@ def test_residual_networks_are_proved_and_falsified(build: Callable[[], nn.Modul
     y, ball = net(x).argmax(1), wball.WassersteinBall(eps)
     assert not bool(certify(net, x, y, ball, "crown").certified)
     decided(net, x, y, ball, ball.at(4.0))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_the_ordinary_bound_proves_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ResNet has too many units for a tree: where plain bounds are enough, they are all that is computed."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(Search, "decide", never)
+    torch.manual_seed(1)
+    net, x = resnet18().eval(), digits()
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
+    found = certify(net, x, y, ball, "complete", time_limit=1e-9)  # the bound is not cut short
+    assert found.status == (CertificateStatus.CERTIFIED,) * len(x)
+    assert bool((found.margin >= certify(net, x, y, ball, "crown").margin).all())
+    with pytest.raises(AssertionError, match="searched"):
+        certify(net, x, y, ball.at(1.0), "complete")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
