@@ -3,7 +3,8 @@
 An attack that keeps its batch and never asks the device for a value always launches the same kernels, so that all of
 its steps together are one launch. :class:`~wball.DualAveraging` is of that kind, and so is :class:`~wball.PGD` where
 a fused kernel projects. Images that have fallen stay in the batch, which would be a waste on a large network. The graph
-reads the network's parameters where they lie, so it attacks the network as it is at each replay.
+reads the network's parameters where they lie, so it attacks the network as it is at each replay; batch normalisation is
+folded into convolutions (:mod:`wball.training.folding`) at its beginning, once for all steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from wball.attacks.batch import AttackBatch
 from wball.attacks.recording import RECORDERS
 from wball.model import as_found
 from wball.solvers.entropic import EntropicProjection
+from wball.training.network import AsTrained
 
 if TYPE_CHECKING:
     from wball.ball import WassersteinBall
@@ -61,6 +63,9 @@ class Replay:
         assert isinstance(self._attack.ball.eps, Tensor)
         self._eps = self._attack.ball.eps  # what is written there reaches the graph
         with as_found(model, x.device):
+            folded = model.folded() if isinstance(model, AsTrained) else None
+            self._attacked: nn.Module = model if folded is None else folded[0]
+            self._refresh = None if folded is None else folded[1].refresh
             for _ in range(WARM_UP):
                 self._make()
             self._replay = RECORDERS[x.device.type](self._make, x.device, self._draws)
@@ -81,9 +86,11 @@ class Replay:
     def _make(self) -> None:
         """Attack what is in the buffers. A recording writes to the same results each time."""
         attack = self._attack
+        if self._refresh is not None:
+            self._refresh()
         objective = objectives.find(attack.objective)
         until = attack.until_success
-        batch = AttackBatch(self._model, attack.ball, self._x, self._y, None, objective, until, whole=True)
+        batch = AttackBatch(self._attacked, attack.ball, self._x, self._y, None, objective, until, whole=True)
         attack.run(batch, self._draws)
         best = batch.finish()
         self._z, self._success = best.z, best.success
