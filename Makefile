@@ -63,8 +63,8 @@ torture: $(STAMP) ## 100,000 seeded cases of the public API; summary into result
 bench: $(STAMP) ## time everything side by side; table, plot and JSON into results/
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu-test: $(STAMP) ## the kernels' tests on a GPU instead of in Triton's interpreter
-	WBALL_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/kernels -k triton
+gpu-test: $(STAMP) ## what needs a GPU, and the kernels' tests there instead of in Triton's interpreter (JOBS=8 compile at once)
+	WBALL_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests -k "triton or tiles or gpu"
 
 wheel: $(STAMP) ## build sdist and wheel into dist/
 	$(BIN)/python -m build --outdir dist .

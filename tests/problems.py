@@ -1,28 +1,24 @@
-"""Random problems, cases with closed-form answers, and slow independent references for the tests.
+"""Random problems and cases with closed-form answers for the tests.
 
-Three kinds of things live here:
+Two kinds of things live here (:mod:`references` has the slow solvers that they are given to):
 
 - :func:`random_problem` / :func:`random_problems` (seeded) and :func:`problems` (a Hypothesis strategy): a ball, a
   centre ``x``, a point ``w`` to project and a direction ``g``, over the regimes where solvers break.
 - Hypothesis strategies that return a :class:`Known`: a pair of images whose transport distance has a closed form
   (:func:`diracs`, :func:`translations`, :func:`lines`, :func:`permutations`).
-- ``reference_*``: the convex programs themselves, one image at a time, given to cvxpy and Clarabel.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import cvxpy as cp
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy import sparse
 from torch import Tensor
 
 from wball.ball import WassersteinBall
@@ -281,21 +277,6 @@ def permutations(draw: st.DrawFn) -> Known:
 known = st.one_of(diracs(), translations(), lines(), permutations())
 
 
-# References -----------------------------------------------------------------------------------------------------
-
-
-class Reference(NamedTuple):
-    """An optimum by an independent solver.
-
-    ``objective`` is in image units (see each function), ``point`` has the shape of ``x``, ``plan`` is one number per
-    arc of each channel, ``(C, arcs)``.
-    """
-
-    objective: float
-    point: Tensor
-    plan: NDArray[np.float64]
-
-
 def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, float]]:
     """All moves ``(i, j, cost)`` a cost allows on a grid, written down from its definition."""
     n = height * width
@@ -314,112 +295,3 @@ def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, 
         if math.isfinite(value):
             found.append((i, j, value))
     return found
-
-
-class _Program:
-    """Plans of one image in mass-1 units, ``P_hat = P / m``: one variable per arc that leaves a pixel with mass."""
-
-    def __init__(self, ball: WassersteinBall, x: Tensor) -> None:
-        if x.shape[0] != 1:
-            raise ValueError(f"references solve one image at a time, got {tuple(x.shape)}")
-        image = x.detach().cpu().double()
-        flat = image.reshape(1, -1, x.shape[-2] * x.shape[-1]) if x.ndim == 4 else image.reshape(1, 1, -1)
-        height, width = (x.shape[-2], x.shape[-1]) if x.ndim == 4 else (1, x.shape[1])
-        self.shape, self.channels, self.n = x.shape, flat.shape[1], flat.shape[2]
-        self.arcs = arc_list(ball.cost, height, width)
-        self.mass = float(image.sum()) or 1.0
-        self.centre = flat[0].numpy().reshape(-1) / self.mass
-        source = np.concatenate([[i + c * self.n for i, _, _ in self.arcs] for c in range(self.channels)])
-        target = np.concatenate([[j + c * self.n for _, j, _ in self.arcs] for c in range(self.channels)])
-        price = np.tile([c for *_, c in self.arcs], self.channels)
-        self.kept = np.flatnonzero(self.centre[source] > 0)
-        source, target, self.price = source[self.kept], target[self.kept], price[self.kept]
-        ones, size = np.ones(len(self.kept)), (len(self.centre), len(self.kept))
-        self.rows = sparse.csr_matrix((ones, (source, np.arange(len(source)))), size)[self.centre > 0]
-        self.columns = sparse.csr_matrix((ones, (target, np.arange(len(target)))), size)
-        self.plan = cp.Variable(len(self.kept), nonneg=True)
-        self.constraints: list[cp.Constraint] = [self.rows @ self.plan == self.centre[self.centre > 0]]
-        self.point = self.columns @ self.plan
-
-    def within(self, ball: WassersteinBall) -> None:
-        """Budget and box."""
-        eps = float(torch.as_tensor(ball.eps))
-        budget = eps if ball.mass == "relative" else eps / self.mass
-        self.constraints.append(self.price @ self.plan <= budget)
-        if ball.box is not None:
-            lo, hi = ball.box
-            self.constraints.append(self.point <= hi / self.mass)
-            if lo > 0:
-                self.constraints.append(self.point >= lo / self.mass)
-
-    def minimise(self, objective: cp.Expression) -> float:
-        problem = cp.Problem(cp.Minimize(objective), self.constraints)
-        for tol in (1e-10, 1e-8):  # the first is near what double precision can do, and sometimes beyond it
-            tight = {f"tol_{name}": tol for name in ("gap_abs", "gap_rel", "feas")}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "solution may be inaccurate": the status says so too
-                problem.solve(solver=cp.CLARABEL, max_iter=500, **tight)
-            if problem.status == "optimal":
-                break
-        if problem.status in ("infeasible", "infeasible_inaccurate"):
-            return math.inf
-        if problem.status not in ("optimal", "optimal_inaccurate"):
-            raise RuntimeError(f"Clarabel ended with {problem.status}")
-        return float(problem.value)
-
-    def result(self, objective: float) -> Reference:
-        plan = np.zeros(self.channels * len(self.arcs))
-        plan[self.kept] = self.mass * np.clip(np.asarray(self.plan.value), 0, None)
-        point = torch.from_numpy(np.asarray(self.columns @ plan[self.kept])).reshape(self.shape)
-        return Reference(objective, point, plan.reshape(self.channels, -1))
-
-
-def reference_projection(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float = math.inf) -> Reference:
-    """``min 1/2 |w - z|^2 + (m^2 / reg) sum P_hat log P_hat`` over the ball, ``P_hat = P / m`` (no entropy at inf).
-
-    In mass-1 units that is ``m^2 (1/2 |w_hat - z_hat|^2 + (1/reg) sum P_hat log P_hat)``, which gives the conditions
-    ``P_hat_ij ~ x_i exp(beta_j - psi C_ij)`` and ``z = clip(w - m beta / reg, box)``.
-    """
-    program = _Program(ball, x)
-    program.within(ball)
-    target = w.detach().cpu().double().reshape(-1).numpy() / program.mass
-    # Scaled so that numbers near 1 reach the solver, whatever the mass: its tolerances are partly absolute.
-    scale = program.mass**2
-    objective = 0.5 * scale * cp.sum_squares(program.point - target)
-    if math.isfinite(reg):
-        objective = objective - (scale / reg) * cp.sum(cp.entr(program.plan))
-    return program.result(program.minimise(objective))
-
-
-def reference_support(ball: WassersteinBall, x: Tensor, g: Tensor, reg: float = math.inf) -> Reference:
-    """``max <g, z> - (m / reg) sum P_hat log P_hat`` over the ball (no entropy at inf).
-
-    For finite ``reg`` the objective includes the entropy; ``<g, point>`` is the value without it.
-    """
-    program = _Program(ball, x)
-    program.within(ball)
-    direction = g.detach().cpu().double().reshape(-1).numpy()
-    objective = -(direction @ program.point)
-    if math.isfinite(reg):
-        objective = objective - cp.sum(cp.entr(program.plan)) / reg
-    return program.result(-program.mass * program.minimise(objective))
-
-
-def reference_distance(ball: WassersteinBall, x: Tensor, z: Tensor, reg: float = math.inf) -> float:
-    """``min <P, C>`` over plans with rows ``x`` and columns ``z``, in the unit of ``ball.eps``; inf if there is none.
-
-    For finite ``reg`` it is ``<P, C>`` of the plan that minimises ``<P_hat, C> + (1/reg) sum P_hat log P_hat``.
-    """
-    program = _Program(ball, x)
-    target = z.detach().cpu().double().reshape(-1).numpy() / program.mass
-    reached = np.asarray(program.columns.sum(1)).reshape(-1) > 0
-    if np.any(target[~reached] > 1e-9) or np.any(target < 0):
-        return math.inf
-    program.constraints.append(program.columns[reached] @ program.plan == target[reached])
-    objective = program.price @ program.plan
-    if math.isfinite(reg):
-        objective = objective - cp.sum(cp.entr(program.plan)) / reg
-    if not math.isfinite(program.minimise(objective)):
-        return math.inf
-    relative = float(program.price @ np.clip(np.asarray(program.plan.value), 0, None))
-    return relative if ball.mass == "relative" else relative * program.mass

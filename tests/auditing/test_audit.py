@@ -23,9 +23,8 @@ from problems import (
     arc_list,
     known,
     random_problem,
-    reference_distance,
-    reference_support,
 )
+from references import reference_distance, reference_support
 from wball import AuditReport, DenseCost, GridCost, LinfBall, WassersteinBall, audit
 from wball import audit as audit_function
 

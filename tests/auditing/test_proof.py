@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from problems import arc_list, reference_distance
+from problems import arc_list
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall, audit
 from wball.auditing.proof import proved_distance
 from wball.cost import GroundCost
@@ -172,6 +172,9 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
 
 @pytest.mark.parametrize("name", ["grid", "squared", "one way", "matrix"])
 def test_the_bound_is_the_cost_of_the_plan(name: str) -> None:
+    pytest.importorskip("cvxpy")
+    from references import reference_distance
+
     """Against the formula pixel by pixel, opposite moves cancelled, and never below the exact distance."""
     cost = BALLS[name].cost
     random = torch.Generator().manual_seed(2)

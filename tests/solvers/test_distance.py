@@ -22,9 +22,8 @@ from problems import (
     problems,
     random_problem,
     random_problems,
-    reference_distance,
-    reference_support,
 )
+from references import reference_distance, reference_support
 from wball import DenseCost, GridCost, StencilCost, WassersteinBall
 
 

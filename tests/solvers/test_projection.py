@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import wball
-from problems import Known, Problem, known, problems, random_problem, reference_projection
+from problems import Known, Problem, known, problems, random_problem
+from references import reference_projection
 from wball.kernels.projected_sinkhorn.reference import wright_omega
 from wball.result import Status
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 
 import wball
-from problems import Problem, problems, random_problem, reference_projection, reference_support
+from problems import Problem, problems, random_problem
+from references import reference_projection, reference_support
 
 
 def bounds_hold(problem: Problem, optimum: float, **options: float) -> None:
