@@ -67,6 +67,9 @@ sys.path.insert(0, {here!r})
 import torch
 from evaluation.linear import BALL, RADII, attack, problem
 from wball.evaluation import evaluate
+from wball.kernels import dispatch
+
+dispatch.why_not("entropic_plan", "cpu")
 
 def run(folder):
     torch.set_num_threads(1)
@@ -75,9 +78,7 @@ def run(folder):
     evaluate(model, x, y, BALL, RADII, start, out=folder, batch_size=4, seed=3, name="m", command="c")
 """
 
-ALONE = RUN + "run(sys.argv[1])"
-
-# Children are forked before torch has done anything, so that only the first one pays for the imports.
+# Children are forked before torch has done anything, and after all imports.
 KILLED = (
     RUN
     + """
@@ -107,8 +108,8 @@ print(kills)
 )
 
 
-def started(script: str, *arguments: str | Path, launcher: tuple[str, ...] = ()) -> str:
-    line = [sys.executable, *launcher, *(() if launcher else ("-c", script)), *map(str, arguments)]
+def started(script: str, *arguments: Path) -> str:
+    line = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -124,19 +125,6 @@ def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> No
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
     leftovers = [p.name for p in (tmp_path / "killed").iterdir() if p.name == "batches"]
     assert leftovers == []
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(ALONE.format(here=str(Path(__file__).parents[1])))
-    started(script.read_text(), tmp_path / "one")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
-    started("", tmp_path / "two", launcher=launcher)
-    assert (tmp_path / "one" / "results.json").read_bytes() == (tmp_path / "two" / "results.json").read_bytes()
-    ranks = [json.loads(row) for row in (tmp_path / "two" / "log.jsonl").read_text().splitlines()]
-    worked = {(row["rank"], row["batch"]) for row in ranks if row["event"] == "batch"}
-    assert worked == {(b % 2, b) for b in range(12)}
 
 
 def test_one_process_per_folder(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_two_processes_of_a_group_share_the_work(tmp_path: Path, undisturbed: Pa
     assert [ended(p) for p in processes] == [0, 0]
     assert same(folder, undisturbed)
     rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
-    assert {row["rank"] for row in rows if row["event"] == "batch"} == {0, 1}
+    assert {(row["rank"], row["batch"]) for row in rows if row["event"] == "batch"} == {(b % 2, b) for b in range(6)}
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pyt
     monkeypatch.setenv("WBALL_KERNEL", "torch")
     assert case.solve(projected_sinkhorn, torch.float32, 1e-2).kernel == "torch"
     monkeypatch.setenv("WBALL_KERNEL", "triton")
-    x = torch.zeros(1, 3, 128, 128)
+    x = torch.zeros(1, 3, 128, 128, device=DEVICE)
     with pytest.raises(dispatch.KernelError, match="do not fit in one program"):
         dispatch.choose("projected_sinkhorn", x, GridCost(3).arcs(128, 128, x))
 
