@@ -6,8 +6,8 @@ proved and undecided, and seconds an image: the median, the mean and the worst. 
 searched together, and the time of every step is shared by the images it was spent on. All images first get anchored
 bounds alone; what those leave open is searched. The file is written after every batch; if interrupted, rerun the same
 command to resume. With a larger ``--time-limit`` a rerun tries again what is undecided, and nothing else.
-With ``--processes`` the searches of all models and radii run on so many cores of a CPU, one image each, and the images
-of a row that lack least come first.
+Images that lack least come first, as far as that is known. With ``--processes`` so many cores of a CPU search, one
+image each.
 ``--plot`` draws the share that is proved against the time spent on each image.
 """
 
@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
                         put(part, [k], *found, max(had, part["limits"][k]))
                         write()
                 else:
-                    some = some[:step] if limit else some[:PROVED]
+                    some = nearest(part, some)[:step] if limit else some[:PROVED]
                     put(part, some, *decide(model, x[some], y[some], ball, limit), limit)
                     write()
             if part["status"]:

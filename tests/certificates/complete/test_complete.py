@@ -138,9 +138,8 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
         certify(net, x, y, ball, "complete", time_limit=0.0)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best score alone left a network trained for l-inf balls undecided: its halves gained nothing."""
+def open_roots(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[tuple[Problems, Nodes]]:
+    """Problems of tiny networks that a tree would have to decide, and their nodes without splits."""
     monkeypatch.setattr(program, "MOST_UNITS", 0)
     roots: list[tuple[Problems, Nodes]] = []
 
@@ -150,9 +149,43 @@ def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(search.Search, "_tree", kept)
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
-    for seed in (115, 120):
+    for seed in seeds:
         net, x, y, eps = tiny(seed)
         certify(net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=20.0)
+    return roots
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_nodes_on_their_way_to_0_get_more_steps_and_those_above_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve steps took a child of a digit from -1.59 to -0.28, and it was split; twelve more proved it."""
+    (problems, nodes), (others, more) = open_roots(monkeypatch, 118, 117)
+    position, unit, _, _ = bound.choose_splits(problems, nodes)
+    bounds = []
+    for again in (0, 4):
+        monkeypatch.setattr(bound, "AGAIN", again)
+        bounds.append(float(bound.improve(problems, nodes.split(position, unit), 2, 0.2).bound[0]))
+    assert bounds[0] < 0 < bounds[1]
+    position, unit, _, _ = bound.choose_splits(others, more)
+    children = more.split(position, unit)
+    assert (bound.trace_back(others, children).value > 0).tolist() == [False, True]
+    sizes: list[int] = []
+    trace_back = bound.trace_back
+
+    def counted(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32) -> bound.Traced:
+        sizes.append(len(nodes))
+        return trace_back(problems, nodes, dtype)
+
+    monkeypatch.setattr(bound, "trace_back", counted)
+    found = bound.improve(others, children, 5, 0.2)
+    assert sizes == [2, *[1] * 6, 2]  # where they are, five steps and what they led to, and the bounds that count
+    assert float(found.bound[1]) > 0
+    assert all(bool((value[1] == children.state[key][1]).all()) for key, value in found.state.items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best score alone left a network trained for l-inf balls undecided: its halves gained nothing."""
+    roots = open_roots(monkeypatch, 115, 120)
     gained: dict[int, list[float]] = {1: [], 8: []}
     for candidates, found in gained.items():
         monkeypatch.setattr(bound, "CANDIDATES", candidates)
