@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     specs, began = [network(spec) for spec in given.networks], time.monotonic()
     (dataset,) = {"mnist" if architectures()[a].shape[0] == 1 else "cifar10" for _, a, _ in specs}
-    settings = {"dataset": dataset, "attack": given.attack, "first": given.first, "images": given.images}
+    radii = sorted(given.eps)
+    settings = {
+        "dataset": dataset, "attack": given.attack, "eps": radii, "first": given.first, "images": given.images
+    }  # fmt: skip
     rows: list[dict[str, Any]] = earlier(given.out, **settings).get("rows", [])
     files = (given.out, *(file for *_, file in specs))
     about = environment(given.device, given.data, *files) | {"seed": 0} | ({"note": given.note} if given.note else {})
@@ -72,23 +75,25 @@ def main(arguments: list[str] | None = None) -> None:
     x, y = (part[chosen].to(given.device) for part in wball.load_dataset(dataset, given.data, "test"))
     for name, architecture, file in specs:
         model = wball.load_weights(build_model(architecture), file).to(given.device).eval()
-        digest, clean = describe_model(model)["sha256"], int(right(model, x, y).sum())
-        for eps in given.eps:
-            key = {"network": name, "architecture": architecture, "sha256": digest, "eps": eps}
-            row = next((r for r in rows if key.items() <= r.items()), None)
-            if row is None:
-                row = {**key, "clean": clean / len(x), "attacked": 0, "survived": 0, "seconds": 0.0}
-                rows.append(row)
-            while row["attacked"] < len(x) and time.monotonic() - began < given.time_limit:
-                part, begin = slice(row["attacked"], row["attacked"] + given.chunk), time.perf_counter()
-                draws = torch.Generator(x.device).manual_seed(part.start)
-                found = attack(given.attack, eps)(model, x[part], y[part], generator=draws)
-                row["survived"] += int((~found.success).sum())
-                row["attacked"] += len(x[part])
-                row["seconds"] = round(row["seconds"] + time.perf_counter() - begin, 2)
-                row["robust"] = row["survived"] / row["attacked"]
-                keep(given.out, content)
-            print(row, flush=True)
+        key = {"network": name, "architecture": architecture, "sha256": describe_model(model)["sha256"]}
+        row = next((r for r in rows if key.items() <= r.items()), None)
+        if row is None:
+            clean = int(right(model, x, y).sum()) / len(x)
+            row = {**key, "clean": clean, "attacked": 0, "survived": {f"{eps:g}": 0 for eps in radii}, "seconds": 0.0}
+            rows.append(row)
+        while row["attacked"] < len(x) and time.monotonic() - began < given.time_limit:
+            first, begin = row["attacked"], time.perf_counter()
+            part = torch.arange(first, min(first + given.chunk, len(x)), device=x.device)
+            row["attacked"] += len(part)
+            for eps in radii:  # what falls at a radius falls at all larger ones
+                draws = torch.Generator(x.device).manual_seed(first)
+                if len(part):
+                    part = part[~attack(given.attack, eps)(model, x[part], y[part], generator=draws).success]
+                row["survived"][f"{eps:g}"] += len(part)
+            row["seconds"] = round(row["seconds"] + time.perf_counter() - begin, 2)
+            row["robust"] = {eps: count / row["attacked"] for eps, count in row["survived"].items()}
+            keep(given.out, content)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
