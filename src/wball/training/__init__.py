@@ -4,6 +4,7 @@ from wball.training.config import Adversary, Loss, Optimisation, Provable, Smoot
 from wball.training.loop import TrainResult, train
 from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets
+from wball.training.soup import measure_statistics, mixed
 
 __all__ = [
     "Adversary",
@@ -16,6 +17,8 @@ __all__ = [
     "TrainResult",
     "accuracy",
     "describe",
+    "measure_statistics",
+    "mixed",
     "preset",
     "presets",
     "robust_accuracy",
