@@ -1,6 +1,7 @@
 """``python -m benchmarks defended``: clean and robust accuracy of trained networks, chunk by chunk, into one file.
 
-Networks are ``NAME=ARCHITECTURE:FILE``. Recipes are compared with ``--attack dual`` on images that are not reported
+Networks are ``NAME=ARCHITECTURE:FILE``, or ``NAME=ARCHITECTURE:FIRST:SECOND:SHARE`` with the weights of two files mixed
+(:func:`wball.training.mixed`). Recipes are compared with ``--attack dual`` on images that are not reported
 (``--first 1000``), the chosen one is measured with ``--attack standard`` on those that are (``--first 0``).
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from benchmarks.origin import earlier, environment, keep
 from wball.attacks import Attack, StandardAttack
 from wball.models import architectures, build_model
 from wball.provenance import describe_model
+from wball.training import mixed
 
 
 def attack(kind: str, eps: float) -> Attack:
@@ -29,17 +32,32 @@ def attack(kind: str, eps: float) -> Attack:
     return StandardAttack(ball, version=kind, progress=False)  # type: ignore[arg-type]
 
 
-def network(spec: str) -> tuple[str, str, Path]:
-    """Name, architecture and file of ``NAME=ARCHITECTURE:FILE``.
+@dataclass(frozen=True)
+class Network:
+    """``NAME=ARCHITECTURE:FILE``, or ``NAME=ARCHITECTURE:FIRST:SECOND:SHARE`` for two files mixed.
 
-    >>> network("mine=mnist-cnn:out/mine.safetensors")[:2]
-    ('mine', 'mnist-cnn')
+    >>> Network.of("mine=mnist-cnn:out/mine.safetensors").architecture
+    'mnist-cnn'
     """
-    name, _, rest = spec.partition("=")
-    architecture, _, file = rest.partition(":")
-    if not file:
-        raise SystemExit(f"a network is NAME=ARCHITECTURE:FILE, got {spec!r}")
-    return name, architecture, Path(file)
+
+    name: str
+    architecture: str
+    files: tuple[Path, ...]
+    share: float = 0.0
+
+    @staticmethod
+    def of(spec: str) -> Network:
+        name, _, rest = spec.partition("=")
+        architecture, *words = rest.split(":")
+        if len(words) not in (1, 3):
+            raise SystemExit(
+                f"a network is NAME=ARCHITECTURE:FILE or NAME=ARCHITECTURE:FIRST:SECOND:SHARE, got {spec!r}"
+            )
+        return Network(name, architecture, tuple(map(Path, words[:2])), float(words[2]) if words[2:] else 0.0)
+
+    def load(self, device: str) -> nn.Module:
+        models = [wball.load_weights(build_model(self.architecture), file).to(device).eval() for file in self.files]
+        return mixed(models[0], models[1], self.share) if len(models) == 2 else models[0]
 
 
 @torch.no_grad()
@@ -61,21 +79,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
     parser.add_argument("--out", type=Path, default=Path("results") / "defended.json", help="goes on where it stopped")
     given = parser.parse_args(arguments)
-    specs, began = [network(spec) for spec in given.networks], time.monotonic()
-    (dataset,) = {"mnist" if architectures()[a].shape[0] == 1 else "cifar10" for _, a, _ in specs}
+    networks, began = [Network.of(spec) for spec in given.networks], time.monotonic()
+    (dataset,) = {"mnist" if architectures()[n.architecture].shape[0] == 1 else "cifar10" for n in networks}
     radii = sorted(given.eps)
     settings = {
         "dataset": dataset, "attack": given.attack, "eps": radii, "first": given.first, "images": given.images
     }  # fmt: skip
     rows: list[dict[str, Any]] = earlier(given.out, **settings).get("rows", [])
-    files = (given.out, *(file for *_, file in specs))
+    files = (given.out, *(file for network in networks for file in network.files))
     about = environment(given.device, given.data, *files) | {"seed": 0} | ({"note": given.note} if given.note else {})
     content = {"environment": about, **settings, "unit": wball.WassersteinBall(1.0).unit, "rows": rows}
     chosen = slice(given.first, given.first + given.images)
     x, y = (part[chosen].to(given.device) for part in wball.load_dataset(dataset, given.data, "test"))
-    for name, architecture, file in specs:
-        model = wball.load_weights(build_model(architecture), file).to(given.device).eval()
-        key = {"network": name, "architecture": architecture, "sha256": describe_model(model)["sha256"]}
+    for network in networks:
+        model = network.load(given.device)
+        fingerprint = describe_model(model)["sha256"]
+        key = {"network": network.name, "architecture": network.architecture, "sha256": fingerprint}
         row = next((r for r in rows if key.items() <= r.items()), None)
         if row is None:
             clean = int(right(model, x, y).sum()) / len(x)

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import wball
 from benchmarks import defended
-from wball.training import accuracy, robust_accuracy
+from wball.training import accuracy, mixed, robust_accuracy
 
 
 def test_shares_are_those_of_the_attack_and_a_run_goes_on_where_it_stopped(
@@ -35,5 +36,16 @@ def test_shares_are_those_of_the_attack_and_a_run_goes_on_where_it_stopped(
     assert json.loads(out.read_text())["rows"] == found["rows"]  # nothing is attacked twice
     with pytest.raises(SystemExit, match="another --out"):
         defended.main([*words, "--images", "12"])
-    with pytest.raises(SystemExit, match="NAME=ARCHITECTURE:FILE"):
-        defended.network("mnist-standard")
+
+
+def test_a_network_may_be_two_mixed(tmp_path: Path) -> None:
+    for name in ("mnist-standard", "mnist-certified"):
+        wball.save_weights(wball.load_model(name), tmp_path / f"{name}.safetensors")
+    files = f"{tmp_path / 'mnist-standard.safetensors'}:{tmp_path / 'mnist-certified.safetensors'}"
+    found = defended.Network.of(f"both=mnist-cnn:{files}:0.25").load("cpu")
+    expected = mixed(wball.load_model("mnist-standard"), wball.load_model("mnist-certified"), 0.25)
+    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for spec in ("mnist-standard", "both=mnist-cnn:one:two"):
+        with pytest.raises(SystemExit, match="NAME=ARCHITECTURE:FILE"):
+            defended.Network.of(spec)
