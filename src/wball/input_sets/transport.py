@@ -14,7 +14,8 @@ relaxation brings along (:mod:`wball.certificates.anchor`), are added to ``a_j``
 
 Full plans on a large grid: moves shorter than a *reach* are listed one by one. Longer ones are sorted into tiers of
 length: one of a tier costs at least the tier's shortest length, and the best it can do is the largest ``a_j - r_j``
-within the tier's longest. This only ever enlarges the bound.
+within the tier's longest. This only ever enlarges the bound. Charged rows also tell apart the moves that are two listed
+ones (:mod:`wball.input_sets.detours`), where all pixels are sources.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
 from wball.input_sets.charges import Charged, Charges, Kept, rounded_up, spread
+from wball.input_sets.detours import Detours, detours
 from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
@@ -85,6 +87,13 @@ class TransportSet(InputSet):
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.listed = [m for m in self.moves if m[:2] != (0, 0)]  # in the order of all lists of gains and charges
+        self.detours: Detours | None = None
+        self._later = self.tiers  # of moves that are no detours either
+        if self.far is not None and self.power is not None:
+            self.detours = detours(tuple(m[:2] for m in self.listed), self.power, height, width)
+        if self.detours is not None and self.power is not None:
+            limit, side = self.detours.limit, max(height, width)
+            self._later = _tiers(limit, limit**self.power, self.power, side) if limit < math.inf else []
         prices = [d for *_, d in self.listed]
         self.rings = {d: slice(prices.index(d), prices.index(d) + prices.count(d)) for d in sorted(set(prices))}
         self._active = self._list_active()
@@ -124,17 +133,17 @@ class TransportSet(InputSet):
             return rows.dense(tuple(self.x.shape[1:]))
         return rows
 
-    def _targets(self, rows: Rows, box: Tensor | None) -> Tensor:
-        """``a - r`` on the sources' grid widened by the radius, :data:`NOWHERE` outside the image."""
+    def _targets(self, rows: Rows, box: Tensor | None, times: int = 1) -> Tensor:
+        """``a - r`` on the sources' grid widened by so many times the radius, :data:`NOWHERE` outside the image."""
         coeff, radius = rows.coeff, self.radius
         if rows.corner is None:
             value = coeff if box is None else coeff - box
-            return F.pad(value, (radius,) * 4, value=NOWHERE)
+            return F.pad(value, (times * radius,) * 4, value=NOWHERE)
         value = F.pad(coeff, (radius,) * 4)
         if box is not None:
             value = value - box
-        value = F.pad(value, (radius,) * 4)
-        corner = (rows.corner[0] - 2 * radius, rows.corner[1] - 2 * radius)
+        value = F.pad(value, (times * radius,) * 4)
+        corner = (rows.corner[0] - (1 + times) * radius, rows.corner[1] - (1 + times) * radius)
         keep = inside(corner, (value.shape[2], value.shape[3]), self.x.shape[1:])
         return value.masked_fill(~keep, NOWHERE)
 
@@ -215,11 +224,17 @@ class TransportSet(InputSet):
         levels = [_merged(worth[:, :, ring], reg) for ring in self.rings.values()]
         far, elsewhere, away = None, None, None
         if self.far is not None:
-            ends = self._slice(padded, 0, 0)
+            ends, tiers = self._slice(padded, 0, 0), self.tiers
+            size = (ends.shape[2], ends.shape[3])
+            if charges is not None and self.detours is not None and charges.moves.shape[3] == size[0] * size[1]:
+                longer = self.detours.worth(charges.moves, self._targets(rows, box, 2), size, self.radius)
+                levels += [_merged(longer[:, :, ring], reg) for ring in self.detours.rings.values()]
+                costs += list(self.detours.rings)
+                tiers = self._later
             if charges is not None:
                 ends = ends + charges.into
             within, around = 0, ends
-            for least, wide in self.tiers:
+            for least, wide in tiers:
                 if wide < max(ends.shape[-2:]) - 1:
                     around, within = _widen(around, wide - within), wide
                     best = self._sources(rows, around)
@@ -517,7 +532,8 @@ class TransportSet(InputSet):
         if self.matrix is not None:
             return 4 * rows.coeff.shape[1] * self.matrix.numel()
         if charged:
-            return 2 * sources + (2 * len(self.moves) + 6) * max(listed, sources // 2)
+            longer = 0 if self.detours is None else len(self.detours)
+            return 2 * sources + (2 * len(self.moves) + 2 * longer + 6) * max(listed, sources // 2)
         return 2 * sources + (len(self.moves) + len(self.tiers) + 4) * listed
 
 

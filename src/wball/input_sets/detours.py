@@ -1,0 +1,100 @@
+r"""Moves that are not listed, as two that are: what they pay is at most what both of these pay.
+
+The charge of a move is :math:`M_{ij} = \sum_u b_u \max(g^u_{ij}, 0)`, and the gains of a unit add up along a path:
+:math:`g_{ij} \le g_{ik} + g_{kj}`. So :math:`M_{ij} \le M_{ik} + M_{kj}`, for any pixel ``k``, which costs nothing but
+an addition: no unit needs gains of its own for the move. Here ``k`` is the pixel next to the middle of the way, inside
+the rectangle that both ends span, so that it lies in the image if they do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Offset = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Detours:
+    """Moves from the length of the longest listed ones up to ``limit``, all of which are sums of two listed ones.
+
+    Attributes:
+        offsets: where they lead, sorted by cost.
+        first, second: the listed moves they are made of, by number.
+        halfway: where the first of them leads.
+        rings: places in the list of the moves of each cost.
+        limit: length below which every move is listed or among these.
+    """
+
+    offsets: tuple[Offset, ...]
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    halfway: tuple[Offset, ...]
+    rings: dict[float, slice]
+    limit: float
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def worth(self, charges: Tensor, targets: Tensor, size: Offset, radius: int) -> Tensor:
+        """What every source finds at the end of these moves, and pays on the way, ``(N, C, O, S)``.
+
+        ``charges`` (N, C, K, S) are those of the listed moves, which span ``radius`` pixels, on a grid of that size;
+        ``targets`` cover it widened by twice the radius.
+        """
+        grid = F.pad(charges.unflatten(3, size), (radius,) * 4)
+        cells = grid.shape[3] * grid.shape[4]
+        there = _places(self.halfway, size, radius, charges.device)
+        step = torch.tensor(self.second, device=charges.device)[:, None]
+        paid = grid.flatten(2).index_select(2, (step * cells + there).flatten()).unflatten(2, there.shape)
+        ends = _places(self.offsets, size, 2 * radius, charges.device)
+        found = targets.flatten(2).index_select(2, ends.flatten()).unflatten(2, ends.shape)
+        return found + paid + charges[:, :, list(self.first)]
+
+
+@lru_cache(maxsize=64)
+def _places(offsets: Sequence[Offset], size: Offset, around: int, device: torch.device) -> Tensor:
+    """``(O, S)``: where each offset leads from every pixel of a grid, in the grid widened by ``around``."""
+    width = size[1] + 2 * around
+    place = torch.arange(size[0] * size[1], device=device)
+    centre = (place // size[1] + around) * width + place % size[1] + around
+    return centre + torch.tensor([r * width + c for r, c in offsets], device=device)[:, None]
+
+
+@lru_cache(maxsize=64)
+def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -> Detours | None:
+    """The moves of an image of that size that follow the ``listed`` ones in length; ``None`` if there are none."""
+    number = {offset: k for k, offset in enumerate(listed)}
+    top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
+    ends = [(r, c) for r in range(-top, top + 1) for c in range(-top, top + 1) if abs(r) < height and abs(c) < width]
+    found: dict[Offset, Offset] = {}
+    limit = math.inf
+    for r, c in sorted(ends, key=lambda end: end[0] ** 2 + end[1] ** 2):
+        if (r, c) in number or (r, c) == (0, 0):
+            continue
+        ways = [(a, b) for a, b in listed if (r - a, c - b) in number and _between(a, r) and _between(b, c)]
+        if not ways:
+            limit = math.hypot(r, c)
+            break
+        found[r, c] = min(ways, key=lambda way: (math.hypot(2 * way[0] - r, 2 * way[1] - c), way))
+    kept = [end for end in found if math.hypot(*end) < limit]  # all of a length, or none
+    if not kept:
+        return None
+    costs = [float(r * r + c * c) ** (power / 2) for r, c in kept]
+    order = sorted(range(len(kept)), key=lambda k: (costs[k], kept[k]))
+    kept, costs = [kept[k] for k in order], [costs[k] for k in order]
+    rings = {d: slice(costs.index(d), costs.index(d) + costs.count(d)) for d in sorted(set(costs))}
+    halfway = tuple(found[end] for end in kept)
+    first = tuple(number[way] for way in halfway)
+    second = tuple(number[r - a, c - b] for (r, c), (a, b) in zip(kept, halfway, strict=True))
+    return Detours(tuple(kept), first, second, halfway, rings, limit)
+
+
+def _between(part: int, whole: int) -> bool:
+    return min(0, whole) <= part <= max(0, whole)
