@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -41,13 +42,18 @@ def test_anchors_of_a_digits_layer_fit_at_the_wide_reach() -> None:
         assert collector.LIMIT * x[0].numel() // source.gain_size >= 32 * 49
 
 
-def test_colour_images_are_anchored_at_the_usual_reach_where_units_do_not_fit_at_the_wide_one() -> None:
-    """Mass everywhere makes many gains: 1,536 units fit at a reach of 2 pixels and not at 4."""
-    x, y = torch.rand((1, 3, 32, 32), generator=torch.Generator().manual_seed(0)), torch.tensor([0])
-    net, ball = wball.build_model("cifar10-cnn").eval(), wball.WassersteinBall(1e-6)
+@pytest.mark.parametrize(("dark", "last"), [(0.0, certificate.USUAL), (0.7, certificate.WIDE)])
+def test_longer_moves_are_told_apart_unless_they_are_two_listed_ones(
+    dark: float, last: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mass everywhere makes many gains, and moves of up to 4 pixels hardly tighten what those of up to 3 give."""
+    noise = torch.rand((1, 3, 16, 16), generator=torch.Generator().manual_seed(0))
+    net, x, y = nn.Sequential(nn.Flatten(), nn.Linear(768, 2)), (noise - dark).clamp(min=0), torch.tensor([0])
+    ball = wball.WassersteinBall(0.1)
     graph = certificate.trace(net, x, ball)
     first = certificate._first_layer(graph, x, ball, "full")
-    problem = certificate._Problem(graph, x, y, ball, "full", torch.ones(1), first)
-    source = ball.input_set(x)
-    assert problem._crowded(source.finer(certificate.WIDE))
-    assert not problem._crowded(source.finer(certificate.CLOSE))
+    problem = certificate._Problem(graph, x, y, ball, "full", torch.ones(1, dtype=torch.float64), first)
+    reaches: list[float] = []
+    monkeypatch.setattr(problem, "_tighten", lambda margins, bounds, chosen, reach: reaches.append(reach))
+    problem.margin("anchored", 0, 1.0)
+    assert reaches == [certificate.CLOSE, last]

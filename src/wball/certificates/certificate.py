@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates.bounds import Bounds
-from wball.certificates.collector import anchored_units
+from wball.certificates.collector import LIMIT, gain_bytes
 from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.effort import Effort, Method
 from wball.certificates.first_layer import FirstLayer
@@ -30,10 +30,17 @@ FINE = 128
 """Radii are found to a part in so many."""
 
 CLOSE, USUAL, WIDE = 2.0, 3.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images; what comes before the next one
-where units would not all fit into that, in colour images for example; and what the others get at five times the price
-of the first. More hardly tightens a bound."""
+"""Lengths in pixels below which moves are told apart: what suffices for most images; what the others get where longer
+moves are known as two of these; and what they get elsewhere, at five times the price of the first. More hardly tightens
+a bound."""
 
+HOPELESS, HOPELESS_EVERYWHERE, NEARER = 100.0, 1000.0, 2.0
+"""Images whose bound is further below 0 than so many times their clean margin are beyond help: of anchors, if most
+pixels hold no mass and if all do (a colour image with three convolutions went from -262 to 0.02), and of longer
+moves."""
+
+ROOM = 0.8
+"""Share of a GPU's free memory that the gains of images bounded together may take."""
 
 FLAT = 0.8
 """What a ball takes off the clean margin is taken to grow at least like this power of its radius, where a search for
@@ -430,21 +437,16 @@ class _Problem:
         if method == "crown":
             return margins.amin(1)
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
-        far = isinstance(source, TransportSet) and source.far is not None  # some moves are not told apart
-        self._tighten(margins, bounds, self._open(margins, 100.0) & ~(once & far), CLOSE)
-        if far and self._crowded(source.finer(WIDE)):
-            self._tighten(margins, bounds, self._open(margins, 5.0) & ~once, USUAL)
+        plans = source if isinstance(source, TransportSet) else None
+        far = plans is not None and plans.far is not None  # some moves are not told apart
+        everywhere = plans is not None and plans.detours is not None
+        near, last = (HOPELESS_EVERYWHERE, USUAL) if everywhere else (HOPELESS, WIDE)
+        self._tighten(margins, bounds, self._open(margins, near) & ~(once & far), CLOSE)
         if far and method != "complete":  # the search begins with that
-            self._tighten(margins, bounds, self._open(margins, 2.0) | once, WIDE)
+            self._tighten(margins, bounds, self._open(margins, NEARER) | once, last)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, self._open(margins, 3.0), WIDE, steps)
+            self._tighten(margins, bounds, self._open(margins, 3.0), last, steps)
         return margins.amin(1)
-
-    def _crowded(self, source: InputSet) -> bool:
-        """Whether the units of a layer that reads no image can be too many for anchors over that set."""
-        places = [k for k in self.graph.relaxed() if k not in self.first.layers]
-        most = max((math.prod(self.graph.ops[k].shape) for k in places), default=0)
-        return isinstance(source, TransportSet) and anchored_units(source) < most
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
         """Images that are not certified yet, by at most ``near`` times their clean margin: others are beyond help."""
@@ -457,13 +459,30 @@ class _Problem:
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
         """
-        left = chosen.nonzero()[:, 0]
+        for left in self._together(chosen.nonzero()[:, 0], bounds, reach):
+            self._tighten_some(margins, bounds, left, reach, steps)
+
+    def _together(self, left: Tensor, bounds: Bounds, reach: float) -> list[Tensor]:
+        """Images in groups whose gains fit into a GPU's memory; on a CPU there are few at a time."""
         if left.numel() == 0:
-            return
+            return []
+        source = self.ball.take(left[:1]).input_set(self.x[left[:1]], self.plans).finer(reach)
+        places = [k for k in self.graph.relaxed() if k not in self.first.layers]
+        if not self.x.is_cuda or not isinstance(source, TransportSet) or not places:
+            return [left]
+        units = torch.stack([bounds.unstable(k)[left].flatten(1).sum(1) for k in places]).sum(0)
+        size = gain_bytes(source) * units
+        _, counts = ((size.cumsum(0) - size) // (ROOM * _room(self.x))).unique_consecutive(return_counts=True)
+        return list(left.split(counts.tolist()))
+
+    def _tighten_some(self, margins: Tensor, bounds: Bounds, left: Tensor, reach: float, steps: int) -> None:
         some, y = bounds.take(left), self.y[left]
         source = self.ball.take(left).input_set(self.x[left], self.plans).finer(reach)
         relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
         relaxation.deadline = self.deadline
+        if self.x.is_cuda and isinstance(source, TransportSet):
+            each = ROOM * _room(self.x) / (gain_bytes(source) * len(self.graph.relaxed()))  # units, of one image
+            relaxation.limit = max(LIMIT, int(each * source.gain_size) // self.x[0].numel())
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:
             return

@@ -13,21 +13,26 @@ from wball.input_sets.charges import Charged
 from wball.input_sets.rows import Rows
 
 LIMIT = 2**15
-"""Numbers per image and pixel that the gains of one layer may hold."""
+"""Numbers per image and pixel that the gains of one layer may hold on a CPU."""
+
+COPIES = 6
+"""Gains are in memory so often while they are computed, padded and read in float64."""
 
 
 class Collector:
-    """The gains of the units of one layer of shape ``shape``, for ``images`` images."""
+    """The gains of the units of one layer of shape ``shape``, for ``images`` images; at most ``limit`` per pixel."""
 
-    def __init__(self, source: TransportSet, images: int, shape: tuple[int, ...], device: torch.device) -> None:
-        self.source, self.images, self.shape = source, images, shape
+    def __init__(
+        self, source: TransportSet, images: int, shape: tuple[int, ...], device: torch.device, limit: int
+    ) -> None:
+        self.source, self.images, self.shape, self.limit = source, images, shape, limit
         self._centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=device)
         self._parts: list[tuple[Tensor, ...]] = []
         self._chosen: Tensor | None = None
 
     def choose(self, lower: Tensor, upper: Tensor) -> None:
         """If not all unstable units fit, leave some out: they keep the usual lines."""
-        self._chosen = chosen(lower, upper, self.source, LIMIT)
+        self._chosen = chosen(lower, upper, self.source, self.limit)
 
     def add(self, image: Tensor, unit: Tensor, at_input: Rows, charged: Charged, constant: Tensor) -> None:
         """Rows that bound ``-v`` from below: their values at the image and their gains."""
@@ -51,15 +56,15 @@ class Collector:
         return anchor, self._centre.view(self.images, *self.shape)
 
 
-def anchored_units(source: TransportSet, limit: int | None = None) -> int:
-    """How many units of a layer can have gains of their own, of so many numbers per image and pixel."""
-    return (LIMIT if limit is None else limit) * math.prod(source.shape) // source.gain_size
+def gain_bytes(source: TransportSet) -> int:
+    """About how much memory the gains of one unit take."""
+    return 4 * COPIES * source.gain_size
 
 
 def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Tensor | None:
     """``(images, units)``: each image's most unstable units, as many as there is room for; ``None`` if all fit."""
     low, up = lower.flatten(1), upper.flatten(1)
-    most = anchored_units(source, limit)
+    most = limit * math.prod(source.shape) // source.gain_size
     if most >= low.shape[1]:
         return None
     depth = torch.minimum(up, -low)

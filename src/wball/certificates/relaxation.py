@@ -31,7 +31,7 @@ from wball.certificates.activations import anchored_line, either, relax_curve, r
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
 from wball.certificates.cells import Carrier, follows, neighbours
-from wball.certificates.collector import Collector
+from wball.certificates.collector import LIMIT, Collector
 from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
@@ -114,6 +114,7 @@ class Relaxation:
     Attributes:
         condition: bounds need hold only for images that satisfy it, if there is one.
         deadline: of ``time.monotonic``; after it units keep the bounds they have, where those are finite.
+        limit: numbers per image and pixel that the gains of one layer may hold.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Relaxation:
         self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
         self.first, self.centre = first, centre
         self.condition: Condition | None = None
-        self.deadline = math.inf
+        self.deadline, self.limit = math.inf, LIMIT
         self._intervals = Intervals(graph, source)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
         self._chunks: dict[tuple[int, bool], tuple[int, float]] = {}
@@ -366,7 +367,7 @@ class Relaxation:
         gains = None
         if anchored and isinstance(op, Activation):
             assert isinstance(self.source, TransportSet)
-            gains = Collector(self.source, images, shape, like.device)
+            gains = Collector(self.source, images, shape, like.device, self.limit)
         ready = gains is not None and self._shared_gains(position)
         if not known:
             self._intervals.start(position, bounds, images, like.device)

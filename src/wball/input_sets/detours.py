@@ -9,7 +9,6 @@ the rectangle that both ends span, so that it lies in the image if they do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,14 +21,14 @@ Offset = tuple[int, int]
 
 @dataclass(frozen=True)
 class Detours:
-    """Moves from the length of the longest listed ones up to ``limit``, all of which are sums of two listed ones.
+    """Moves that follow the listed ones in length and are sums of two of them, as long as all of a length are.
 
     Attributes:
         offsets: where they lead, sorted by cost.
         first, second: the listed moves they are made of, by number.
         halfway: where the first of them leads.
         rings: places in the list of the moves of each cost.
-        limit: length below which every move is listed or among these.
+        tiers: least cost and length in pixels of all longer moves, in tiers of length.
     """
 
     offsets: tuple[Offset, ...]
@@ -37,7 +36,7 @@ class Detours:
     second: tuple[int, ...]
     halfway: tuple[Offset, ...]
     rings: dict[float, slice]
-    limit: float
+    tiers: list[tuple[float, int]]
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -51,15 +50,21 @@ class Detours:
         grid = F.pad(charges.unflatten(3, size), (radius,) * 4)
         cells = grid.shape[3] * grid.shape[4]
         there = _places(self.halfway, size, radius, charges.device)
-        step = torch.tensor(self.second, device=charges.device)[:, None]
-        paid = grid.flatten(2).index_select(2, (step * cells + there).flatten()).unflatten(2, there.shape)
+        first, second = _numbers(self.first, charges.device), _numbers(self.second, charges.device)
+        later = grid.flatten(2).index_select(2, (second[:, None] * cells + there).flatten()).unflatten(2, there.shape)
         ends = _places(self.offsets, size, 2 * radius, charges.device)
         found = targets.flatten(2).index_select(2, ends.flatten()).unflatten(2, ends.shape)
-        return found + paid + charges[:, :, list(self.first)]
+        return found + later + charges.index_select(2, first)
 
 
 @lru_cache(maxsize=64)
-def _places(offsets: Sequence[Offset], size: Offset, around: int, device: torch.device) -> Tensor:
+def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers on a device; a copy to a GPU makes the host wait."""
+    return torch.tensor(values, dtype=torch.long, device=device)
+
+
+@lru_cache(maxsize=64)
+def _places(offsets: tuple[Offset, ...], size: Offset, around: int, device: torch.device) -> Tensor:
     """``(O, S)``: where each offset leads from every pixel of a grid, in the grid widened by ``around``."""
     width = size[1] + 2 * around
     place = torch.arange(size[0] * size[1], device=device)
@@ -93,8 +98,16 @@ def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -
     halfway = tuple(found[end] for end in kept)
     first = tuple(number[way] for way in halfway)
     second = tuple(number[r - a, c - b] for (r, c), (a, b) in zip(kept, halfway, strict=True))
-    return Detours(tuple(kept), first, second, halfway, rings, limit)
+    tiers = tiers_from(limit, limit**power, power, max(height, width)) if limit < math.inf else []
+    return Detours(tuple(kept), first, second, halfway, rings, tiers)
 
 
 def _between(part: int, whole: int) -> bool:
     return min(0, whole) <= part <= max(0, whole)
+
+
+def tiers_from(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
+    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many pixels it spans."""
+    lengths = [length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side] or [reach]
+    spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
+    return [(max(least, length**p), span) for length, span in zip(lengths, spans, strict=True)]

@@ -33,7 +33,7 @@ from wball.cost import DenseCost, GridCost, GroundCost
 from wball.input_sets.base import ROUNDS, Constraints, InputSet, Plans
 from wball.input_sets.box_program import BoxProgram
 from wball.input_sets.charges import Charged, Charges, Kept, rounded_up, spread
-from wball.input_sets.detours import Detours, detours
+from wball.input_sets.detours import Detours, detours, tiers_from
 from wball.input_sets.rows import Rows, inside, read_patches
 from wball.kernels import dispatch
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem, row_maximum
@@ -82,18 +82,11 @@ class TransportSet(InputSet):
             beyond = [m[2] for m in every if m[2] >= limit]
             if beyond:
                 self.far = min(beyond)
-                self.tiers = _tiers(reach, self.far, cost.p, max(height, width))
+                self.tiers = tiers_from(reach, self.far, cost.p, max(height, width))
         else:
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.listed = [m for m in self.moves if m[:2] != (0, 0)]  # in the order of all lists of gains and charges
-        self.detours: Detours | None = None
-        self._later = self.tiers  # of moves that are no detours either
-        if self.far is not None and self.power is not None:
-            self.detours = detours(tuple(m[:2] for m in self.listed), self.power, height, width)
-        if self.detours is not None and self.power is not None:
-            limit, side = self.detours.limit, max(height, width)
-            self._later = _tiers(limit, limit**self.power, self.power, side) if limit < math.inf else []
         prices = [d for *_, d in self.listed]
         self.rings = {d: slice(prices.index(d), prices.index(d) + prices.count(d)) for d in sorted(set(prices))}
         self._active = self._list_active()
@@ -110,6 +103,13 @@ class TransportSet(InputSet):
             return None
         mass, place = flat.topk(count, dim=2)
         return place, mass
+
+    @property
+    def detours(self) -> Detours | None:
+        """Moves that follow the listed ones, where charges of both halves are known: if every pixel is a source."""
+        if self.far is None or self.power is None or self._active is not None:
+            return None
+        return detours(tuple(m[:2] for m in self.listed), self.power, self.x.shape[2], self.x.shape[3])
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         whole = self.x.reshape(-1, *self.shape)
@@ -225,12 +225,12 @@ class TransportSet(InputSet):
         far, elsewhere, away = None, None, None
         if self.far is not None:
             ends, tiers = self._slice(padded, 0, 0), self.tiers
-            size = (ends.shape[2], ends.shape[3])
-            if charges is not None and self.detours is not None and charges.moves.shape[3] == size[0] * size[1]:
-                longer = self.detours.worth(charges.moves, self._targets(rows, box, 2), size, self.radius)
-                levels += [_merged(longer[:, :, ring], reg) for ring in self.detours.rings.values()]
-                costs += list(self.detours.rings)
-                tiers = self._later
+            if charges is not None and (longer := self.detours) is not None:
+                size = (ends.shape[2], ends.shape[3])
+                paid = longer.worth(charges.moves, self._targets(rows, box, 2), size, self.radius)
+                levels += [_merged(paid[:, :, ring], reg) for ring in longer.rings.values()]
+                costs += list(longer.rings)
+                tiers = longer.tiers
             if charges is not None:
                 ends = ends + charges.into
             within, around = 0, ends
@@ -532,7 +532,7 @@ class TransportSet(InputSet):
         if self.matrix is not None:
             return 4 * rows.coeff.shape[1] * self.matrix.numel()
         if charged:
-            longer = 0 if self.detours is None else len(self.detours)
+            longer = len(self.detours or ())
             return 2 * sources + (2 * len(self.moves) + 2 * longer + 6) * max(listed, sources // 2)
         return 2 * sources + (len(self.moves) + len(self.tiers) + 4) * listed
 
@@ -546,13 +546,6 @@ def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 def _merged(worth: Tensor, reg: float) -> Tensor:
     """The best of moves of equal cost, ``(N, C, k, S) -> (N, C, S)``: by their maximum, or softly for ``reg``."""
     return worth.amax(2) if reg == math.inf else (reg * worth).logsumexp(2) / reg
-
-
-def _tiers(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
-    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many pixels it spans."""
-    lengths = [length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side] or [reach]
-    spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
-    return [(max(least, length**p), span) for length, span in zip(lengths, spans, strict=True)]
 
 
 def _widen(maps: Tensor, reach: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wball.certificates.anchor import UnitAnchor
 from wball.certificates.bounds import Bounds
-from wball.certificates.collector import chosen
+from wball.certificates.collector import chosen, gain_bytes
 from wball.certificates.complete.bound import Problems
 from wball.input_sets import InputSet, TransportSet
 from wball.input_sets.charges import Anchor, rounded_up
@@ -17,9 +17,6 @@ from wball.input_sets.rows import Rows
 
 FIRST_LIMIT = 2**16
 """Numbers per image and pixel that the gains of a first convolution may hold, which has the most units."""
-
-COPIES = 6
-"""Gains of a problem are in memory so often while they are computed, padded and read in float64."""
 
 
 def listed(
@@ -59,6 +56,6 @@ def together(problems: Problems, room: int) -> list[Tensor]:
     if not isinstance(problems.source, TransportSet) or not problems.anchors:
         return [every]
     listed = torch.stack([problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]).sum(0)
-    size = 4 * COPIES * problems.source.gain_size * listed
+    size = gain_bytes(problems.source) * listed
     _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
     return list(every.split(counts.tolist()))
