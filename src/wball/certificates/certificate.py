@@ -29,10 +29,9 @@ from wball.model import ask, check_classes, evaluating
 FINE = 128
 """Radii are found to a part in so many."""
 
-CLOSE, USUAL, WIDE = 2.0, 3.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images; what the others get where longer
-moves are known as two of these; and what they get elsewhere, at five times the price of the first. More hardly tightens
-a bound."""
+CLOSE, WIDE = 2.0, 4.0
+"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the others get at five
+times the price. More hardly tightens a bound."""
 
 HOPELESS, HOPELESS_EVERYWHERE, NEARER = 100.0, 1000.0, 2.0
 """Images whose bound is further below 0 than so many times their clean margin are beyond help: of anchors, if most
@@ -415,6 +414,7 @@ class _Problem:
         self.first, self.centre = first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
         self.budget, self.bounds, self.deadline = _numbers_at_once(x), Bounds(), math.inf
+        self.sparing = False  # leave out bounds of units that only optimised slopes and searches use
 
     def relaxation(self, source: InputSet, method: Method, reg: float, left: Tensor | None = None) -> Relaxation:
         if method == "dual":
@@ -436,16 +436,17 @@ class _Problem:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method == "crown":
             return margins.amin(1)
+        self.sparing = method == "anchored"
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
         plans = source if isinstance(source, TransportSet) else None
         far = plans is not None and plans.far is not None  # some moves are not told apart
         everywhere = plans is not None and plans.detours is not None
-        near, last = (HOPELESS_EVERYWHERE, USUAL) if everywhere else (HOPELESS, WIDE)
+        near = HOPELESS_EVERYWHERE if everywhere else HOPELESS
         self._tighten(margins, bounds, self._open(margins, near) & ~(once & far), CLOSE)
         if far and method != "complete":  # the search begins with that
-            self._tighten(margins, bounds, self._open(margins, NEARER) | once, last)
+            self._tighten(margins, bounds, self._open(margins, NEARER) | once, WIDE)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, self._open(margins, 3.0), last, steps)
+            self._tighten(margins, bounds, self._open(margins, 3.0), WIDE, steps)
         return margins.amin(1)
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
@@ -488,7 +489,9 @@ class _Problem:
             return
         layers = None if anchored else Ascent(steps)
         for position in self.graph.relaxed():
-            relaxation.bound_layer(position, some, left.shape[0], self.like, anchored=anchored, ascent=layers)
+            relaxation.bound_layer(
+                position, some, left.shape[0], self.like, anchored=anchored, ascent=layers, sparing=self.sparing
+            )
         found = torch.maximum(margins[left], relaxation.margins(y, some, self.like, anchored=anchored))
         if isinstance(source, TransportSet):
             only = torch.ones_like(found, dtype=torch.bool) if source.small else self._near(found, left, 0.1)

@@ -47,6 +47,10 @@ class Collector:
         gains = self.source.gains(at_input.like(-at_input.coeff), charged)
         self._parts.append((image, unit, *gains))
 
+    def listed(self) -> Tensor:
+        """``(images * units,)``: which units have gains by now."""
+        return torch.isfinite(self._centre).flatten()
+
     def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
         """The anchor and the units' values at the images; ``None`` if no unit was added."""
         if not self._parts:

@@ -354,11 +354,13 @@ class Relaxation:
         *,
         anchored: bool = False,
         ascent: Ascent | None = None,
+        sparing: bool = False,
     ) -> None:
         """Bound what relaxed operation ``position`` reads: all units at first, then only its unstable units again.
 
         New bounds replace old ones only where they are tighter. Units found stable need no second bound: theirs may
-        stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer.
+        stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer. ``sparing`` leaves
+        out lower bounds that an anchor does not use: those of units that are below 0 at the image.
         """
         op = self.graph.ops[position]
         shape = self.graph.ops[op.inputs[0]].shape
@@ -395,6 +397,8 @@ class Relaxation:
             gains.choose(bounds.lower[position], bounds.upper[position])
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
+            if sparing and side > 0 and gains is not None and not ready and self.centre is not None:
+                some = some[((self.centre[position].flatten() > 0) | ~gains.listed())[some]]
             sign = torch.full(some.shape, side, device=like.device)
             self._bound_units(
                 position, bounds, some, sign, like, anchored, ascent, None if ready or side > 0 else gains

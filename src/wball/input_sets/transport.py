@@ -42,6 +42,10 @@ from wball.kernels.row_maximum.reference import entropic_psi, worth_of
 LIST_ALL = 8192
 """Images with at most this many (pixel, move) pairs have every move listed: full plans are then exact."""
 
+ENOUGH = 3.0
+"""The longest reach where longer moves are known as two listed ones: 4 pixels tighten bounds by a hundredth of what 3
+do, at twice the price."""
+
 
 class TransportSet(InputSet):
     """A Wasserstein ball around each image: budgets ``(B,)`` in float64, moves priced by ``cost``, pixels in ``box``.
@@ -485,7 +489,9 @@ class TransportSet(InputSet):
 
     def finer(self, reach: float) -> TransportSet:
         cost, box, plans = self._given
-        if self.far is None:
+        if self.detours is not None:
+            reach = min(reach, ENOUGH)
+        if self.far is None or reach == self._reach:
             return self
         finer = TransportSet(self._x, cost, self.budget, box, plans, reach)
         finer._active = self._active  # equal masses may be listed in another order
