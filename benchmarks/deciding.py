@@ -4,7 +4,8 @@ One row each: share of images that are classified correctly, broken (with a coun
 proved and undecided, and seconds an image: the median, the mean and the worst. Models are names of
 :func:`wball.load_model`, or ``ARCHITECTURE=FILE`` for weights of your own, named after their file. On a GPU images are
 searched together, and the time of every step is shared by the images it was spent on. All images first get anchored
-bounds alone; what those leave open is searched. The file is written after every batch; if interrupted, rerun the same
+bounds alone; what those leave open is searched. An image that is proved at a larger radius is not tried again, so give
+the largest first. The file is written after every batch; if interrupted, rerun the same
 command to resume. With a larger ``--time-limit`` a rerun tries again what is undecided, and nothing else.
 Images that lack least come first, as far as that is known. With ``--processes`` so many cores of a CPU search, one
 image each.
@@ -83,6 +84,16 @@ def pending(part: dict[str, Any], images: int, limit: float, remaining: float) -
     some = [k for k, (letter, before) in enumerate(tried) if letter == "U" and before < limit]
     limit = min(limit, remaining / max(1, len(some)))
     return [k for k in some if part["limits"][k] < limit], limit
+
+
+def proved_further_out(images: list[dict[str, Any]], part: dict[str, Any]) -> set[int]:
+    """Images that are proved at a larger radius: the smaller ball lies inside."""
+    larger = [p["status"] for p in images if p["model"] == part["model"] and p["eps"] > part["eps"]]
+    return {k for status in larger for k, letter in enumerate(status) if letter == "C"}
+
+
+def _columns(answers: list[tuple[str, float, float]]) -> Found:
+    return "".join(a for a, _, _ in answers), [t for _, t, _ in answers], [b for _, _, b in answers]
 
 
 def put(
@@ -231,7 +242,10 @@ def main(arguments: list[str] | None = None) -> None:
                         write()
                 else:
                     some = nearest(part, some)[:step] if limit else some[:PROVED]
-                    put(part, some, *decide(model, x[some], y[some], ball, limit), limit)
+                    rest = [k for k in some if k not in proved_further_out(images, part)]
+                    found = decide(model, x[rest], y[rest], ball, limit) if rest else ("", [], [])
+                    answers = dict(zip(rest, zip(*found, strict=True), strict=True))
+                    put(part, some, *_columns([answers.get(k, ("C", 0.0, 0.0)) for k in some]), limit)
                     write()
             if part["status"]:
                 print(row(part), flush=True)

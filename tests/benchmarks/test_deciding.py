@@ -43,6 +43,13 @@ def test_another_process_decides_what_is_open(tmp_path: Path) -> None:
     assert not list(deciding.Cores(1, "mnist-certified", None, "mnist", None).decide(0.01, [0], 60.0, until=0.0))
 
 
+def test_what_is_proved_further_out_is_proved() -> None:
+    far, other = {"model": "a", "eps": 0.2, "status": "CUC"}, {"model": "b", "eps": 0.3, "status": "CCC"}
+    near = {"model": "a", "eps": 0.1, "status": ""}
+    assert deciding.proved_further_out([far, other, near], near) == {0, 2}
+    assert deciding.proved_further_out([far, other, near], far) == set()
+
+
 def test_more_time_is_given_to_what_is_undecided() -> None:
     part = {"status": "CUUM", "seconds": [0.1, 5.0, 9.0, 0.0], "limits": [5.0, 5.0, 9.0, 5.0]}
     assert deciding.pending(part, 6, 5.0, math.inf) == ([4, 5], 0.0)  # new images first, by anchored bounds

@@ -95,7 +95,8 @@ def test_certificates_of_colour_images_hold_and_gain_by_detours(monkeypatch: pyt
     net = nn.Sequential(blur, nn.ReLU(), nn.Conv2d(6, 8, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)).double()
     x = torch.rand(2, 3, 16, 16, dtype=torch.float64)
     y = net(x).argmax(1)
-    monkeypatch.setattr(certificate, "NEARER", -1.0)  # what CLOSE leaves open stays open
+    for gates in ("HOPELESS", "HOPELESS_EVERYWHERE"):
+        monkeypatch.setattr(certificate, gates, (1000.0, -1.0))  # what CLOSE leaves open stays open
     ball = wball.WassersteinBall(0.03)
     proof = wball.certify(net, x, y, ball)
     attacked = wball.DualAveraging(ball, steps=20)(net, x, y).images

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wball.certificates.anchor import UnitAnchor
 from wball.input_sets import TransportSet
-from wball.input_sets.charges import Charged
+from wball.input_sets.charges import Anchor, Kept
 from wball.input_sets.rows import Rows
 
 LIMIT = 2**15
@@ -17,6 +18,16 @@ LIMIT = 2**15
 
 COPIES = 6
 """Gains are in memory so often while they are computed, padded and read in float64."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds of rows, and the linear function of the plan behind them."""
+
+    value: Tensor  # (N,), sound
+    at_input: Rows
+    charged: list[tuple[Anchor, Rows]]
+    constant: Tensor
 
 
 class Collector:
@@ -28,28 +39,27 @@ class Collector:
         self.source, self.images, self.shape, self.limit = source, images, shape, limit
         self._centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=device)
         self._parts: list[tuple[Tensor, ...]] = []
-        self._chosen: Tensor | None = None
+        self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
 
-    def choose(self, lower: Tensor, upper: Tensor) -> None:
-        """If not all unstable units fit, leave some out: they keep the usual lines."""
-        self._chosen = chosen(lower, upper, self.source, self.limit)
+    def choose(self, lower: Tensor, upper: Tensor) -> Tensor:
+        """``(images, units)``: if not all unstable units fit, some are left out and keep the usual lines."""
+        found = chosen(lower, upper, self.source, self.limit)
+        self._chosen = torch.ones_like(self._centre, dtype=torch.bool) if found is None else found
+        return self._chosen
 
-    def add(self, image: Tensor, unit: Tensor, at_input: Rows, charged: Charged, constant: Tensor) -> None:
-        """Rows that bound ``-v`` from below: their values at the image and their gains."""
-        if self._chosen is not None:
-            keep = self._chosen[image, unit].nonzero()[:, 0]
-            if keep.shape[0] == 0:
-                return
-            image, unit, constant = image[keep], unit[keep], constant[keep]
-            at_input, charged = at_input.take(keep), [(anchor, weights.take(keep)) for anchor, weights in charged]
+    def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
+        """Rows that bound ``-v`` from below: their values at the image and their gains, if ``v`` may be above 0."""
+        keep = ((bound.value <= 0) & self._chosen[image, unit]).nonzero()[:, 0]
+        if keep.shape[0] == 0:
+            return
+        at_input, charged, constant = bound.at_input, bound.charged, bound.constant
+        if keep.shape[0] < image.shape[0]:
+            image, unit, constant, at_input = image[keep], unit[keep], constant[keep], at_input.take(keep)
+            charged = charged.take(keep) if isinstance(charged, Kept) else charged
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
         gains = self.source.gains(at_input.like(-at_input.coeff), charged)
         self._parts.append((image, unit, *gains))
-
-    def listed(self) -> Tensor:
-        """``(images * units,)``: which units have gains by now."""
-        return torch.isfinite(self._centre).flatten()
 
     def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
         """The anchor and the units' values at the images; ``None`` if no unit was added."""

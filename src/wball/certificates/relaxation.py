@@ -31,7 +31,7 @@ from wball.certificates.activations import anchored_line, either, relax_curve, r
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
 from wball.certificates.cells import Carrier, follows, neighbours
-from wball.certificates.collector import LIMIT, Collector
+from wball.certificates.collector import LIMIT, Bound, Collector
 from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
@@ -69,16 +69,6 @@ class Choice:
 
     def tensors(self) -> list[Tensor]:
         return [*self.slopes.values(), *self.shares.values()]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Lower bounds of rows, and the linear function of the plan behind them."""
-
-    value: Tensor  # (N,), sound
-    at_input: Rows
-    charged: list[tuple[Anchor, Rows]]
-    constant: Tensor
 
 
 @dataclass(frozen=True)
@@ -217,16 +207,20 @@ class Relaxation:
         known: Tensor | None = None,
         settle: bool = False,
         keep: bool = False,
+        search: bool = True,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in float64.
 
         ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle`` it is enough for a
-        row to be above 0: how far does not matter. With ``keep`` the bound holds on to its charges.
+        row to be above 0: how far does not matter. With ``keep`` the bound holds on to its charges. Without ``search``
+        only the linear function is found, and the bound is ``-inf``.
         """
         charged: list[tuple[Anchor, Rows]] = Kept() if keep else []
         scale: list[Tensor] = []
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
         constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
+        if not search:
+            return Bound(torch.full_like(constant, -math.inf), at_input, charged, constant)
         box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
         return self._concluded(constant, at_input, charged, scale, box, rounds, known, settle)
 
@@ -360,7 +354,7 @@ class Relaxation:
 
         New bounds replace old ones only where they are tighter. Units found stable need no second bound: theirs may
         stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer. ``sparing`` leaves
-        out lower bounds that an anchor does not use: those of units that are below 0 at the image.
+        out bounds that an anchor does not use: lower ones of units below 0 at the image, and upper ones of the others.
         """
         op = self.graph.ops[position]
         shape = self.graph.ops[op.inputs[0]].shape
@@ -393,17 +387,36 @@ class Relaxation:
                 rounds, done = (ROUNDS, likely) if once else (QUICK, None)
                 self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
                 every = every[bounds.worth_a_row(position).flatten()[every]]
-        if gains is not None:
-            gains.choose(bounds.lower[position], bounds.upper[position])
+        if gains is not None and not ready:
+            self._bound_with_gains(position, bounds, every, like, ascent, gains, sparing)
+            return
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
-            if sparing and side > 0 and gains is not None and not ready and self.centre is not None:
-                some = some[((self.centre[position].flatten() > 0) | ~gains.listed())[some]]
             sign = torch.full(some.shape, side, device=like.device)
-            self._bound_units(
-                position, bounds, some, sign, like, anchored, ascent, None if ready or side > 0 else gains
-            )
-        found = None if gains is None or ready else gains.anchor()
+            self._bound_units(position, bounds, some, sign, like, anchored, ascent)
+
+    def _bound_with_gains(
+        self,
+        position: int,
+        bounds: Bounds,
+        every: Tensor,
+        like: Tensor,
+        ascent: Ascent | None,
+        gains: Collector,
+        sparing: bool,
+    ) -> None:
+        """Bound units from below, those that stay unstable from above, and leave an anchor with the gains of these."""
+        assert self.centre is not None
+        wanted = gains.choose(bounds.lower[position], bounds.upper[position]).flatten()
+        above = self.centre[position].flatten() > 0
+        some = every[(above | ~wanted)[every]] if sparing else every
+        self._bound_units(position, bounds, some, like.new_ones(some.shape), like, True, ascent)
+        every = every[bounds.worth_a_row(position).flatten()[every]]
+        spared = above & wanted & sparing
+        for some, search in ((every[~spared[every]], True), (every[spared[every]], False)):
+            sign = -like.new_ones(some.shape)
+            self._bound_units(position, bounds, some, sign, like, True, ascent, gains, search=search)
+        found = gains.anchor()
         if found is not None:
             self.anchors[position] = found
 
@@ -479,6 +492,7 @@ class Relaxation:
         ascent: Ascent | None = None,
         gains: Collector | None = None,
         rounds: int = ROUNDS,
+        search: bool = True,
     ) -> None:
         """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is tighter.
 
@@ -526,9 +540,10 @@ class Relaxation:
                     known=known,
                     settle=plain,
                     keep=gains is not None,
+                    search=search,
                 )
             if gains is not None:
-                gains.add(here // size, here % size, bound.at_input, bound.charged, bound.constant)
+                gains.add(here // size, here % size, bound)
             below = sign[index] > 0
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))

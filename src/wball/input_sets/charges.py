@@ -71,6 +71,13 @@ class Kept(list[tuple[Anchor, Rows]]):
 
     total: Charges | None = None
 
+    def take(self, index: Tensor) -> Kept:
+        """The same for some of the rows."""
+        some = Kept((anchor, weights.take(index)) for anchor, weights in self)
+        if self.total is not None:
+            some.total = Charges(*(part[index] for part in (self.total.moves, self.total.out, self.total.into)))
+        return some
+
 
 def spread(
     patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
