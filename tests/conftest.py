@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreted_quickly() -> None:
+    """Triton's interpreter prepares its language at every call of an inner function, which took a third of these tests.
+
+    Once a launch and module does the same: preparing again what is prepared changes nothing.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    scope = getattr(interpreter, "_LangPatchScope", None)
+    if scope is None:  # another Triton
+        return
+    patch: Callable[[Any], Any] = interpreter._patch_lang
+    restore: Callable[[Any], None] = scope.restore
+    prepared: set[int] = set()
+
+    def once(fn: Any) -> Any:
+        if id(fn.__globals__) in prepared:
+            return scope()
+        prepared.add(id(fn.__globals__))
+        return patch(fn)
+
+    def over(self: Any) -> None:
+        prepared.clear()
+        restore(self)
+
+    interpreter._patch_lang, scope.restore = once, over
 
 
 @pytest.fixture(autouse=True)
