@@ -16,10 +16,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import wball
-from wball.certificates import UnsupportedModule, certified_radius, certify
+from wball.certificates import UnsupportedModule, certified_radius, certify, trust
 from wball.certificates.functions import supported_table
 from wball.certificates.graph import Diagonal
 from wball.certificates.tracing import trace
+from wball.kernels import dispatch
 
 BALL = wball.LinfBall(0.3, box=(0.0, 2.0))
 
@@ -51,6 +52,20 @@ def followed(net: nn.Module) -> None:
 def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     """Another answer where a pixel exceeds 1, which no image shows."""
     return torch.where(given[0].flatten(1).amax(1, keepdim=True) > 1, -out, out)
+
+
+def test_probes_are_far_points_and_need_no_exact_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling the exact solver took half of a first certificate."""
+    x = wball.load_sample("mnist")[0][:3]
+    for eps in (0.05, 0.5):
+        ball, direction = wball.WassersteinBall(eps), torch.randn(x.shape)
+        far, most = trust._ends(ball, x, direction), ball.support(x, direction).value
+        assert bool(ball.contains(x, far).all())
+        gained, possible = (direction * (far - x)).sum((1, 2, 3)), most - (direction * x).sum((1, 2, 3))
+        assert bool((gained >= 0.9 * possible).all())
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    monkeypatch.setitem(dispatch.OPERATIONS, "proximal_newton", {})
+    assert bool(certify(net, images(), net(images()).argmax(1), wball.WassersteinBall(1e-6)).certified.any())
 
 
 # ---- arguments
