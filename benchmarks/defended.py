@@ -95,10 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
         model = network.load(given.device)
         fingerprint = describe_model(model)["sha256"]
         key = {"network": network.name, "architecture": network.architecture, "sha256": fingerprint}
-        row = next((r for r in rows if key.items() <= r.items()), None)
+        row, known = next((r for r in rows if key.items() <= r.items()), None), right(model, x, y)
         if row is None:
-            clean = int(right(model, x, y).sum()) / len(x)
-            row = {**key, "clean": clean, "attacked": 0, "survived": {f"{eps:g}": 0 for eps in radii}, "seconds": 0.0}
+            row = {**key, "attacked": 0, "survived": {f"{eps:g}": 0 for eps in radii}, "seconds": 0.0}
             rows.append(row)
         while row["attacked"] < len(x) and time.monotonic() - began < given.time_limit:
             first, begin = row["attacked"], time.perf_counter()
@@ -110,6 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
                     part = part[~attack(given.attack, eps)(model, x[part], y[part], generator=draws).success]
                 row["survived"][f"{eps:g}"] += len(part)
             row["seconds"] = round(row["seconds"] + time.perf_counter() - begin, 2)
+            row["clean"] = int(known[: row["attacked"]].sum()) / row["attacked"]
             row["robust"] = {eps: count / row["attacked"] for eps, count in row["survived"].items()}
             keep(given.out, content)
         print(row, flush=True)
