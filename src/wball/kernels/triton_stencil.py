@@ -46,6 +46,9 @@ MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""
 RINGS_KEPT, LOG_RINGS_KEPT = tl.constexpr(MAX_RINGS), tl.constexpr(6)
 UNROLL = tl.constexpr(8)
+LINE = 32
+"""Threads of a warp, and values of four bytes in a line of the cache."""
+_LINE = tl.constexpr(LINE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Stencil:
 
     Attributes:
         shape: ``(C, H, W)``.
-        reach: largest row and column offset ``(rr, rc)``.
+        reach: rows between planes and values between rows, at least the largest row and column offset ``(rr, rc)``.
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
         offsets: address offset of each move, for the code; empty for windows that loop over the table.
         offset: the same as a table, int32.
@@ -81,8 +84,9 @@ class Stencil:
 
     @property
     def guard(self) -> int:
-        """Staged values before the first pixel."""
-        return self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
+        """Staged values before the first pixel, so many that rows of :data:`LINE` values with their halos are lines."""
+        least = self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
+        return least + (self.reach[1] // 2 - least) % LINE
 
     @property
     def staged(self) -> int:
@@ -112,7 +116,8 @@ class Stencil:
         self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, ...]:
         """``count`` buffers for a batch, each starting at its first pixel."""
-        buffers = torch.empty((count, self.guard + batch * self.staged), dtype=dtype, device=device)
+        size = triton.cdiv(self.guard + batch * self.staged, LINE) * LINE
+        buffers = torch.empty((count, size), dtype=dtype, device=device)
         return tuple(buffers[k, self.guard :] for k in range(count))
 
 
@@ -154,10 +159,18 @@ def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
         addresses = [name for name in inspect.signature(function).parameters if name.endswith(("_ptr", "_out"))]
         made = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses)
         if isinstance(made, triton.JITFunction):  # not in the interpreter
-            made.add_pre_run_hook(lambda *_, **__: settle_key(made))
+            made.add_pre_run_hook(lambda *_, **__: _settle(made))
         return made
 
     return wrap
+
+
+def _settle(made: triton.JITFunction) -> None:
+    """Before the first launch. At every other Triton would compare all constants of the module one by one, which takes
+    as long as the launch itself; they do not change."""
+    if made.hash is None:
+        settle_key(made)
+        made.used_global_vals.clear()
 
 
 def settle_key(function: triton.JITFunction) -> None:
@@ -190,7 +203,8 @@ def stencil(moves: StencilMoves, x: Tensor) -> Stencil:
 
 @lru_cache(maxsize=64)
 def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.device) -> Stencil:
-    row = shape[2] + moves.radius[1]
+    reach = _reach(shape, moves.radius)
+    row = shape[2] + reach[1]
     ends = [0, *(ring[-1] + 1 for ring in moves.rings_apart)]
     offsets = [r * row + c for r, c in moves.offsets]
     pairs = []
@@ -205,7 +219,7 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
 
     return Stencil(
         shape,
-        moves.radius,
+        reach,
         tuple(ends),
         tuple(offsets) if len(ends) - 1 <= MAX_RINGS else (),
         table(offsets, torch.int32),
@@ -214,6 +228,19 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
         table([p[0] for p in pairs] or [0], torch.int32),
         table([v for p in pairs for v in p[1:]] or [0.0], torch.float32),
     )
+
+
+def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
+    """How far apart planes and rows are staged.
+
+    A row that fits in a line of the cache with its halo gets one, and a warp to itself, where that takes no more
+    threads: whatever the move, a warp then loads one line and not parts of two.
+    """
+    channels, height, width = shape
+    threads = triton.next_power_of_2(channels * height * width)
+    if width + radius[1] <= LINE and channels * height * LINE <= threads:
+        return radius[0], LINE - width
+    return radius
 
 
 @triton.jit
@@ -246,23 +273,76 @@ def pixels(
     """
     index = tl.arange(0, BLOCK) * one
     real = index < C * H * W
+    if W + RC == _LINE and C * H * _LINE <= BLOCK:  # a row to each warp
+        row, column = index // _LINE, index % _LINE
+        real = (column < W) & (row < C * H)
+        index = row * W + column
     return index, real, staged_position(tl.where(real, index, 0), H, W, RR, RC)
 
 
 @triton.jit
 def stage_halos(
-    ptr, index,
+    ptr, one,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     LINEAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Everything around an image that its stencil may touch: no mass there."""
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     GUARD: tl.constexpr = RR * (W + RC) + RC
-    nothing = 0.0 if LINEAR else float("-inf")
+    nothing = 0 if LINEAR else float("-inf")
+    lanes = tl.arange(0, BLOCK) * one
     for first in tl.range(0, STAGED + GUARD, BLOCK):
-        spot = first + index - GUARD
+        spot = first + lanes - GUARD
         halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
         tl.store(ptr + spot, nothing, mask=halo)
+
+
+@triton.jit
+def packed(exponents):
+    """``exp(exponents)`` of float32 numbers from -700 to 700 as the upper half of a float64: 20 bits and its range."""
+    powers = tl.maximum(exponents, -1000.0).to(tl.float64) * 1.4426950408889634
+    whole = tl.floor(powers)
+    part = tl.exp2((powers - whole).to(tl.float32)).to(tl.int32, bitcast=True) - 0x3F800000
+    return tl.where(whole > -1023.0, ((whole.to(tl.int32) + 1023) << 20) + ((part + 4) >> 3), 0)
+
+
+@triton.jit
+def unpacked(halves):
+    """The float64 numbers of these upper halves."""
+    return (halves.to(tl.int64) << 32).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def halves(values):
+    """Float64 numbers, packed."""
+    return ((values.to(tl.int64, bitcast=True) + 0x80000000) >> 32).to(tl.int32)
+
+
+@triton.jit
+def staged_value(ptr):
+    """What is staged there."""
+    value = tl.load(ptr)
+    if value.dtype == tl.int32:
+        return unpacked(value)
+    else:
+        return value
+
+
+@triton.jit
+def decay(toll, like):
+    """``exp(-toll)``, in the range of ``like``."""
+    if like.dtype == tl.float64 and toll.dtype == tl.float32:
+        return unpacked(packed(-toll))
+    else:
+        return tl.exp(-toll)
+
+
+@triton.jit
+def _log_of(values):
+    """The logarithm of float64 numbers in float32; below that of all others for 0."""
+    bits = values.to(tl.int64, bitcast=True)
+    part = (((bits >> 29) & 0x7FFFFF) | 0x3F800000).to(tl.int32).to(tl.float32, bitcast=True)
+    return ((bits >> 52) - 1023).to(tl.float32) * 0.6931471805599453 + tl.log(part)
 
 
 @triton.jit
@@ -297,7 +377,13 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
     for d in tl.static_range(1, len(ENDS) - 1):
         top = tl.full(own.shape, -3.0e38, own.dtype)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
-        if len(OFFSETS) > 0:
+        if s_ptr.dtype.element_ty == tl.int32:  # packed: no logs to add
+            sums = tl.zeros(own.shape, tl.float64)
+            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                sums += staged_value(s_ptr + place + OFFSETS[k])
+            top = _log_of(sums)
+            total = tl.full(own.shape, 1.0, own.dtype)
+        elif len(OFFSETS) > 0:
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 top = tl.maximum(top, tl.load(s_ptr + place + OFFSETS[k]))
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):

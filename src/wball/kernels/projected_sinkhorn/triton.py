@@ -282,7 +282,7 @@ def _projection_kernel(
     if REMEMBERS:
         memory_ptr += image * (_ROWS * N)
         recent_ptr += image * N
-    stage_halos(s_ptr, index, C, H, W, RR, RC, LINEAR, BLOCK)
+    stage_halos(s_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(REAL)
     w = tl.load(w_ptr + here, mask=real, other=0.0).to(REAL)
     u = w - x if COLD_U else tl.load(u_ptr + here, mask=real, other=0.0).to(REAL)
