@@ -199,7 +199,8 @@ class StencilMoves(Moves):
         out = torch.zeros_like(arcs)
         for k, reverse in enumerate(self.reverse):
             if reverse is not None:
-                out[:, :, k] = self.ends(arcs[:, :, reverse], 0.0)(k)
+                (row, up), (column, left) = map(_overlap, self.shape, self.offsets[k])
+                out[:, :, k, row, column] = arcs[:, :, reverse, up, left]
         return out
 
     def stay(self) -> Tensor:
@@ -218,6 +219,11 @@ class StencilMoves(Moves):
 
     def arrivals(self, like: Tensor) -> Arrivals:
         return _StencilArrivals(self, like)
+
+
+def _overlap(size: int, step: int) -> tuple[slice, slice]:
+    """The places from which a step does not leave a row of this size, and where it leads from there."""
+    return slice(max(0, -step), max(0, size - max(0, step))), slice(max(0, step), max(0, size + min(0, step)))
 
 
 class _StencilArrivals(Arrivals):

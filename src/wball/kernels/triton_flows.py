@@ -134,8 +134,9 @@ def pair_costs(
         one_way = back < 0
         back = tl.maximum(back, 0.0)
         if LINEAR:
-            out = t * staged_value(s_ptr + ahead) * decay(psi * there, s)
-            into = s * staged_value(t_ptr + ahead) * decay(psi * back, s)
+            # In this order: the product of both ends may be beyond all numbers.
+            out = t * decay(psi * there, s) * staged_value(s_ptr + ahead)
+            into = s * (decay(psi * back, s) * staged_value(t_ptr + ahead))
         else:
             out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
             into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)

@@ -6,10 +6,12 @@ apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of 
 the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
 no bounds are checked, and a buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
 
-Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated once a
+Every pass exists in several kinds. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated once a
 pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the moves
-loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
-passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
+loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) are *packed*:
+the upper half of a float64 has its range and 20 bits of its digits, takes four bytes, and is added in float64. Where
+that is slow, or not wide enough, passes are in logs, at one exponential a move. Programs of one kind note the images
+that they must leave to the next.
 
 Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep them in registers
 from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
@@ -379,8 +381,12 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
         total = tl.zeros_like(own)
         if s_ptr.dtype.element_ty == tl.int32:  # packed: no logs to add
             sums = tl.zeros(own.shape, tl.float64)
-            for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                sums += staged_value(s_ptr + place + OFFSETS[k])
+            if len(OFFSETS) > 0:
+                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
+                    sums += staged_value(s_ptr + place + OFFSETS[k])
+            else:
+                for k in tl.range(ENDS[d], ENDS[d + 1]):
+                    sums += staged_value(s_ptr + place + tl.load(offset_ptr + k))
             top = _log_of(sums)
             total = tl.full(own.shape, 1.0, own.dtype)
         elif len(OFFSETS) > 0:
