@@ -9,7 +9,7 @@ no bounds are checked, and a buffer is little larger than the images. Halos hold
 Every pass exists in several kinds. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated
 once a pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the
 moves loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) are
-*packed*: the upper half of a float64 has its range and 20 bits of its digits, takes four bytes, and is added in float64.
+*packed*: the upper half of a float64 has its range and 20 bits of its digits, takes four bytes and is added in float64.
 Where that is slow, or not wide enough, passes are in logs, at one exponential a move. Programs of one kind note the
 images that they must leave to the next.
 
