@@ -71,15 +71,21 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def check_extent(name: str, value: Tensor) -> tuple[float, float]:
-    """The smallest and the largest value of such a tensor, which are finite: one look at the device."""
+def check_extent(name: str, value: Tensor, **beside: Tensor) -> tuple[float, float]:
+    """The smallest and the largest value of such a tensor, which are finite, as are those beside it.
+
+    One look at the device for all of them.
+    """
     check_layout(name, value)
     if value.numel() == 0:
         return 0.0, 0.0
-    low, high = torch.stack(torch.aminmax(value.detach())).tolist()  # NaN if one is
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"{name} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
-    return low, high
+    every = {name: value, **beside}
+    ends = [end for tensor in every.values() for end in torch.aminmax(tensor.detach())]
+    seen = torch.stack(ends).tolist()  # NaN if one is
+    for place, title in enumerate(every):
+        if not all(math.isfinite(end) for end in seen[2 * place : 2 * place + 2]):
+            raise ValueError(f"{title} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+    return seen[0], seen[1]
 
 
 def check_layout(name: str, value: Tensor) -> None:
@@ -99,9 +105,15 @@ def check_layout(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
 
 
-def check_images(name: str, value: Tensor, box: tuple[float, float] | None) -> Tensor:
-    """Images with non-negative pixels inside the box, up to rounding, which is clipped away."""
-    low, high = check_extent(name, value)
+def check_images(name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor) -> Tensor:
+    """Images with non-negative pixels inside the box, up to rounding, which is clipped away.
+
+    What is given ``beside`` them must be finite, of their shape and on their device.
+    """
+    check_layout(name, value)
+    for title, other in beside.items():
+        _check_alike(title, other, value)
+    low, high = check_extent(name, value, **beside)
     check_default_device(name, value.device)
     if value.numel() == 0:
         return value
@@ -128,12 +140,17 @@ def check_default_device(name: str, device: torch.device) -> None:
 
 def check_like(name: str, value: Tensor, x: Tensor) -> Tensor:
     """A finite tensor of ``x``'s shape on ``x``'s device."""
+    _check_alike(name, value, x)
+    return check_tensor(name, value)
+
+
+def _check_alike(name: str, value: Tensor, x: Tensor) -> None:
+    """The same without a look at the values."""
     check_layout(name, value)
     if value.shape != x.shape:
         raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
     if value.device != x.device:
         raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)")
-    return check_tensor(name, value)
 
 
 def check_eps_count(eps: float | Tensor, batch: int) -> None:

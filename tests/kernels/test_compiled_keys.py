@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from wball.kernels.triton_stencil import settle_key
+from wball.kernels.triton_launch import settle_key
 
 SOURCE = """
 from triton import language as tl

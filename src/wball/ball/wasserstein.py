@@ -89,9 +89,8 @@ class WassersteinBall:
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
-        unit = mass.clamp(min=torch.finfo(torch.float64).tiny) if relative else torch.ones_like(mass)
         least = self.eps if relative and isinstance(self.eps, float) and x.dtype is not torch.float64 else None
-        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, unit, mass, least)
+        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, mass, relative, least)
 
     def support(
         self,
@@ -104,7 +103,7 @@ class WassersteinBall:
         time_limit: float = TIME_LIMIT,
     ) -> SupportResult:
         """``max <g, z>`` over the ball; see :func:`wball.solvers.support.support`."""
-        problem = self.problem(inputs.check_images("x", x, self.box))
+        problem = self.problem(inputs.check_images("x", x, self.box, g=g))
         return support(problem, g, reg=reg, tol=tol, max_iter=max_iter, time_limit=time_limit)
 
     def project(
@@ -120,8 +119,9 @@ class WassersteinBall:
         time_limit: float = TIME_LIMIT,
     ) -> ProjectionResult:
         """The nearest point of the ball to ``w``; see :func:`wball.solvers.projection.project`."""
+        duals = {"init.beta": init.beta} if isinstance(init, Duals) else {}
         return project(
-            self.problem(inputs.check_images("x", x, self.box)),
+            self.problem(inputs.check_images("x", x, self.box, w=w, **duals)),
             w,
             reg=reg,
             tol=tol,

@@ -55,7 +55,7 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
         solved = solved & ~((spend <= 0) & escapes(moves, grid))
     return ProjectionResult(
         point=as_given(answer.z, x, problem.box),
-        objective=answer.objective + entropy_of(grid, tau),
+        objective=answer.objective + entropy_of(grid, tau, problem.mass),
         gap=gap,
         residual=answer.residual,
         status=statuses(solved),
@@ -76,10 +76,9 @@ def escapes(moves: Moves, x: Tensor) -> Tensor:
     return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
 
 
-def entropy_of(x: Tensor, tau: Tensor) -> Tensor:
+def entropy_of(x: Tensor, tau: Tensor, mass: Tensor) -> Tensor:
     """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
     terms = x.to(torch.float64, copy=True)
-    mass = masses(terms)
     torch.special.entr(terms, out=terms)
     return tau * (torch.special.entr(mass) - masses(terms))
 

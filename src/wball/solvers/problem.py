@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class TransportProblem:
         cost: what moves cost.
         budget: what may be spent, per image in mass x pixels, float64.
         box: the lowest and highest value of a pixel, or ``None``.
-        unit: what a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1.
         mass: of each image, float64.
+        relative: whether the radius is in units of the image's mass.
         least: every budget that is not 0 is at least this share of the mass; ``None`` if nothing is known.
     """
 
@@ -53,9 +53,14 @@ class TransportProblem:
     cost: GroundCost
     budget: Tensor
     box: tuple[float, float] | None
-    unit: Tensor
     mass: Tensor
+    relative: bool
     least: float | None = None
+
+    @cached_property
+    def unit(self) -> Tensor:
+        """What a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1."""
+        return self.mass.clamp(min=torch.finfo(torch.float64).tiny) if self.relative else torch.ones_like(self.mass)
 
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
@@ -68,7 +73,7 @@ class TransportProblem:
 
     def take(self, index: Tensor | slice) -> TransportProblem:
         """The problem of a subset of the images (``index``: positions, a mask or a slice)."""
-        parts = {name: getattr(self, name)[index] for name in ("x", "budget", "unit", "mass")}
+        parts = {name: getattr(self, name)[index] for name in ("x", "budget", "mass")}
         return replace(self, **parts)
 
     def rounding_cost(self, roundings: int = 1) -> Tensor:

@@ -55,7 +55,7 @@ def project(
 
     Args:
         problem: centres, moves, budget and box.
-        w: points to project, any finite values of the same shape.
+        w: points to project, any finite values of the same shape. The ball checks it, and ``init``, with its images.
         reg: the paper's lambda in mass-1 units; ``inf`` is the exact projection.
         tol: relative duality gap at which an image is done.
         max_iter: Newton steps per image.
@@ -72,17 +72,15 @@ def project(
         ``d`` and the entropy together, that share of them counts instead.
     """
     x = problem.x
-    w = inputs.check_like("w", w, x).detach()
+    w = w.detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)
     effort = tol, max_iter, inputs.check_positive("time_limit", time_limit, inf=True)
     if mode not in ("exact", "paper"):
         raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
-    if init is not None:
-        if not isinstance(init, Duals):
-            raise TypeError(f"init must be the duals of a projection (result.duals), got {type(init).__name__}")
-        inputs.check_like("init.beta", init.beta, x)
+    if not isinstance(init, Duals | None):
+        raise TypeError(f"init must be the duals of a projection (result.duals), got {type(init).__name__}")
     if mode == "paper":
         if math.isinf(reg):
             raise ValueError('mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)')
@@ -151,7 +149,7 @@ def _solved(
     off = best.z - (target - best.u).clamp(*lo_hi)
     return ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),
-        objective=best.primal if exact else best.primal + entropy_of(x, tau),
+        objective=best.primal if exact else best.primal + entropy_of(x, tau, problem.mass),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=largest(off).masked_fill(goal.single, 0.0),
         status=statuses(run.done, lambda: (run.n_iter < max_iter) & ~goal.single, deadline.late),
@@ -205,7 +203,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
             point=as_given(point, x, problem.box),
-            objective=answer.objective + entropy_of(grid, mass / reg),
+            objective=answer.objective + entropy_of(grid, mass / reg, problem.mass),
             gap=answer.gap,
             residual=(answer.z - point).flatten(1).abs().amax(1),
             status=statuses(answer.gap <= answer.allowed),
@@ -215,7 +213,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         )
     if dispatch.choose("entropic_path", grid, moves) == "torch":
         found = paper_projection(problem, w, reg=reg, tol=tol, max_iter=max_iter)
-        return replace(found, objective=found.objective + entropy_of(grid, mass / reg))
+        return replace(found, objective=found.objective + entropy_of(grid, mass / reg, problem.mass))
     found = project(replace(problem, box=None), w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))

@@ -50,7 +50,7 @@ def support(
 
     Args:
         problem: centres, moves, budget and box.
-        g: directions, of the shape of the centres.
+        g: directions, of the shape of the centres. The ball checks it with its images.
         reg: ``inf`` for the exact maximum; finite for the entropic problem, the paper's Conjugate Sinkhorn.
         tol: relative gap at which an image is done: ``gap <= tol * (what moving gained + 1e-2 <|g|, x>)``.
         max_iter: steps per image, of the search for the kink and of the path each.
@@ -62,7 +62,7 @@ def support(
         maximum, so that ``gap`` includes what the entropy costs; ``CONVERGED`` then refers to the entropic problem.
     """
     x = problem.x
-    g = inputs.check_like("g", g, x).detach()
+    g = g.detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
     inputs.check_count("max_iter", max_iter)

@@ -28,13 +28,13 @@ from wball.kernels.triton_flows import (
     way_back,
     with_factors,
 )
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     LOG_RINGS_KEPT,
     MAX_ON_CHIP,
     RANGE,
     Stencil,
     extent,
-    kernel,
     packed,
     pixels,
     ring_fees,

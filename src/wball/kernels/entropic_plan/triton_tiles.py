@@ -26,12 +26,12 @@ from wball.kernels.triton_flows import (
     tighten,
     way_back,
 )
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     RANGE,
     TILE,
     Stencil,
     is_halo,
-    kernel,
     make_rings,
     moments,
     newton_step,

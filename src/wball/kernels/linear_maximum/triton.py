@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     is_halo,
-    kernel,
     ring_fees,
     staged_position,
     stencil,

@@ -43,12 +43,12 @@ from wball.kernels.projected_sinkhorn import (
     reference,
 )
 from wball.kernels.triton_flows import factored_flows, flows, is_broken, tighten, way_back
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     INTERPRETED,
     MAX_ON_CHIP,
     RANGE,
     extent,
-    kernel,
     pixels,
     ring_fees,
     solve_price,

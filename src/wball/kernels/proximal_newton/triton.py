@@ -51,9 +51,9 @@ from wball.kernels.proximal_newton.triton_dual import (
     tables,
 )  # fmt: skip
 from wball.kernels.proximal_newton.triton_repair import repair
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     is_halo,
-    kernel,
     staged_position,
     stencil,
     sum_two,

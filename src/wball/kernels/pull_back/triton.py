@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
-from wball.kernels.triton_stencil import MAX_ON_CHIP, kernel, too_large
+from wball.kernels.triton_launch import kernel
+from wball.kernels.triton_stencil import MAX_ON_CHIP, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.row_maximum import DOWN, RowProblem
-from wball.kernels.triton_stencil import kernel
+from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves
 
