@@ -17,7 +17,7 @@ from wball.certificates.collector import LIMIT, gain_bytes
 from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.effort import Effort, Method
 from wball.certificates.first_layer import FirstLayer
-from wball.certificates.graph import Graph
+from wball.certificates.graph import Graph, MaxPool
 from wball.certificates.relaxation import Ascent, Relaxation
 from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
@@ -436,7 +436,8 @@ class _Problem:
             margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
         if method == "crown":
             return margins.amin(1)
-        self.sparing = method == "anchored"
+        # Windows of maxima are settled by both bounds of what they read.
+        self.sparing = method == "anchored" and not any(isinstance(op, MaxPool) for op in self.graph.ops)
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
         plans = source if isinstance(source, TransportSet) else None
         far = plans is not None and plans.far is not None  # some moves are not told apart
