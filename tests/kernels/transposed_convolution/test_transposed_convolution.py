@@ -67,3 +67,15 @@ def test_a_kernel_is_chosen_without_moves(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WBALL_KERNEL", "triton")  # which has no such operation: torch serves
     there = a.to("cuda" if torch.cuda.is_available() else "cpu")  # where Triton runs: without a GPU it is interpreted
     assert dispatch.choose("transposed_convolution", there) == "torch"
+
+
+def test_products_in_parts_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimised slopes on a GPU failed: parts of a tensor were written in place."""
+    monkeypatch.setattr(reference, "FOLDED", 1)
+    a, weight = torch.rand(3, 2, 4, 4, dtype=torch.float64), torch.rand(2, 3, 5, 5, dtype=torch.float64)
+    slopes = []
+    for folded in (True, False):
+        given = a.clone().requires_grad_(True)
+        out = reference.folded(given, weight, (2, 2)) if folded else F.conv_transpose2d(given, weight, stride=2)
+        slopes += torch.autograd.grad(out.square().sum(), given)
+    assert torch.allclose(slopes[0], slopes[1])

@@ -67,10 +67,17 @@ def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
     rows, columns = height + spans[0] - 1, width + spans[1] - 1
     sides = ((height - 1) * down + weight.shape[2], (width - 1) * across + weight.shape[3])
     step = max(1, FOLDED // (rows * columns * (matrix.shape[0] + 2 * matrix.shape[1])))
-    found = a.new_empty((a.shape[0], matrix.shape[1] // (down * across), rows, down, columns, across))
-    for some, goal in zip(a.split(step), found.split(step), strict=True):
+
+    def product(some: Tensor) -> Tensor:
         padded = F.pad(some, (spans[1] - 1, spans[1] - 1, spans[0] - 1, spans[0] - 1))
         windows = padded.unfold(2, spans[0], 1).unfold(3, spans[1], 1).permute(0, 2, 3, 1, 4, 5)
         out = windows.reshape(-1, matrix.shape[0]) @ matrix
-        goal.copy_(out.reshape(some.shape[0], rows, columns, -1, down, across).permute(0, 3, 1, 4, 2, 5))
+        return out.reshape(some.shape[0], rows, columns, -1, down, across).permute(0, 3, 1, 4, 2, 5)
+
+    if a.requires_grad:  # a recording cannot write into parts of a tensor
+        found = torch.cat([product(some) for some in a.split(step)])
+    else:
+        found = a.new_empty((a.shape[0], matrix.shape[1] // (down * across), rows, down, columns, across))
+        for some, goal in zip(a.split(step), found.split(step), strict=True):
+            goal.copy_(product(some))
     return found.reshape(a.shape[0], -1, rows * down, columns * across)[..., : sides[0], : sides[1]]
