@@ -88,6 +88,8 @@ def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
             assert not bool((proof.certified & fell).any()), (kind, seed, eps)
             certificates += int(proof.certified.sum())
             falls += int(fell.sum())
+            if not bool(proof.certified.any()):
+                break  # nor in larger balls
     # Neither side is idle: there are proofs, and there are balls too large for any.
     assert certificates > IMAGES
     assert kind == "random" or falls > IMAGES / 2

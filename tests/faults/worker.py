@@ -85,10 +85,10 @@ def run(folder: str, delay: float = 0.0, dies_after: int = 10**9, stream: Path |
     evaluate(model, *data, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
 
 
-def in_a_group(folder: str, rank: int) -> None:
+def in_a_group(folder: str, rank: int, streams: bool = False) -> None:
     """One of two processes that met without ``torchrun``."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=2)
-    run(folder)
+    run(folder, stream=_read_by(folder, rank) if streams else None)
     torch.distributed.barrier()  # the user's own group is as it was
     torch.distributed.destroy_process_group()
 
@@ -163,6 +163,11 @@ def with_a_wild_clock(folder: str) -> None:
     run(folder)
 
 
+def _read_by(folder: str, rank: int) -> Path:
+    """Where a process writes down what it reads."""
+    return Path(f"{folder}.read-{rank}")
+
+
 if __name__ == "__main__":  # under torchrun; the process of rank 1 may be told to die
-    rank = os.environ["RANK"]
-    run(sys.argv[1], 0.0, int(sys.argv[2]) if rank == "1" else 10**9, Path(f"{sys.argv[1]}.read-{rank}"))
+    rank = int(os.environ["RANK"])
+    run(sys.argv[1], 0.0, int(sys.argv[2]) if rank == 1 else 10**9, _read_by(sys.argv[1], rank))
