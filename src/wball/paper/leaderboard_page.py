@@ -150,7 +150,7 @@ def decided(content: Data) -> Table:
             *(percent(row[key]) for key in ("clean", "broken", "proved")),
             f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
             f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
-            f"{row['time_limit']:.2g} s",
+            f"{row['time_limit']:.0f} s" if row["time_limit"] >= 100 else f"{row['time_limit']:.2g} s",
         ]
         for row in content["rows"]
     ]
