@@ -287,7 +287,8 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
     assert bool((margin["interval"] < margin["crown"]).all())
     assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
     assert bool((margin["anchored"] >= margin["crown"]).all())
-    assert bool((margin["optimised"] >= margin["anchored"]).all())
+    rounding = 1e-12  # anchored bounds leave some sums out that slopes need
+    assert bool((margin["optimised"] >= margin["anchored"] - rounding).all())
     assert torch.equal(certify(net, x, y, ball).margin, margin["anchored"])
 
 
