@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wball.kernels.triton_stencil import LOG_RINGS_KEPT, RINGS_KEPT, UNROLL, decay, halves, staged_value
+from wball.kernels.triton_stencil import LOG_RINGS_KEPT, RINGS_KEPT, UNROLL
 
 _ROUNDING = tl.constexpr(4 * 2.0**-23)
 
@@ -31,8 +31,8 @@ def flows(
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
         for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL):
             fee = tl.load(fee_ptr + k)
-            value = staged_value(ptr + place + toward * tl.load(offset_ptr + k))
-            flow = value * decay(psi * fee, own) if LINEAR else tl.exp(value + own - psi * fee)
+            value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
+            flow = value * tl.exp(-psi * fee) if LINEAR else tl.exp(value + own - psi * fee)
             total += fee * flow if PAID else flow
     else:
         for d in tl.static_range(1, len(ENDS) - 1):
@@ -40,13 +40,13 @@ def flows(
             ring = tl.zeros(place.shape, own.dtype)
             if len(OFFSETS) > 0:
                 for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                    value = staged_value(ptr + place + toward * OFFSETS[k])
+                    value = tl.load(ptr + place + toward * OFFSETS[k])
                     ring += value if LINEAR else tl.exp(value + own - toll)
             else:
                 for k in tl.range(ENDS[d], ENDS[d + 1]):
-                    value = staged_value(ptr + place + toward * tl.load(offset_ptr + k))
+                    value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
                     ring += value if LINEAR else tl.exp(value + own - toll)
-            ring = ring * decay(toll, own) if LINEAR else ring
+            ring = ring * tl.exp(-toll) if LINEAR else ring
             total += fees[d] * ring if PAID else ring
     return own * total if LINEAR else total
 
@@ -64,8 +64,6 @@ def with_factors(s, t, keep, give, LINEAR: tl.constexpr):
 def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
     """Let the neighbours see the factors."""
     kept, given = with_factors(s, t, keep, give, LINEAR)
-    if s_ptr.dtype.element_ty == tl.int32:
-        kept, given = halves(kept), halves(given)
     tl.debug_barrier()
     tl.store(s_ptr + place, kept, mask=real)
     tl.store(t_ptr + place, given, mask=real)
@@ -134,9 +132,8 @@ def pair_costs(
         one_way = back < 0
         back = tl.maximum(back, 0.0)
         if LINEAR:
-            # In this order: the product of both ends may be beyond all numbers.
-            out = t * decay(psi * there, s) * staged_value(s_ptr + ahead)
-            into = s * (decay(psi * back, s) * staged_value(t_ptr + ahead))
+            out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
+            into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
         else:
             out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
             into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)

@@ -6,12 +6,10 @@ apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of 
 the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
 no bounds are checked, and a buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
 
-Every pass exists in several kinds. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated
-once a pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the
-moves loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) are
-*packed*: the upper half of a float64 has its range and 20 bits of its digits, takes four bytes and is added in float64.
-Where that is slow, or not wide enough, passes are in logs, at one exponential a move. Programs of one kind note the
-images that they must leave to the next.
+Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated once a
+pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the moves
+loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
+passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
 
 Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep them in registers
 from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
@@ -251,60 +249,12 @@ def stage_halos(
     """Everything around an image that its stencil may touch: no mass there."""
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     GUARD: tl.constexpr = RR * (W + RC) + RC
-    nothing = 0 if LINEAR else float("-inf")
+    nothing = 0.0 if LINEAR else float("-inf")
     lanes = tl.arange(0, BLOCK) * one
     for first in tl.range(0, STAGED + GUARD, BLOCK):
         spot = first + lanes - GUARD
         halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
         tl.store(ptr + spot, nothing, mask=halo)
-
-
-@triton.jit
-def packed(exponents):
-    """``exp(exponents)`` of float32 numbers from -700 to 700 as the upper half of a float64: 20 bits and its range."""
-    powers = tl.maximum(exponents, -1000.0).to(tl.float64) * 1.4426950408889634
-    whole = tl.floor(powers)
-    part = tl.exp2((powers - whole).to(tl.float32)).to(tl.int32, bitcast=True) - 0x3F800000
-    return tl.where(whole > -1023.0, ((whole.to(tl.int32) + 1023) << 20) + ((part + 4) >> 3), 0)
-
-
-@triton.jit
-def unpacked(halves):
-    """The float64 numbers of these upper halves."""
-    return (halves.to(tl.int64) << 32).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def halves(values):
-    """Float64 numbers, packed."""
-    return ((values.to(tl.int64, bitcast=True) + 0x80000000) >> 32).to(tl.int32)
-
-
-@triton.jit
-def staged_value(ptr):
-    """What is staged there."""
-    value = tl.load(ptr)
-    if value.dtype == tl.int32:
-        return unpacked(value)
-    else:
-        return value
-
-
-@triton.jit
-def decay(toll, like):
-    """``exp(-toll)``, in the range of ``like``."""
-    if like.dtype == tl.float64 and toll.dtype == tl.float32:
-        return unpacked(packed(-toll))
-    else:
-        return tl.exp(-toll)
-
-
-@triton.jit
-def _log_of(values):
-    """The logarithm of float64 numbers in float32; below that of all others for 0."""
-    bits = values.to(tl.int64, bitcast=True)
-    part = (((bits >> 29) & 0x7FFFFF) | 0x3F800000).to(tl.int32).to(tl.float32, bitcast=True)
-    return ((bits >> 52) - 1023).to(tl.float32) * 0.6931471805599453 + tl.log(part)
 
 
 @triton.jit
@@ -339,17 +289,7 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
     for d in tl.static_range(1, len(ENDS) - 1):
         top = tl.full(own.shape, -3.0e38, own.dtype)  # finite: a ring may lie outside the image
         total = tl.zeros_like(own)
-        if s_ptr.dtype.element_ty == tl.int32:  # packed: no logs to add
-            sums = tl.zeros(own.shape, tl.float64)
-            if len(OFFSETS) > 0:
-                for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
-                    sums += staged_value(s_ptr + place + OFFSETS[k])
-            else:
-                for k in tl.range(ENDS[d], ENDS[d + 1]):
-                    sums += staged_value(s_ptr + place + tl.load(offset_ptr + k))
-            top = _log_of(sums)
-            total = tl.full(own.shape, 1.0, own.dtype)
-        elif len(OFFSETS) > 0:
+        if len(OFFSETS) > 0:
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):
                 top = tl.maximum(top, tl.load(s_ptr + place + OFFSETS[k]))
             for k in tl.static_range(tl.constexpr(ENDS[d]), tl.constexpr(ENDS[d + 1])):

@@ -66,8 +66,9 @@ ON_CHIP = [
     Case((1, 1, 2, 4), GridCost(1)),  # nothing can move
     Case((1, 1, 9, 8), GridCost(9), scale=3.0),  # rings are not kept
     Case((1, 1, 6, 9), GridCost(9), scale=30.0),  # nor in logs
-    Case((1, 1, 4, 5), GridCost(3), scale=500.0),  # beyond the range of float64
-    Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # a row in each line of the cache
+    Case((1, 1, 4, 5), GridCost(3), scale=500.0),  # late in an attack
+    Case((1, 1, 4, 28), GridCost(5), scale=3.0),  # a row in each line of the cache
+    Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # in logs
     Case((1, 1, 4, 5), GridCost(5), shift=-200.0),  # far below zero, as are gradients of one sign
 ]
 TILED = [

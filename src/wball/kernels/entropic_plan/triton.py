@@ -30,31 +30,20 @@ from wball.kernels.triton_flows import (
 )
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
-    LOG_RINGS_KEPT,
     MAX_ON_CHIP,
     RANGE,
     Stencil,
     extent,
-    packed,
     pixels,
     ring_fees,
     solve_price,
     stage_halos,
     stencil,
-    unpacked,
     warps,
 )
 from wball.kernels.triton_stencil import why_not as why_not
 
-PACKED_RANGE = 1200.0
-"""Potentials that differ by no more than this over an image need no logs if they are staged in the range of float64."""
-FAST_DOUBLES = ((8, 0), (9, 0), (10, 0))
-"""Compute capabilities with half as many adders for float64 as for float32; others have a sixty-fourth."""
-LINEAR, PACKED, LOGS = range(3)
-"""What is staged: exponentials of the potentials in float32, the same in halves of float64, or potentials."""
-
 _REPAIRS = tl.constexpr(len(REPAIR_COUNTED))
-_LINEAR, _PACKED = tl.constexpr(LINEAR), tl.constexpr(PACKED)
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
@@ -79,23 +68,15 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
 
 
-def packs(table: Stencil, device: torch.device) -> bool:
-    """Whether float64 numbers are added fast enough here, and rings are few enough to be kept in logs."""
-    fast = device.type != "cuda" or torch.cuda.get_device_capability(device) in FAST_DOUBLES
-    return fast and len(table.ends) - 1 <= LOG_RINGS_KEPT.value
-
-
 def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps) -> None:
     batch, device = given[0].shape[0], given[0].device
     staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    for kind in (LINEAR, PACKED, LOGS) if packs(table, device) else (LINEAR, LOGS):  # each solves what the last left
+    for linear in (True, False):  # the second solves what the first notes in `wide`
         _plan_kernel[(batch,)](
-            *given, *out, *(s.view(torch.int32) if kind == PACKED else s for s in staged), wide,
-            table.offset, table.fee, table.pair_offset, table.pair_fee, 1,
+            *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1,
             *limits(box), steps.sweeps, steps.newton, float(steps.momentum), **table.constants(), PAIRS=table.pairs,
-            BOX=box is not None, TOL=COST_TOL, MOMENTUM=steps.momentum > 0, KIND=kind,
-            WIDEST=PACKED_RANGE if kind == PACKED else RANGE,
+            BOX=box is not None, TOL=COST_TOL, MOMENTUM=steps.momentum > 0, LINEAR=linear, WIDEST=RANGE,
             BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
 
@@ -109,14 +90,11 @@ def _plan_kernel(
     one, lo, hi, slack, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, MOMENTUM: tl.constexpr,
-    KIND: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
+    LINEAR: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
-    LINEAR: tl.constexpr = KIND == _LINEAR
-    PACKED: tl.constexpr = KIND == _PACKED
-    SUMS: tl.constexpr = LINEAR or PACKED  # what is staged is added, not its logarithm
     image = tl.program_id(0).to(tl.int64)
     if not LINEAR:  # noqa: SIM102, decided when compiling
         if tl.load(wide_ptr + image) == 0:
@@ -125,15 +103,15 @@ def _plan_kernel(
     here = image * N + index
     b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32)
-    if SUMS:
+    if LINEAR:
         top, bottom = extent(b + q, real)
         if top - bottom > WIDEST:
             tl.store(wide_ptr + image, 1)
             return
     s_ptr += image * STAGED
     t_ptr += image * STAGED
-    stage_halos(s_ptr, one, C, H, W, RR, RC, SUMS, BLOCK)
-    stage_halos(t_ptr, one, C, H, W, RR, RC, SUMS, BLOCK)
+    stage_halos(s_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
+    stage_halos(t_ptr, one, C, H, W, RR, RC, LINEAR, BLOCK)
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
     budget = tl.load(budget_ptr + image).to(tl.float32)
     before = q
@@ -151,15 +129,12 @@ def _plan_kernel(
     sweep = 0
     while sweep <= sweeps:
         s = b + q
-        if SUMS:
+        if LINEAR:
             top, bottom = extent(s, real)
             wide = wide | (top - bottom > WIDEST)
-            s = tl.where(real, s - (0.5 * (top + bottom) if PACKED else top), 0.0)
-        if LINEAR:
-            s = tl.exp(s)
-        shown = packed(s) if PACKED else s
+            s = tl.where(real, tl.exp(s - top), 1.0)
         tl.debug_barrier()
-        tl.store(s_ptr + place, shown, mask=real)
+        tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
         psi, _, norm, moved = solve_price(
             x, s, psi, budget, TOL, newton, wide, s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
@@ -171,10 +146,9 @@ def _plan_kernel(
             t = tl.log(x) - norm  # -inf where the row is empty
             stay = tl.exp(t + s)
         sent = x * moved
-        tl.store(t_ptr + place, packed(t) if PACKED else t, mask=real)
+        tl.store(t_ptr + place, t, mask=real)
         tl.debug_barrier()
-        own = unpacked(shown) if PACKED else s
-        received = flows(t_ptr, place, own, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, SUMS).to(tl.float32)
+        received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
         sweep += 1
         if BOX:  # noqa: SIM102, decided when compiling
             if sweep <= sweeps:
@@ -190,13 +164,11 @@ def _plan_kernel(
                     q = shift
                 if still:
                     sweep = sweeps + 1
-    if SUMS:
+    if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
-    columns = unpacked(packed(s)) if PACKED else s
-    rows = unpacked(packed(t)) if PACKED else t
-    if not LINEAR:
-        # Flows are off by the rounding of their exponents: count as sent the very numbers that arrive.
-        sent = flows(s_ptr, place, rows, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, SUMS).to(tl.float32)
+    else:
+        # In logs flows are off by the rounding of their exponents: count as sent the very numbers that arrive.
+        sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
 
     z = x - sent + received
     over, under = is_broken(z, x, lo, hi, slack, real)
@@ -204,18 +176,17 @@ def _plan_kernel(
     repair = 0
     while (repair < _REPAIRS) & (broken > 0):
         tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0)
-        if SUMS:
-            stage_factors(s_ptr, t_ptr, place, columns, rows, tighter, give, real, SUMS)
-            next_sent, arriving = exchange(
-                s_ptr, t_ptr, place, columns, rows, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, SUMS
+        if LINEAR:
+            stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
+            next_sent, received = exchange(
+                s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
             )
         else:
             _write_factors(keep_out, give_out, tighter, give, real, here)
-            next_sent, arriving = factored_exchange(
-                s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, columns, rows, psi,
+            next_sent, received = factored_exchange(
+                s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, psi,
                 offset_ptr, fee_ptr, W, RR, RC, MOVES,
             )  # fmt: skip
-        next_sent, received = next_sent.to(tl.float32), arriving.to(tl.float32)
         way = tl.max(way_back(z, x - give * next_sent + tighter * received, hi, slack, real), 0)
         way = tl.where((repair == _REPAIRS - 1) & (lo <= 0.0), way, 1.0)
         keep += way * (tighter - keep)
@@ -225,13 +196,13 @@ def _plan_kernel(
         broken = tl.max((over | under).to(tl.int32), 0)
         repair += 1
     _write_factors(keep_out, give_out, keep, give, real, here)
-    if SUMS:
-        stage_factors(s_ptr, t_ptr, place, columns, rows, keep, give, real, SUMS)
-        kept, given = with_factors(columns, rows, keep, give, SUMS)
-        cost, net = pair_costs(s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, SUMS)
+    if LINEAR:
+        stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
+        kept, given = with_factors(s, t, keep, give, LINEAR)
+        cost, net = pair_costs(s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, LINEAR)
     else:
         cost, net = factored_pair_costs(
-            s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, columns, rows, keep, give,
+            s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, keep, give,
             psi, pair_offset_ptr, pair_fee_ptr, W, RR, RC, PAIRS,
         )  # fmt: skip
     tl.store(cost_out + image, tl.sum(tl.where(real, cost, 0.0).to(tl.float64), 0))
