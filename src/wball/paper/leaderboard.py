@@ -88,7 +88,7 @@ PROTOCOLS = {
         (0.002, 0.005, 0.01, 0.02, 0.05),
         (0.0005, 0.001, 0.002, 0.005),
         100,
-        ("cifar10-adversarial", "cifar10-certified", "cifar10-small"),
+        ("cifar10-adversarial", "cifar10-certified", "cifar10-certified-deep", "cifar10-small"),
     ),
 }
 QUICK_IMAGES, QUICK_PROOFS, QUICK_SAMPLES = 20, 5, 200
