@@ -15,7 +15,6 @@ from wball.models import build_model
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
 from wball.training.folding import Folded
-from wball.training.network import AsTrained
 from wball.training.replay import Replay
 
 ATTACK = DualAveraging(WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2)
@@ -93,24 +92,20 @@ def hooked() -> nn.Module:
     return model
 
 
-REFUSED = {
-    "training": (lambda: normalised_model().train(), "no convolution"),
-    "nothing to fold": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval(), "no convolution"),
-    "used twice": (lambda: _Twice().eval(), "no convolution"),
-    "depends on values": (lambda: _Undecided().eval(), "cannot be traced"),
-    "hooks": (hooked, "hooks"),
-    "no statistics": (
-        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval(),
-        "no",
-    ),
+KEPT = {
+    "training": lambda: normalised_model().train(),
+    "nothing to fold": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).eval(),
+    "used twice": lambda: _Twice().eval(),
+    "depends on values": lambda: _Undecided().eval(),
+    "hooks": hooked,
+    "no statistics": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval(),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_folded_is_refused(name: str) -> None:
-    make, why = REFUSED[name]
-    with pytest.raises(ValueError, match=why):
-        Folded(make(), torch.float32)
+@pytest.mark.parametrize("name", KEPT)
+def test_what_cannot_be_folded_stays_as_it_is(name: str) -> None:
+    model = KEPT[name]()
+    assert Folded(model)._network is model
 
 
 def test_training_against_the_folded_network_ends_with_nearly_the_same_weights(
@@ -123,7 +118,7 @@ def test_training_against_the_folded_network_ends_with_nearly_the_same_weights(
         config = small_config(epochs=1, adversary=Adversary(ATTACK), optimisation=options)
         if replayed:
             monkeypatch.setattr(opponent_module, "recorded", Replay)
-            assert AsTrained(normalised_model().eval(), options).folded() is not None
+            assert Folded(normalised_model().eval())._pairs
         model = train(config, small_data(48), model=normalised_model()).model
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(*ends, atol=1e-3, rtol=1e-2)

@@ -18,6 +18,7 @@ from wball.kernels.projected_sinkhorn import Projection
 from wball.solvers.entropic import EntropicProjection
 from wball.training import Adversary, Optimisation, train
 from wball.training import opponent as opponent_module
+from wball.training.network import AsTrained
 from wball.training.replay import Replay, can_replay, recorded
 
 ATTACK = DualAveraging(WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2)
@@ -26,6 +27,10 @@ ATTACKS = {
     "until success": DualAveraging(WassersteinBall(0.4), steps=12, sweeps=2),
     "the paper's": PGD.paper("mnist", steps=3, growth=GrowingRadius(1.4, 2), max_iter=2).at(0.4),
 }
+
+
+def victim() -> AsTrained:
+    return AsTrained(small_model(), Optimisation())
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_replays_are_the_attack_at_each_radius_seed_and_state_of_the_network(
     if isinstance(attack, PGD):
         monkeypatch.setenv("WBALL_KERNEL", "triton")  # in its interpreter, which takes a second a step
         size, tries = 2, 1
-    model = small_model().train()
+    model = victim().train()
     x, y = small_data(3 * size)
     replay = Replay(attack, model, x[:size], y[:size])
     eps = torch.linspace(0.1, 0.4, size, dtype=torch.float64)
@@ -72,7 +77,7 @@ def test_a_recording_that_does_something_else_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Replay, "_make", idle)
     with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph: a replay raises the mean loss"):
-        assert recorded(ATTACK, small_model(), x, y) is None
+        assert recorded(ATTACK, victim(), x, y) is None
 
 
 @pytest.mark.usefixtures("standing_in")
@@ -142,4 +147,4 @@ class _Idle:
 def test_only_attacks_that_keep_their_batch_on_a_gpu_are_recorded() -> None:
     x = torch.zeros(1, 1, 4, 4)
     assert not can_replay(ATTACK, x)
-    assert recorded(PGD(WassersteinBall(0.1), until_success=False), small_model(), x, torch.zeros(1).long()) is None
+    assert recorded(PGD(WassersteinBall(0.1), until_success=False), victim(), x, torch.zeros(1).long()) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from wball.training import measure_statistics, mixed
+from wball.training import mixed
 
 
 def network(seed: int) -> nn.Sequential:
@@ -31,19 +31,6 @@ def test_weights_and_statistics_are_on_the_line_between_both() -> None:
     for share, end in ((0.0, first), (1.0, second)):
         for a, b in zip(mixed(first, second, share).parameters(), end.parameters(), strict=True):
             assert torch.equal(a, b)
-
-
-def test_statistics_are_those_of_the_batches() -> None:
-    model, batches = network(0).eval(), torch.rand(3, 8, 1, 4, 4)
-    with torch.no_grad():
-        maps = model[0](batches.flatten(0, 1))
-        each = torch.stack([model[0](batch).transpose(0, 1).flatten(1).var(1) for batch in batches])
-    assert measure_statistics(model, batches) is model
-    layer = model[1]
-    assert isinstance(layer, nn.BatchNorm2d) and layer.running_mean is not None and layer.running_var is not None
-    torch.testing.assert_close(layer.running_mean, maps.mean((0, 2, 3)))
-    torch.testing.assert_close(layer.running_var, each.mean(0))
-    assert layer.momentum == 0.1 and not any(m.training for m in model.modules())
 
 
 def test_networks_that_do_not_fit_are_refused() -> None:

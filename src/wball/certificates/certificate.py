@@ -461,29 +461,33 @@ class _Problem:
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
         """
-        for left in self._together(chosen.nonzero()[:, 0], bounds, reach):
-            self._tighten_some(margins, bounds, left, reach, steps)
-
-    def _together(self, left: Tensor, bounds: Bounds, reach: float) -> list[Tensor]:
-        """Images in groups whose gains fit into a GPU's memory; on a CPU there are few at a time."""
+        left = chosen.nonzero()[:, 0]
         if left.numel() == 0:
-            return []
+            return
+        room = ROOM * _room(self.x)
+        for some in self._together(left, bounds, reach, room):
+            self._tighten_some(margins, bounds, some, reach, steps, room)
+
+    def _together(self, left: Tensor, bounds: Bounds, reach: float, room: float) -> list[Tensor]:
+        """Images in groups whose gains take ``room`` bytes of a GPU's memory; on a CPU there are few at a time."""
         source = self.ball.take(left[:1]).input_set(self.x[left[:1]], self.plans).finer(reach)
         places = [k for k in self.graph.relaxed() if k not in self.first.layers]
         if not self.x.is_cuda or not isinstance(source, TransportSet) or not places:
             return [left]
         units = torch.stack([bounds.unstable(k)[left].flatten(1).sum(1) for k in places]).sum(0)
         size = gain_bytes(source) * units
-        _, counts = ((size.cumsum(0) - size) // (ROOM * _room(self.x))).unique_consecutive(return_counts=True)
+        _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
         return list(left.split(counts.tolist()))
 
-    def _tighten_some(self, margins: Tensor, bounds: Bounds, left: Tensor, reach: float, steps: int) -> None:
+    def _tighten_some(
+        self, margins: Tensor, bounds: Bounds, left: Tensor, reach: float, steps: int, room: float
+    ) -> None:
         some, y = bounds.take(left), self.y[left]
         source = self.ball.take(left).input_set(self.x[left], self.plans).finer(reach)
         relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
         relaxation.deadline = self.deadline
         if self.x.is_cuda and isinstance(source, TransportSet):
-            each = ROOM * _room(self.x) / (gain_bytes(source) * len(self.graph.relaxed()))  # units, of one image
+            each = room / (gain_bytes(source) * len(self.graph.relaxed()))  # units, of one image
             relaxation.limit = max(LIMIT, int(each * source.gain_size) // self.x[0].numel())
         anchored = isinstance(source, TransportSet)
         if not anchored and steps == 0:

@@ -4,7 +4,7 @@ from wball.training.config import Adversary, Loss, Optimisation, Provable, Smoot
 from wball.training.loop import TrainResult, train
 from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets
-from wball.training.soup import measure_statistics, mixed
+from wball.training.soup import mixed
 
 __all__ = [
     "Adversary",
@@ -17,7 +17,6 @@ __all__ = [
     "TrainResult",
     "accuracy",
     "describe",
-    "measure_statistics",
     "mixed",
     "preset",
     "presets",

@@ -20,41 +20,16 @@ from torch.nn import functional as F
 class Folded(nn.Module):
     """``model`` in evaluation mode, as it is at each :meth:`refresh`. It shares all other layers with ``model``.
 
+    Where nothing can be folded without changing what the network does, this is the network itself.
+
     Args:
         model: the network; it must be in evaluation mode.
-        dtype: the precision of the folded convolutions.
-
-    Raises:
-        ValueError: nothing can be folded, or not without changing what the network does.
+        dtype: the precision of the folded convolutions; ``None`` keeps theirs.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()):
-            raise ValueError("the network has hooks")
-        try:
-            traced = fx.symbolic_trace(model)
-        except Exception as error:  # a network may be any code, and so may what it raises
-            raise ValueError(f"the network cannot be traced: {error}") from error
-        self._pairs: list[_Convolution] = []
-        modules = dict(traced.named_modules())
-        for node in list(traced.graph.nodes):
-            before = node.args[0] if node.op == "call_module" and node.args else None
-            if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
-                continue
-            first, second = modules.get(str(before.target)), modules[str(node.target)]
-            if type(first) is nn.Conv2d and type(second) is nn.BatchNorm2d and _foldable(first, second):
-                pair = _Convolution(first, second, dtype)
-                name = f"folded_{len(self._pairs)}"
-                traced.add_submodule(name, pair)
-                before.target = name
-                node.replace_all_uses_with(before)
-                traced.graph.erase_node(node)
-                self._pairs.append(pair)
-        if not self._pairs:
-            raise ValueError("no convolution is followed by batch normalisation")
-        traced.recompile()
-        self._network = traced
+        self._network, self._pairs = _folded(model, dtype)
         self.refresh()
 
     def refresh(self) -> None:
@@ -65,6 +40,33 @@ class Folded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self._network(x)
         return logits
+
+
+def _folded(model: nn.Module, dtype: torch.dtype | None) -> tuple[nn.Module, list[_Convolution]]:
+    """The network with pairs of layers in one, and these pairs."""
+    if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()):
+        return model, []
+    try:
+        traced = fx.symbolic_trace(model)
+    except Exception:  # noqa: BLE001 (a network may be any code, and so may what it raises)
+        return model, []
+    pairs: list[_Convolution] = []
+    modules = dict(traced.named_modules())
+    for node in list(traced.graph.nodes):
+        before = node.args[0] if node.op == "call_module" and node.args else None
+        if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
+            continue
+        first, second = modules.get(str(before.target)), modules[str(node.target)]
+        if type(first) is nn.Conv2d and type(second) is nn.BatchNorm2d and _foldable(first, second):
+            pair = _Convolution(first, second, dtype or first.weight.dtype)
+            name = f"folded_{len(pairs)}"
+            traced.add_submodule(name, pair)
+            before.target = name
+            node.replace_all_uses_with(before)
+            traced.graph.erase_node(node)
+            pairs.append(pair)
+    traced.recompile()
+    return (traced, pairs) if pairs else (model, [])
 
 
 class _Convolution(nn.Module):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from wball.training.config import Optimisation
-from wball.training.folding import Folded
 
 
 class AsTrained(nn.Module):
@@ -23,14 +22,3 @@ class AsTrained(nn.Module):
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False):
             logits: Tensor = self.model(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def folded(self) -> tuple[AsTrained, Folded] | None:
-        """The same network for an attack, and what refreshes it; ``None`` where nothing can be folded."""
-        weights = next(self.model.parameters(), None)
-        if weights is None:
-            return None
-        try:
-            inner = Folded(self.model, torch.bfloat16 if self.options.bf16 else weights.dtype)
-        except ValueError:
-            return None
-        return AsTrained(inner, self.options), inner

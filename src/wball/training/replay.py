@@ -14,7 +14,7 @@ import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wball.attacks import PGD, Attack, DualAveraging, objectives
 from wball.attacks.base import lists_plans
@@ -22,6 +22,7 @@ from wball.attacks.batch import AttackBatch
 from wball.attacks.recording import RECORDERS
 from wball.model import as_found
 from wball.solvers.entropic import EntropicProjection
+from wball.training.folding import Folded
 from wball.training.network import AsTrained
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Replay:
         RuntimeError: the attack could not be recorded, or the recording does not do what the attack does.
     """
 
-    def __init__(self, attack: DualAveraging | PGD, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    def __init__(self, attack: DualAveraging | PGD, model: AsTrained, x: Tensor, y: Tensor) -> None:
         self._x, self._y = x.clone(), y.clone()
         self._draws = torch.Generator(x.device)
         self._model = model
@@ -63,9 +64,8 @@ class Replay:
         assert isinstance(self._attack.ball.eps, Tensor)
         self._eps = self._attack.ball.eps  # what is written there reaches the graph
         with as_found(model, x.device):
-            folded = model.folded() if isinstance(model, AsTrained) else None
-            self._attacked: nn.Module = model if folded is None else folded[0]
-            self._refresh = None if folded is None else folded[1].refresh
+            self._folded = Folded(model.model, torch.bfloat16 if model.options.bf16 else None)
+            self._attacked = AsTrained(self._folded, model.options)
             for _ in range(WARM_UP):
                 self._make()
             self._replay = RECORDERS[x.device.type](self._make, x.device, self._draws)
@@ -86,8 +86,7 @@ class Replay:
     def _make(self) -> None:
         """Attack what is in the buffers. A recording writes to the same results each time."""
         attack = self._attack
-        if self._refresh is not None:
-            self._refresh()
+        self._folded.refresh()
         objective = objectives.find(attack.objective)
         until = attack.until_success
         batch = AttackBatch(self._attacked, attack.ball, self._x, self._y, None, objective, until, whole=True)
@@ -112,7 +111,7 @@ class Replay:
             )
 
 
-def recorded(attack: Attack, model: nn.Module, x: Tensor, y: Tensor) -> Replay | None:
+def recorded(attack: Attack, model: AsTrained, x: Tensor, y: Tensor) -> Replay | None:
     """The attack as a graph, or ``None`` with a warning where that fails: the attack itself always works."""
     if not can_replay(attack, x):
         return None

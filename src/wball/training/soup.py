@@ -2,13 +2,12 @@ r"""One network between two: weights of networks that were trained from one anot
 
 A network that was trained on for robustness moves away from where it was most accurate. Along the straight line between
 both, :math:`(1 - s)\, w_0 + s\, w_1`, the loss stays low (Wortsman et al., 2022), so that one trade-off can be chosen
-without training. Statistics of batch normalisation are those of neither network: they are measured again.
+without training. Statistics of batch normalisation are mixed like weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +30,6 @@ def mixed(first: nn.Module, second: nn.Module, share: float) -> nn.Module:
     model = copy.deepcopy(first)
     floating = {k: torch.lerp(v, theirs[k].to(v), share) for k, v in ours.items() if v.is_floating_point()}
     model.load_state_dict({**ours, **floating})
-    return model
-
-
-@torch.no_grad()
-def measure_statistics(model: nn.Module, batches: Iterable[Tensor]) -> nn.Module:
-    """Set the means and variances of batch normalisation to those of the given batches, in place."""
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    before = model.training, [(layer.training, layer.momentum) for layer in layers]
-    model.eval()
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # the mean over all batches
-        layer.train()
-    for batch in batches:
-        model(batch)
-    model.train(before[0])
-    for layer, (training, momentum) in zip(layers, before[1], strict=True):
-        layer.momentum = momentum
-        layer.train(training)
     return model
 
 
