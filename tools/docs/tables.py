@@ -291,6 +291,22 @@ def proved_colours(path: Path) -> list[Table]:
     return [Table(head, cells)]
 
 
+def residual(path: Path) -> list[Table]:
+    """Single images of a deep residual network, decided by complete verification."""
+    cells: list[list[str | None]] = [
+        [
+            f"`{r['model']}`",
+            str(r["image"]),
+            f"{r['eps']:g}",
+            r["status"].lower(),
+            f"{r['margin']:.2f}",
+            f"{r['seconds']:.0f} s",
+        ]
+        for r in _content(path)["rows"]
+    ]
+    return [Table(["ResNet-18", "test image", "eps", "answer", "margin at least", "took"], cells)]
+
+
 def anchored_training(path: Path) -> list[Table]:
     """Networks trained against the bounds of their certificate: what an attack leaves, and what is proved."""
     radii = ("0.05", "0.1", "0.2", "0.3")
@@ -541,6 +557,7 @@ TABLES = {
     "cpu-targets": Source(targets, "bench_cpu.json"),
     "certified": Source(certified, "paper/certificates.json"),
     "decided": Source(decided, "complete_mnist.json"),
+    "residual": Source(residual, "complete_resnet18.json"),
     "proved-colours": Source(proved_colours, "complete_cifar10.json"),
     "certified-variants": Source(certified_variants, "training_variants.json"),
     "adversarial-variants": Source(adversarial_variants, "training_variants.json"),
