@@ -37,7 +37,9 @@ def statuses(converged: Tensor, stalled: Callable[[], Tensor] | None = None, lat
     The latter is asked for only where some did not meet it. ``late``: time was up before all of them were done.
     """
     met = converged.tolist()
-    early = [False] * len(met) if stalled is None or all(met) else stalled().tolist()
+    if all(met):
+        return (Status.CONVERGED,) * len(met)
+    early = [False] * len(met) if stalled is None else stalled().tolist()
     missed = (Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early)
     return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))
 

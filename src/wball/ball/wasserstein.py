@@ -80,9 +80,9 @@ class WassersteinBall:
         inputs.check_eps_count(self.eps, x.shape[0])
         eps = self.eps.to(x.device) if isinstance(self.eps, Tensor) else self.eps
         numbers = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32)
-        least = DIVISIBLE * x[0:1].numel() * numbers.eps * numbers.smallest_normal
+        least = DIVISIBLE * math.prod(x.shape[1:]) * numbers.eps * numbers.smallest_normal
         if self.mass == "relative":
-            return eps * torch.nn.functional.threshold(mass, math.nextafter(least, 0.0), 0.0)
+            return eps * torch.threshold(mass, math.nextafter(least, 0.0), 0.0)
         return eps * (mass >= least).to(torch.float64)
 
     def problem(self, x: Tensor) -> TransportProblem:

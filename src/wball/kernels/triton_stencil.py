@@ -22,9 +22,10 @@ are needed less and take more code, windows above 5 x 5 do so already.
 # ruff: noqa: RUF005  (Triton has no starred tuples)
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import triton
@@ -75,27 +76,27 @@ class Stencil:
     pair_offset: Tensor
     pair_fee: Tensor
 
-    @property
+    @cached_property
     def values(self) -> int:
         channels, height, width = self.shape
         return channels * height * width
 
-    @property
+    @cached_property
     def guard(self) -> int:
         """Staged values before the first pixel, so many that rows of :data:`LINE` values with their halos are lines."""
         least = self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
         return least + (self.reach[1] // 2 - least) % LINE
 
-    @property
+    @cached_property
     def staged(self) -> int:
         """Staged values per image."""
         channels, height, width = self.shape
         return channels * (height + self.reach[0]) * (width + self.reach[1])
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Values of a program that holds a whole image."""
-        return max(128, triton.next_power_of_2(self.values))
+        return block_of(self.values)
 
     def constants(self, offsets: bool = True) -> dict[str, object]:
         """What kernels are compiled for, with ``offsets`` in the code or not."""
@@ -105,7 +106,7 @@ class Stencil:
             "OFFSETS": self.offsets if offsets else (),
         }  # fmt: skip
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """How many pairs of opposite moves there are."""
         return self.pair_fee.shape[0] // 2 if len(self.ends) > 2 else 0
@@ -114,13 +115,15 @@ class Stencil:
         self, count: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, ...]:
         """``count`` buffers for a batch, each starting at its first pixel."""
-        size = triton.cdiv(self.guard + batch * self.staged, LINE) * LINE
+        size = -(-(self.guard + batch * self.staged) // LINE) * LINE
         buffers = torch.empty((count, size), dtype=dtype, device=device)
         return tuple(buffers[k, self.guard :] for k in range(count))
 
 
 OLDEST = (3, 3)
 """Tuples of tensors, which hold the rings, came with this version of Triton."""
+
+_TOO_OLD = tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST
 
 
 def why_not(x: Tensor, moves: Moves | None) -> str | None:
@@ -132,7 +135,7 @@ def why_not(x: Tensor, moves: Moves | None) -> str | None:
 
 def why_not_here(x: Tensor, moves: Moves | None) -> str | None:
     """Why Triton kernels in any precision must refuse such images, or ``None``."""
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
+    if _TOO_OLD:
         return f"Triton {triton.__version__} is too old, these kernels need {'.'.join(map(str, OLDEST))}"
     if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"Triton needs a CUDA device, the images are on {x.device} (TRITON_INTERPRET=1 interprets it on the CPU)"
@@ -143,8 +146,13 @@ def why_not_here(x: Tensor, moves: Moves | None) -> str | None:
 
 def too_large(x: Tensor, most: int) -> str | None:
     """Why one program cannot hold such an image, or ``None``."""
-    values = x[:1].numel()
+    values = math.prod(x.shape[1:])
     return f"images of {values} values do not fit in one program (at most {most})" if values > most else None
+
+
+def block_of(values: int) -> int:
+    """The size of a program that holds so many values. Triton's own helpers take microseconds each time."""
+    return max(128, 1 << (values - 1).bit_length())
 
 
 def warps(block: int, values: int = 64) -> int:

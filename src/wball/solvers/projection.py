@@ -91,9 +91,9 @@ def project(
     if not cold or not dispatch.has_kernel("projected_sinkhorn", images, problem.moves(images)):
         return _followed(problem, w, reg, effort, init)
     found = swept(problem, w, reg=reg, tol=tol)
-    left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
-    if not left:
+    if found.status.count(Status.CONVERGED) == len(x):
         return found
+    left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
     index = torch.tensor(left, device=x.device)
     return _patched(found, index, _followed(problem.take(index), w[index], reg, effort, None))
 

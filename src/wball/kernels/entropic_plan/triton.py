@@ -57,15 +57,14 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         request.psi,
         request.q.contiguous(),
     )
-    images = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device)  # z, q, keep, give
-    numbers = torch.empty((2, batch), dtype=torch.float64, device=x.device)  # cost, net cost
+    z, q_out, keep, give = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device).unbind()
+    cost, net_cost = torch.empty((2, batch), dtype=torch.float64, device=x.device).unbind()
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
     run = _on_chip if table.values <= MAX_ON_CHIP else plan_by_tiles
     if batch:
         steps = Steps(request.sweeps if box is not None else 0, request.newton, request.momentum)
-        run(table, given, (*images, psi_out, *numbers), box, steps)
-    z, q_out, keep, give = images
-    return EntropicPlan(z, *numbers, psi_out, q_out, keep, give)
+        run(table, given, (z, q_out, keep, give, psi_out, cost, net_cost), box, steps)
+    return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
 
 
 def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps) -> None:

@@ -45,18 +45,17 @@ def linear_maximum(
     table = stencil(moves, a)
     rows, device = a.shape[0], a.device
     psi = torch.empty(rows, dtype=torch.float32, device=device)
-    upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device)
+    upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device).unbind()
     n_iter = torch.empty(rows, dtype=torch.int32, device=device)
     z = torch.empty(a.shape if point else (1,), dtype=torch.float32, device=device)
     choice, mass = table.stage(2, rows, device) if point else (z, z)
-    block = max(128, triton.next_power_of_2(table.values))
     channels, height, width = table.shape
     if rows:
         _support_kernel[(rows,)](
             a.contiguous(), x.contiguous(), budget.to(torch.float64), psi, upper, cost, n_iter, z, choice, mass,
             table.offset, table.fee, _steps(moves, device), 1, max_iter,
             C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
-            POINT=point, BLOCK=block, num_warps=min(32, max(4, block // 128)), num_stages=1,
+            POINT=point, BLOCK=table.block, num_warps=min(32, max(4, table.block // 128)), num_stages=1,
         )  # fmt: skip
     return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long())
 

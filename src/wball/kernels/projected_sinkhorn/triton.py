@@ -155,7 +155,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
         )  # fmt: skip
         memory = recent = staged = wide  # the memory of float32 goes before that of float64 comes
-    objective, gap, allowed, cost, residual, scale = numbers
+    objective, gap, allowed, cost, residual, scale = numbers.unbind()
     answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter)
     if not problem.factors:
         return answer

@@ -11,7 +11,7 @@ from torch import Tensor
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
 from wball.kernels.triton_launch import kernel
-from wball.kernels.triton_stencil import MAX_ON_CHIP, too_large
+from wball.kernels.triton_stencil import MAX_ON_CHIP, block_of, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves
 
@@ -32,9 +32,9 @@ def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: T
     """See :func:`wball.kernels.pull_back.pull_back`."""
     x, b, box = request.x, request.b, request.box
     batch, channels, height, width = x.shape
-    z, chosen = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device)
-    cost, scale, kappa_out = torch.empty((3, batch), dtype=torch.float64, device=x.device)
-    block = max(128, triton.next_power_of_2(channels * height * width))
+    z, chosen = torch.empty((2, *x.shape), dtype=torch.float32, device=x.device).unbind()
+    cost, scale, kappa_out = torch.empty((3, batch), dtype=torch.float64, device=x.device).unbind()
+    block = block_of(channels * height * width)
     if batch:
         _pull_kernel[(batch,)](
             x.contiguous(), b.contiguous(), plan.z.contiguous(), plan.q.contiguous(), plan.psi, plan.net_cost,
