@@ -120,6 +120,28 @@ def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
     assert result.audit_summary()["rejected"] == 22 and "22 rejected" in result.verdict()
 
 
+def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack() -> None:
+    class Tied(nn.Module):
+        """Nearly the same logits for every image: the first class by less than rounding, the rest far below."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            edge = torch.tensor([1.0 + 1e-6, 1.0, -1.0], dtype=x.dtype) + 0 * x.flatten(1).sum(1, keepdim=True)
+            clear = torch.tensor([1.0, 0.0, -1.0], dtype=x.dtype)
+            return torch.where(x[:, :1, 0, 0] > 0.5, edge, clear)
+
+    _, x, _ = problem()
+    x, y = x.clone(), torch.zeros(len(x), dtype=torch.long)
+    x[:, :, 0, 0] = 0.0
+    x[0, :, 0, 0] = 1.0
+    one = evaluate(Tied(), x, y, BALL, [0.1], Claims(BALL))
+    assert one.accuracy_at(0.1) == 1.0 and {r["index"] for r in one.rejected} == set(range(1, len(x)))
+    assert "tied-answers" in {note.code for note in one.notes}  # one of them is an accident
+    x[:, :, 0, 0] = 1.0
+    all_of_them = evaluate(Tied(), x, y, BALL, [0.1], Claims(BALL))
+    assert all_of_them.accuracy_at(0.1) == 1.0 and not all_of_them.rejected
+    assert "tied-answers" in {w.code for w in all_of_them.warnings} and not all_of_them.reliable
+
+
 def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "SAMPLE_LEAST", 2)
     solved = []

@@ -65,6 +65,12 @@ CODES: dict[str, Code] = {
         "raise the number of steps; an example in a ball is in every larger one, so it counts there, too",
         tolerated=0.02,
     ),
+    "tied-answers": Code(
+        "the two largest logits of {images} of {of} claimed examples are equal up to rounding; they are not counted",
+        "logits hardly differ: compute them in float64, or without a large constant",
+        tolerated=0.01,
+        fewest=2,  # one in thousands lies on the boundary by accident
+    ),
     # good to know
     "stand-in-gradients": Code(
         "the model's own gradients do not predict what it does; those of smooth stand-ins, or from behind what hides "

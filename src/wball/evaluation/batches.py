@@ -48,6 +48,8 @@ GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
 long as the model takes no more than a share of the memory that is free."""
 PROBED = 4
 """Images that tell how much memory a model takes."""
+ROUNDING = 1e-4
+"""Logits that differ by no more than this part of the largest may change places in a batch of another size."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
 
@@ -257,7 +259,10 @@ class Batches:
         member: Tensor,
         proof: StoredPlan | None = None,
     ) -> None:
-        """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault."""
+        """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault.
+
+        An example that the model takes for its own class after all is a false claim, unless rounding alone decides.
+        """
         x, y, state, notes = batch.x, batch.y, batch.state, batch.notes
         index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
         if index.numel() == 0:
@@ -271,7 +276,11 @@ class Batches:
         fooled = (read_as >= 0) & (read_as != y.cpu()[index])
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
-        for k in (~good).nonzero().squeeze(1).tolist():
+        doubted = (report.valid.cpu() & (read_as == y.cpu()[index])).nonzero().squeeze(1)
+        tied = doubted[_tied(self.model, images[doubted.to(x.device)]).cpu()].tolist() if len(doubted) else []
+        if tied:
+            notes["findings"].append(["tied-answers", len(tied), len(index)])
+        for k in sorted(set((~good).nonzero().squeeze(1).tolist()) - set(tied)):
             said = "has no answer to the stored image (NaN)" if read_as[k] < 0 else "classifies the stored image right"
             reason = report.reasons[k] or f"the model {said}"
             notes["rejected"].append({"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason})
@@ -400,6 +409,15 @@ def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> T
 def predict(model: Model, x: Tensor) -> Tensor:
     with as_found(model, x.device):
         return torch.cat([top_class(ask(model, part)) for part in x.split(default_batch_size(x))])
+
+
+@torch.no_grad()
+def _tied(model: Model, x: Tensor) -> Tensor:
+    """Where the two largest logits are equal up to rounding."""
+    with as_found(model, x.device):
+        logits = torch.cat([ask(model, part) for part in x.split(default_batch_size(x))])
+    first, second = logits.topk(2, 1).values.unbind(1)
+    return first - second <= ROUNDING * logits.abs().amax(1)
 
 
 def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
