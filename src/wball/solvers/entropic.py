@@ -31,22 +31,25 @@ from wball.moves import Moves
 from wball.plan import FactoredPlan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.oracle import ROUNDINGS, OraclePoint
-from wball.solvers.problem import TransportProblem, as_given, as_images, masses
+from wball.solvers.problem import TransportProblem, as_images
 
 SWEEPS, SWEEP_TOL = 400, 3e-5
 """At most so many sweeps, and in float32 no gap that could not be resolved."""
 
 
-def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> ProjectionResult:
-    """The entropic projection of ``w`` by projected Sinkhorn. Who has another status than converged needs more."""
+def swept(
+    problem: TransportProblem, grid: Tensor, moves: Moves, w: Tensor, *, reg: float, tol: float
+) -> ProjectionResult:
+    """The entropic projection of ``w`` by projected Sinkhorn. Who has another status than converged needs more.
+
+    ``grid`` are the centres as images (:func:`~wball.solvers.problem.as_images`), and ``moves`` those on them.
+    """
     x, budget, spend = problem.x, problem.budget, problem.spendable()
-    grid, target, tau = as_images(x), as_images(w), problem.mass / reg
-    moves = problem.moves(grid)
+    target, tau = as_images(w), problem.mass / reg
     answer = projected_sinkhorn(Projection(
         grid, target, spend, moves, problem.box, tau, tol=tol, max_iter=SWEEPS, factors=True
     ))  # fmt: skip
-    gap = answer.gap.clamp(min=0)
-    solved = gap <= answer.allowed
+    gap, solved = answer.gap, answer.gap <= answer.allowed
     if spend is not budget:
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
         solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
@@ -54,8 +57,8 @@ def swept(problem: TransportProblem, w: Tensor, *, reg: float, tol: float) -> Pr
     if moves.has_free:
         solved = solved & ~((spend <= 0) & escapes(moves, grid))
     return ProjectionResult(
-        point=as_given(answer.z, x, problem.box),
-        objective=answer.objective + entropy_of(grid, tau, problem.mass),
+        point=answer.z.reshape(x.shape).to(grid.dtype),
+        objective=answer.objective,
         gap=gap,
         residual=answer.residual,
         status=statuses(solved),
@@ -74,13 +77,6 @@ def _plan(moves: Moves, grid: Tensor, tau: Tensor, answer: ProjectedSinkhorn) ->
 def escapes(moves: Moves, x: Tensor) -> Tensor:
     """Whether some of an image's mass can leave its pixel at no cost, per image."""
     return ((moves.free() & ~moves.stay()).any(0) & (x > 0)).flatten(1).any(1)
-
-
-def entropy_of(x: Tensor, tau: Tensor, mass: Tensor) -> Tensor:
-    """From ``tau sum P log(P / x)`` to the paper's ``m^2 / lambda sum p log(p)`` with ``p = P / m``."""
-    terms = x.to(torch.float64, copy=True)
-    torch.special.entr(terms, out=terms)
-    return tau * (torch.special.entr(mass) - masses(terms))
 
 
 class EntropicProjection:

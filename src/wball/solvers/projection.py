@@ -26,12 +26,12 @@ from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
-from wball.kernels.projected_sinkhorn import Projection, projected_sinkhorn
+from wball.kernels.projected_sinkhorn import Projection, entropy_at_rest, projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
-from wball.solvers.entropic import SWEEP_TOL, entropy_of, escapes, swept
+from wball.solvers.entropic import SWEEP_TOL, escapes, swept
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
 from wball.solvers.sinkhorn import paper_projection
@@ -87,10 +87,10 @@ def project(
         return _paper(problem, w, reg, tol, max_iter)
 
     images = as_images(x)
-    cold = init is None and math.isfinite(reg)
-    if not cold or not dispatch.has_kernel("projected_sinkhorn", images, problem.moves(images)):
+    moves, cold = problem.moves(images), init is None and math.isfinite(reg)
+    if not cold or not dispatch.has_kernel("projected_sinkhorn", images, moves):
         return _followed(problem, w, reg, effort, init)
-    found = swept(problem, w, reg=reg, tol=tol)
+    found = swept(problem, images, moves, w, reg=reg, tol=tol)
     if found.status.count(Status.CONVERGED) == len(x):
         return found
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
@@ -149,7 +149,7 @@ def _solved(
     off = best.z - (target - best.u).clamp(*lo_hi)
     return ProjectionResult(
         point=as_given(best.z, problem.x, problem.box),
-        objective=best.primal if exact else best.primal + entropy_of(x, tau, problem.mass),
+        objective=best.primal if exact else best.primal + entropy_at_rest(x, tau),
         gap=(best.primal - best.dual).clamp(min=0),
         residual=largest(off).masked_fill(goal.single, 0.0),
         status=statuses(run.done, lambda: (run.n_iter < max_iter) & ~goal.single, deadline.late),
@@ -203,7 +203,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         point = torch.where(still, grid, target - answer.u)
         return ProjectionResult(
             point=as_given(point, x, problem.box),
-            objective=answer.objective + entropy_of(grid, mass / reg, problem.mass),
+            objective=answer.objective,
             gap=answer.gap,
             residual=(answer.z - point).flatten(1).abs().amax(1),
             status=statuses(answer.gap <= answer.allowed),
@@ -213,7 +213,7 @@ def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_ite
         )
     if dispatch.choose("entropic_path", grid, moves) == "torch":
         found = paper_projection(problem, w, reg=reg, tol=tol, max_iter=max_iter)
-        return replace(found, objective=found.objective + entropy_of(grid, mass / reg, problem.mass))
+        return replace(found, objective=found.objective + entropy_at_rest(grid, mass / reg))
     found = project(replace(problem, box=None), w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
     assert found.duals is not None
     point = torch.where(still, grid, target - as_grid(found.duals.beta))

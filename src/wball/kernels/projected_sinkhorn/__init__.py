@@ -116,12 +116,12 @@ class ProjectedSinkhorn:
     """A feasible point near the entropic projection, and how near.
 
     Attributes:
-        z: columns of a plan that keeps box and budget, ``(B, C, H, W)``.
+        z: columns of a plan that keeps box and budget, in the box, ``(B, C, H, W)``.
         cost: what that plan costs, per image, float64.
         u: potential of the columns, to warm-start the next call.
         psi: price of cost per image, to warm-start the next call.
-        objective: ``1/2 |w - z|^2 + tau sum P log(P / x)`` of that plan, float64.
-        gap: proven distance of ``objective`` from the optimum, float64.
+        objective: the paper's, ``1/2 |w - z|^2 + tau sum P log(P / m)`` of that plan, ``m`` the image's mass, float64.
+        gap: proven distance of ``objective`` from the optimum, float64, not negative.
         allowed: the gap at which an image counts as solved, float64.
         residual: largest difference between ``z`` and ``clip(w - u)``.
         n_iter: sweeps per image.
@@ -141,6 +141,12 @@ class ProjectedSinkhorn:
     keep: Tensor | None = None
     give: Tensor | None = None
     kernel: str = ""
+
+
+def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
+    """``tau sum x log(x / m)`` per image, float64: from entropy relative to ``x`` to entropy relative to the mass."""
+    exact = x.to(torch.float64).flatten(1)
+    return tau.to(torch.float64) * (torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1))
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:

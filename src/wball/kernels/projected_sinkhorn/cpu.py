@@ -29,6 +29,7 @@ from wball.kernels.projected_sinkhorn import (
     WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
+    entropy_at_rest,
     excess,
     memory,
     reference,
@@ -135,6 +136,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     split(shape[0], work, entries=20 * math.prod(shape[1:]) * len(problem.moves))
     z, potential = (torch.from_numpy(a) for a in out)
     cost, psi_out, objective, gap, allowed, residual = torch.from_numpy(numbers).unbind(1)
+    objective = objective + entropy_at_rest(x.detach(), problem.tau)
+    gap = gap.clamp(min=0)
     answer = ProjectedSinkhorn(
         z, cost, potential, psi_out.to(dtype), objective, gap, allowed, residual.to(dtype),
         torch.from_numpy(n_iter),

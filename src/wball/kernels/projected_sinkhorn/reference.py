@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wball.batch import per_image
 from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring_sums, solve_price
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
+from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, entropy_at_rest
 from wball.moves import Moves
 
 MOMENTUM = 0.95
@@ -82,6 +82,7 @@ class _Search:
         self.lo, self.hi = problem.ends
         self.slack = problem.unit * (SLACK if dtype == torch.float32 else EXACT_SLACK)
         self.single = (self.budget <= 0) | (image_sums(self.x) <= 0)
+        self.at_rest = entropy_at_rest(problem.x, problem.tau)
         tau = problem.tau.to(dtype)
         self.tau = torch.where(self.single, torch.ones_like(tau), tau)
         self.resolution = RESOLUTION * torch.finfo(dtype).eps
@@ -129,8 +130,8 @@ class _Search:
             cost=torch.where(self.single, nothing, answer.cost),
             u=torch.where(still, u, answer.u),
             psi=torch.where(self.single, psi, answer.psi),
-            objective=torch.where(self.single, at_centre, answer.objective),
-            gap=torch.where(self.single, nothing, answer.gap),
+            objective=torch.where(self.single, at_centre, answer.objective) + self.at_rest,
+            gap=torch.where(self.single, nothing, answer.gap.clamp(min=0)),
             allowed=torch.where(self.single, self.tol * at_centre, answer.allowed),
             residual=torch.where(self.single, torch.zeros_like(answer.residual), answer.residual),
             n_iter=n_iter,

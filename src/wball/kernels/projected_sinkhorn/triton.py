@@ -294,6 +294,8 @@ def _projection_kernel(
     lo = tl.load(box_ptr).to(REAL)
     hi = tl.load(box_ptr + 1).to(REAL)
     at_centre = _total(0.5 * (w - x) * (w - x), real)
+    mass = _total(x, real).to(REAL)
+    at_rest = tl.load(tau_ptr + image).to(tl.float64) * _total(_x_log_y(x, x / tl.maximum(mass, 1.2e-38)), real)
     fees = ring_fees(fee_ptr, ENDS)
     log_tau = tl.log(tau)
 
@@ -465,7 +467,8 @@ def _projection_kernel(
             tl.store(keep_out + index, keep, mask=real)
             if GIVES:
                 tl.store(give_out + index, shrink.to(REAL) * give, mask=real)
-            _note(numbers_out + image, batch, distance_exact + entropy_exact, gap, allowed, spent, residual, shrink)
+            objective = distance_exact + entropy_exact + at_rest
+            _note(numbers_out + image, batch, objective, gap, allowed, spent, residual, shrink)
             offers += 1
             if REMEMBERS:  # what float32 cannot spend for want of a finer price, float64 will
                 gap -= tl.where(
@@ -507,9 +510,8 @@ def _projection_kernel(
         tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
         if GIVES:
             tl.store(give_out + index, tl.zeros([BLOCK], REAL), mask=real)
-        _note(
-            numbers_out + image, batch, at_centre, tl.where(single, 0.0, float("inf")), tol * at_centre, 0.0, 0.0, 0.0
-        )
+        gap = tl.where(single, 0.0, float("inf"))
+        _note(numbers_out + image, batch, at_centre + at_rest, gap, tol * at_centre, 0.0, 0.0, 0.0)
 
 
 @triton.jit
@@ -594,7 +596,7 @@ def _outside(net, x, lo, hi, slack, real, LINEAR: tl.constexpr):
 def _note(ptr, batch, objective, gap, allowed, cost, residual, scale):
     """The numbers of an image."""
     tl.store(ptr, objective)
-    tl.store(ptr + batch, gap)
+    tl.store(ptr + batch, tl.where(gap < 0.0, 0.0, gap))  # what is not a number stays so
     tl.store(ptr + 2 * batch, allowed)
     tl.store(ptr + 3 * batch, cost)
     tl.store(ptr + 4 * batch, residual)
