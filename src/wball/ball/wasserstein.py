@@ -185,11 +185,11 @@ class WassersteinBall:
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
-        potential = torch.randn(x.shape, generator=generator, dtype=torch.float64, device=device)
+        potential = torch.normal(0.0, 3.0, x.shape, generator=generator, dtype=torch.float64, device=device)
         part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
         oracle = self.oracle(x, roundings=ROUNDINGS + 1)  # who mixes it with other points rounds again
         oracle.budget = part * oracle.budget
-        return oracle((3 * potential).to(x.device)).z
+        return oracle(potential.to(x.device)).z
 
     def input_set(self, x: Tensor, plans: Plans = "full") -> TransportSet:
         """The ball as certificates see it: for ``full`` plans, or for those inside its window."""

@@ -81,16 +81,20 @@ class TransportOracle:
         self.x = x.detach().to(result_dtype(x))
         self._grid = self.x if x.ndim == 4 else self.x[:, None, None, :]
         self.budget = problem.spendable(roundings)
-        self.unit = problem.unit
         self._moves = problem.moves(self._grid)
-        self._psi = torch.full_like(self.budget, 10.0, dtype=self.x.dtype)
-        self._q = torch.zeros_like(self._grid)
-        self._kappa = torch.ones_like(self.budget)
+        self._psi: Tensor | None = None
+        self._q: Tensor | None = None
+        self._kappa: Tensor | None = None
+
+    @property
+    def unit(self) -> Tensor:
+        return self.problem.unit
 
     def __call__(self, b: Tensor) -> OraclePoint:
         potentials = b.detach().to(self.x.dtype).reshape(self._grid.shape)
+        raw = self.budget if self._kappa is None else self.budget * self._kappa
         request = PlanRequest(
-            self._grid, potentials, self.budget * self._kappa, self._moves, self.problem.box,
+            self._grid, potentials, raw, self._moves, self.problem.box,
             psi=self._psi, q=self._q, sweeps=self.sweeps, newton=self.newton, momentum=self.momentum,
         )  # fmt: skip
         plan = entropic_plan(request)
@@ -118,6 +122,7 @@ class TransportOracle:
         part = object.__new__(TransportOracle)
         part.__dict__.update(self.__dict__)
         part.problem = self.problem.take(index)
-        for name in ("x", "_grid", "budget", "unit", "_psi", "_q", "_kappa"):
-            setattr(part, name, getattr(self, name)[index])
+        for name in ("x", "_grid", "budget", "_psi", "_q", "_kappa"):
+            value = getattr(self, name)
+            setattr(part, name, None if value is None else value[index])
         return part

@@ -93,7 +93,7 @@ class TransportProblem:
         """
         x, numbers = self.x, torch.finfo(result_dtype(self.x))
         roundings *= SUMS if numbers.bits == 64 else 1
-        off = 0.5 * numbers.eps * (self.mass + x[0:1].numel() * numbers.smallest_normal)
+        off = 0.5 * numbers.eps * (self.mass + math.prod(x.shape[1:]) * numbers.smallest_normal)
         return 0.5 * roundings * off * dearest_move(self.cost, x) * _moves_to_balance(self.cost, x)
 
     def spendable(self, roundings: int = 1) -> Tensor:
@@ -186,7 +186,7 @@ def _largest_moves_to_balance(cost: GroundCost, x: Tensor) -> float:
     if isinstance(cost, DenseCost):
         return 1.0
     _, reach, least = _window(cost, *_sides(x))
-    return max(1.0, max(0.5 * math.sqrt(x[0:1].numel()), least) / reach)
+    return max(1.0, max(0.5 * math.sqrt(math.prod(x.shape[1:])), least) / reach)
 
 
 def held_back(

@@ -222,6 +222,20 @@ def test_warm_start_is_used() -> None:
     assert float((again.z - first.z).abs().max()) <= 1e-6
 
 
+@pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
+@pytest.mark.parametrize("tiled", [False, True])
+def test_without_a_start_it_starts_cold(tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tiled:
+        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
+        monkeypatch.setattr(triton_tiles, "TILE", 32)
+    case = Case((2, 1, 5, 5), scale=scale)
+    x, b, budget, moves = case.problem()
+    cold = triton_plan.entropic_plan(PlanRequest(x, b, budget, moves, UNIT, sweeps=2, newton=6))
+    given = solve(case, triton_plan, torch.float32, sweeps=2, newton=6)
+    for name in ("z", "cost", "net_cost", "psi", "q", "keep", "give"):
+        assert torch.equal(getattr(cold, name), getattr(given, name)), name
+
+
 def test_empty_batch_and_double_precision() -> None:
     x = torch.zeros((0, 1, 4, 4), device=DEVICE)
     none = x.new_zeros(0)

@@ -28,13 +28,13 @@ def proposal(seed: int, shape: tuple[int, int, int, int] = (3, 2, 4, 5)) -> tupl
     return x, 5 * b, plan
 
 
-def pulled(name: str, x: Tensor, b: Tensor, plan: EntropicPlan) -> PulledBack:
+def pulled(name: str, x: Tensor, b: Tensor, plan: EntropicPlan, warm: bool = True) -> PulledBack:
     kernel = pytest.importorskip(f"wball.kernels.pull_back.{name}")
     moved = EntropicPlan(*(getattr(plan, n).to(DEVICE) for n in ("z", "cost", "net_cost", "psi", "q", "keep", "give")))
     one = torch.ones(3, dtype=torch.float64, device=DEVICE)
     moves = GridCost(5).arcs(*x.shape[2:], x.to(DEVICE))
     request = PlanRequest(x.to(DEVICE), b.to(DEVICE), one, moves, (0.0, 1.0), psi=moved.psi, q=moved.q)
-    point: PulledBack = kernel.pull_back(request, moved, one, one)
+    point: PulledBack = kernel.pull_back(request, moved, one, one if warm else None)
     return PulledBack(*(getattr(point, n).cpu() for n in FIELDS))
 
 
@@ -47,6 +47,13 @@ def test_kernel_equals_reference(seed: int) -> None:
     assert float((ours.z.double() - x.double()).sum((2, 3)).abs().max()) <= 1e-6, "no channel gains or loses mass"
     assert bool((ours.cost <= 1).all()) and ours.scale[0] < 1 and ours.scale[2] == 1
     assert ours.kappa[0] < 1 < ours.kappa[2]
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+def test_a_first_plan_was_asked_for_at_the_budget(name: str) -> None:
+    x, b, plan = proposal(0)
+    first, given = pulled(name, x, b, plan, warm=False), pulled(name, x, b, plan)
+    assert all(torch.equal(getattr(first, n), getattr(given, n)) for n in FIELDS)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])

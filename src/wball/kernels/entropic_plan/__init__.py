@@ -27,10 +27,14 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 
+import torch
 from torch import Tensor
 
 from wball.kernels import dispatch
 from wball.moves import Moves
+
+COLD_PRICE = 10.0
+"""Where the search for a price starts that nobody knows."""
 
 COST_TOL = 1e-3
 """``psi`` is good enough when the cost lies within this relative distance below the budget."""
@@ -54,8 +58,8 @@ class PlanRequest:
         budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will do.
         moves: the moves of the ground cost on these images.
         box: ``(lo, hi)`` or ``None``.
-        psi: starting price per image, ``(B,)``.
-        q: starting box potentials, like ``x`` (zeros without a box).
+        psi: starting price per image, ``(B,)``; ``None`` for :data:`COLD_PRICE`.
+        q: starting box potentials, like ``x`` (zeros without a box); ``None`` for zeros.
         sweeps: coordinate steps on the box potentials; none without a box.
         newton: at most so many Newton steps after each of them.
         momentum: what part of a coordinate step the next one goes on by, in [0, 1).
@@ -67,11 +71,16 @@ class PlanRequest:
     moves: Moves
     box: tuple[float, float] | None
     _: KW_ONLY
-    psi: Tensor
-    q: Tensor
+    psi: Tensor | None = None
+    q: Tensor | None = None
     sweeps: int = 3
     newton: int = 12
     momentum: float = 0.0
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """The price and the box potentials to start from."""
+        psi = torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype) if self.psi is None else self.psi
+        return psi, torch.zeros_like(self.x) if self.q is None else self.q
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,10 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         COST_TOL,
         float(request.momentum),
     )
-    given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, request.q)]
+    start, q = request.start()
+    given = [t.detach().to(x.dtype).numpy() for t in (x, request.b, q)]
     out = np.empty((4, *shape), dtype=given[0].dtype)
-    psi = request.psi.detach().to(torch.float64).contiguous().numpy().copy()
+    psi = start.detach().to(torch.float64).contiguous().numpy().copy()
     limit = request.budget.detach().to(torch.float64).contiguous().numpy()
     cost, net = np.zeros(shape[0]), np.zeros(shape[0])
 

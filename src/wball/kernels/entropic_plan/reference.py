@@ -13,11 +13,12 @@ from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, b, q, newton = request.x, request.b, request.q, request.newton
+    x, b, newton = request.x, request.b, request.newton
+    start, q = request.start()
     lo, hi = request.box if request.box is not None else (0.0, math.inf)
     budget, moves = request.budget.to(torch.float64), request.moves.like(x)
     rings = ring_sums(b + q, moves)
-    psi = solve_price(x, rings, moves.ring_cost, budget, request.psi.to(x.dtype), newton, lambda psi: COST_TOL)
+    psi = solve_price(x, rings, moves.ring_cost, budget, start.to(x.dtype), newton, lambda psi: COST_TOL)
     sweeps, before = request.sweeps if request.box is not None else 0, q
     for sweep in range(1, sweeps + 1):
         plan = PlanRows(x, b + q, psi, rings, moves)

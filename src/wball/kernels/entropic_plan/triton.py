@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
+from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
 from wball.kernels.entropic_plan.triton_tiles import Box, Steps, Tensors, ahead_of, limits, plan_by_tiles
 from wball.kernels.triton_flows import (
     exchange,
@@ -43,50 +43,50 @@ from wball.kernels.triton_stencil import (
 )
 from wball.kernels.triton_stencil import why_not as why_not
 
-_REPAIRS = tl.constexpr(len(REPAIR_COUNTED))
+_REPAIRS, _COLD_PRICE = tl.constexpr(len(REPAIR_COUNTED)), tl.constexpr(COLD_PRICE)
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
     x, box, batch = request.x, request.box, request.x.shape[0]
     table = stencil(request.moves, x)
-    given = (
-        x.contiguous(),
-        request.b.contiguous(),
-        request.budget.to(torch.float64),
-        request.psi,
-        request.q.contiguous(),
-    )
     z, q_out, keep, give = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device).unbind()
     cost, net_cost = torch.empty((2, batch), dtype=torch.float64, device=x.device).unbind()
     psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
-    run = _on_chip if table.values <= MAX_ON_CHIP else plan_by_tiles
     if batch:
+        fits = table.values <= MAX_ON_CHIP
+        warm = not fits or request.psi is not None or request.q is not None
+        psi, q = request.start() if warm else (psi_out, q_out)  # ignored by programs that start cold
+        given = (x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous())
+        out = (z, q_out, keep, give, psi_out, cost, net_cost)
         steps = Steps(request.sweeps if box is not None else 0, request.newton, request.momentum)
-        run(table, given, (z, q_out, keep, give, psi_out, cost, net_cost), box, steps)
+        if fits:
+            _on_chip(table, given, out, box, steps, warm)
+        else:
+            plan_by_tiles(table, given, out, box, steps)
     return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
 
 
-def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps) -> None:
+def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps, warm: bool) -> None:
     batch, device = given[0].shape[0], given[0].device
     staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     for linear in (True, False):  # the second solves what the first notes in `wide`
         _plan_kernel[(batch,)](
-            *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1,
+            *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1, int(warm),
             *limits(box), steps.sweeps, steps.newton, float(steps.momentum), **table.constants(), PAIRS=table.pairs,
             BOX=box is not None, TOL=COST_TOL, MOMENTUM=steps.momentum > 0, LINEAR=linear, WIDEST=RANGE,
             BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
 
 
-@kernel("one", "sweeps", "newton", "momentum")
+@kernel("one", "warm", "sweeps", "newton", "momentum")
 def _plan_kernel(
     x_ptr, b_ptr, budget_ptr, psi_ptr, q_ptr,
     z_out, q_out, keep_out, give_out, psi_out, cost_out, net_out,
     s_ptr, t_ptr, wide_ptr,
     offset_ptr, fee_ptr, pair_offset_ptr, pair_fee_ptr,
-    one, lo, hi, slack, sweeps, newton, momentum,
+    one, warm, lo, hi, slack, sweeps, newton, momentum,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
     OFFSETS: tl.constexpr, PAIRS: tl.constexpr, BOX: tl.constexpr, TOL: tl.constexpr, MOMENTUM: tl.constexpr,
     LINEAR: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +101,7 @@ def _plan_kernel(
     index, real, place = pixels(one, C, H, W, RR, RC, BLOCK)
     here = image * N + index
     b = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32)
+    q = tl.where(warm > 0, tl.load(q_ptr + here, mask=real, other=0.0).to(tl.float32), 0.0)
     if LINEAR:
         top, bottom = extent(b + q, real)
         if top - bottom > WIDEST:
@@ -114,7 +114,7 @@ def _plan_kernel(
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
     budget = tl.load(budget_ptr + image).to(tl.float32)
     before = q
-    psi = tl.load(psi_ptr + image).to(tl.float32)
+    psi = tl.where(warm > 0, tl.load(psi_ptr + image).to(tl.float32), _COLD_PRICE)
     keep = tl.full([BLOCK], 1.0, tl.float32)
     give = tl.full([BLOCK], 1.0, tl.float32)
     fees = ring_fees(fee_ptr, ENDS)

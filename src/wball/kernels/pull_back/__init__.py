@@ -50,14 +50,14 @@ class PulledBack:
     chosen: Tensor
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
     """The point of the ball that ``plan`` proposes. An image on which a kernel failed stays where it is.
 
     Args:
         request: what the plan was asked for with.
         plan: the plan, with its box potentials.
         budget: what may be spent, per image, float64.
-        kappa: what the raw budget was multiplied with, per image, float64.
+        kappa: what the raw budget was multiplied with, per image, float64; ``None`` for 1.
     """
     name = dispatch.choose("pull_back", request.x, request.moves)
     point: PulledBack = dispatch.load("pull_back", name).pull_back(request, plan, budget, kappa)

@@ -9,14 +9,15 @@ from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
     x, b, box = request.x, request.b, request.box
     chosen = b + plan.q
     size = chosen.flatten(1).abs().amax(1) + plan.psi.to(b) * request.moves.dearest
     doubt = (DOUBT * torch.finfo(b.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
     slack = (budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
-    kappa = (kappa * slack.clamp(0.5, 2.0) ** 0.7).clamp(*KAPPA)
+    paced = slack.clamp(0.5, 2.0) ** 0.7
+    kappa = (paced if kappa is None else kappa * paced).clamp(*KAPPA)
     scale = slack.clamp(max=1.0)
     change = plan.z - x if plan.balanced else balanced(x, plan.z)
     z = x + scale.to(x.dtype).view(-1, 1, 1, 1) * change.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -28,7 +28,7 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return _why_not(x, moves) or too_large(x, MAX_ON_CHIP) or many
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor) -> PulledBack:
+def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
     x, b, box = request.x, request.b, request.box
     batch, channels, height, width = x.shape
@@ -38,8 +38,8 @@ def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: T
     if batch:
         _pull_kernel[(batch,)](
             x.contiguous(), b.contiguous(), plan.z.contiguous(), plan.q.contiguous(), plan.psi, plan.net_cost,
-            budget.to(torch.float64), kappa, z, chosen, cost, scale, kappa_out,
-            float(request.moves.dearest), *(box or (float("-inf"), float("inf"))),
+            budget.to(torch.float64), cost if kappa is None else kappa, z, chosen, cost, scale, kappa_out,
+            int(kappa is not None), float(request.moves.dearest), *(box or (float("-inf"), float("inf"))),
             C=channels, SIZE=height * width, BLOCK=block, num_warps=min(16, max(4, block // 256)),
         )  # fmt: skip
     return PulledBack(z, cost, scale, kappa_out, chosen)
@@ -51,11 +51,11 @@ def _number(values):
     return tl.where(tl.abs(values) < 1e30, values, 0.0)
 
 
-@kernel("dearest", "lo", "hi")
+@kernel("warm", "dearest", "lo", "hi")
 def _pull_kernel(
     x_ptr, b_ptr, plan_ptr, q_ptr, psi_ptr, net_ptr, budget_ptr, kappa_ptr,
     z_out, chosen_out, cost_out, scale_out, kappa_out,
-    dearest, lo, hi, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    warm, dearest, lo, hi, C: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
@@ -71,7 +71,8 @@ def _pull_kernel(
     slack = tl.load(budget_ptr + image) * (1.0 - doubt) / tl.maximum(net, 2.3e-308)
     slack = tl.where(tl.abs(net) < 1e30, slack, 0.0)
     paced = tl.minimum(tl.maximum(slack, 0.5), 2.0)
-    kappa = tl.load(kappa_ptr + image) * tl.exp2(0.7 * tl.log2(paced.to(tl.float32))).to(tl.float64)
+    kappa = tl.where(warm > 0, tl.load(kappa_ptr + image), 1.0)
+    kappa *= tl.exp2(0.7 * tl.log2(paced.to(tl.float32))).to(tl.float64)
     scale = tl.minimum(slack, 1.0)
     tl.store(kappa_out + image, tl.minimum(tl.maximum(kappa, _LEAST), _MOST))
     tl.store(scale_out + image, scale)
