@@ -117,7 +117,7 @@ class Stencil:
         """``count`` buffers for a batch, each starting at its first pixel."""
         size = -(-(self.guard + batch * self.staged) // LINE) * LINE
         buffers = torch.empty((count, size), dtype=dtype, device=device)
-        return tuple(buffers[k, self.guard :] for k in range(count))
+        return buffers[:, self.guard :].unbind()
 
 
 OLDEST = (3, 3)

@@ -25,7 +25,6 @@ potentials wider than float64's range are beyond it; such images come back with 
 # mypy: ignore-errors
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -112,24 +111,23 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
-    x, box, tau, tol = problem.x, problem.box, problem.tau, problem.tol
+    x, box, tau, tol = problem.x.contiguous(), problem.box, problem.tau, problem.tol
     table = stencil(problem.moves, x)
     batch, device = x.shape[0], x.device
     lo, hi = problem.ends
     doubly = problem.factors or x.dtype == torch.float64
     gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
-    u_out = torch.empty(x.shape, dtype=out, device=device)
-    kept = torch.empty(x.shape, dtype=torch.float32, device=device)
-    z = kept if doubly else torch.empty(x.shape, dtype=out, device=device)  # float64 makes its own
+    u_out, kept = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=torch.float32)
+    z = kept if doubly else torch.empty_like(x, dtype=out)  # float64 makes its own
     # objective, gap, allowed gap, cost, residual, scale of what moves
     numbers = torch.empty((6, batch), dtype=torch.float64, device=device)
     psi_out = torch.empty(batch, dtype=work, device=device)
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    x, w, budget = x.contiguous(), problem.w.contiguous(), problem.budget.to(torch.float64)
+    w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
     rough, rough_slack = (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (tol, reference.SLACK)
-    keep, give = kept, torch.empty(x.shape if gives else (1,), dtype=torch.float32, device=device)
+    keep, give = kept, torch.empty_like(kept) if gives else kept  # not touched where rows keep what they have
     for first in (True, False) if batch else ():
         exact = doubly and not first
         start = (u_out, psi_out)
@@ -138,8 +136,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
             recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
         if exact:
-            z = torch.empty(x.shape, dtype=out, device=device)
-            keep, give = (torch.empty(t.shape, dtype=torch.float64, device=device) for t in (keep, give))
+            z, keep = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=torch.float64)
+            give = torch.empty_like(keep) if gives else keep
         (staged,) = table.stage(1, batch, device, torch.float64 if exact else torch.float32)
         _projection_kernel[(batch,)](
             x, w, budget, tau, *start, z, u_out, psi_out, keep, give, numbers, n_iter, staged, wide, kept,
@@ -156,10 +154,10 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         )  # fmt: skip
         memory = recent = staged = wide  # the memory of float32 goes before that of float64 comes
     objective, gap, allowed, cost, residual, scale = numbers.unbind()
-    answer = ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter)
-    if not problem.factors:
-        return answer
-    return replace(answer, keep=keep.to(work), give=give.to(work) if gives else scale.view(-1, 1, 1, 1).expand(x.shape))
+    plan = (None, None)
+    if problem.factors:
+        plan = keep.to(work), give.to(work) if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
+    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter, *plan)
 
 
 @lru_cache(maxsize=16)
