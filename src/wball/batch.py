@@ -21,3 +21,9 @@ def largest(values: Tensor) -> Tensor:
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product per image."""
     return (a * b).flatten(1).sum(1)
+
+
+def dot_and_size(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Inner product per image, and the sum of its terms' magnitudes, to which it is rounded."""
+    terms = (a * b).flatten(1)
+    return terms.sum(1), torch.linalg.vector_norm(terms, 1, 1)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.batch import dot, largest, per_image
+from wball.batch import dot, dot_and_size, largest, per_image
 from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Linear
@@ -91,7 +91,7 @@ def _solved(
     size = _size(direction) if exact else torch.ones_like(budget)
     scaled = direction / per_image(size, direction)
     tau = torch.full_like(budget, 0.0 if exact else 1.0 / reg)
-    still, most = dot(scaled, grid), dot(scaled.abs(), grid)
+    still, most = dot_and_size(scaled, grid)
     floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # however small everything is, such a gap is none
     tolerance = Tolerance(tol, 0.0, still, floor)
     goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline)
@@ -106,14 +106,14 @@ def _solved(
     plans.add(best.flow)
     point = as_given(best.z, x, problem.box)
     reached = as_grid(point)
-    value = dot(direction, reached)
+    value, weight = dot_and_size(direction, reached)
     upper, done = torch.maximum(-size * best.hard, value), run.done
     if exact:
         # Sums over images of denormal mass may round to nothing, and so would their gap: what is returned must show it.
         heft = size * most
-        allowed = torch.add((value - size * still).abs(), heft, alpha=1e-2)
-        rounding = heft + dot(direction.abs(), reached)
-        allowed = torch.add(tol * allowed, rounding, alpha=0.5 * torch.finfo(point.dtype).eps + 1e-12)
+        allowed = torch.add(torch.addcmul(value, size, still, value=-1).abs(), heft, alpha=1e-2)
+        rounding = 0.5 * torch.finfo(point.dtype).eps + 1e-12
+        allowed = torch.add(tol * allowed, heft + weight, alpha=rounding)
         done = done & (upper - value <= allowed + 1e-300)
     status = statuses(done, lambda: run.n_iter < max_iter, deadline.late)
     return SupportResult(point, value, upper, status, run.n_iter, kernel=joined_kernels(run.served))
