@@ -132,11 +132,6 @@ def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
     return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"
 
 
-def has_kernel(operation: str, x: Tensor, moves: Moves) -> bool:
-    """Whether a kernel serves these images that is faster than the reference."""
-    return choose(operation, x, moves) != "torch"
-
-
 def why_not(operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None) -> str | None:
     """Why this kernel cannot serve such images (without images: cannot run here at all), or ``None``."""
     try:

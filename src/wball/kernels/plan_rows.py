@@ -23,18 +23,8 @@ def image_sums(values: Tensor) -> Tensor:
 def ring_sums(s: Tensor, moves: Moves) -> Tensor:
     """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that cost."""
     ends = moves.ends(s, -math.inf)
-    out = []
-    for ring in moves.rings:
-        top = ends(ring[0])
-        for k in ring[1:]:
-            top = torch.maximum(top, ends(k))
-        if len(ring) == 1:
-            out.append(top)
-            continue
-        base = top.clamp(min=torch.finfo(s.dtype).min)  # a ring that lies outside the image has no top to subtract
-        total = sum((ends(k) - base).exp() for k in ring)
-        out.append(base + torch.as_tensor(total).log())
-    return torch.stack(out)
+    rings = [torch.stack([ends(k) for k in ring]) if len(ring) > 1 else ends(ring[0])[None] for ring in moves.rings]
+    return torch.stack([torch.logsumexp(ring, 0) if len(ring) > 1 else ring[0] for ring in rings])
 
 
 def newton_step(
@@ -86,19 +76,22 @@ class PlanRows:
     """The plan before the box is enforced: mass along one move at a time."""
 
     def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
-        self.x, self.moves, self._price = x, moves, per_image(psi, x)
-        normaliser = torch.logsumexp(rings - self._price * moves.ring_cost, 0)
-        self._start = torch.log(x) - normaliser  # -inf where the row is empty
+        self.x, self.s, self.moves, self.price = x, s, moves, per_image(psi, x)
+        self.log_sum = torch.logsumexp(rings - self.price * moves.ring_cost, 0)
+        self.start = torch.log(x) - self.log_sum  # -inf where the row is empty
         self._ends = moves.ends(s, -math.inf)
 
     def flow(self, k: int) -> Tensor:
         """Mass that leaves each pixel by move ``k``."""
-        return (self._start + self._ends(k) - self._price * self.moves.costs[k]).exp()
+        return (self.start + self._ends(k) - self.price * self.moves.costs[k]).exp()
 
     def flows(self) -> Iterator[tuple[int, Tensor]]:
         """All moves but the one that stays."""
-        for k in range(1, len(self.moves)):
-            yield k, self.flow(k)
+        for ring in self.moves.rings:
+            start = self.start - self.price * self.moves.costs[ring[0]]
+            for k in ring:
+                if k > 0:
+                    yield k, (start + self._ends(k)).exp_()
 
     def columns(self) -> Tensor:
         total = self.moves.arrivals(self.x)

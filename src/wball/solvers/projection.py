@@ -28,7 +28,7 @@ from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
 from wball.kernels.projected_sinkhorn import Projection, entropy_at_rest, projected_sinkhorn
 from wball.kernels.projected_sinkhorn.reference import PARTS
-from wball.moves import Moves
+from wball.moves import Moves, StencilMoves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
 from wball.solvers.entropic import SWEEP_TOL, escapes, swept
@@ -87,8 +87,9 @@ def project(
         return _paper(problem, w, reg, tol, max_iter)
 
     images = as_images(x)
-    moves, cold = problem.moves(images), init is None and math.isfinite(reg)
-    if not cold or not dispatch.has_kernel("projected_sinkhorn", images, moves):
+    moves = problem.moves(images)
+    # Sweeps go through the moves one at a time, and a matrix has as many as pixels.
+    if init is not None or math.isinf(reg) or not isinstance(moves, StencilMoves):
         return _followed(problem, w, reg, effort, init)
     found = swept(problem, images, moves, w, reg=reg, tol=tol)
     if found.status.count(Status.CONVERGED) == len(x):

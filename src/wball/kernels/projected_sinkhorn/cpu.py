@@ -26,6 +26,7 @@ from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.projected_sinkhorn import (
     FAR,
     MARGIN,
+    MEMORY,
     WIDEST_MARGIN,
     ProjectedSinkhorn,
     Projection,
@@ -35,14 +36,6 @@ from wball.kernels.projected_sinkhorn import (
     reference,
     sweeps,
 )
-
-HARDER = 16.0
-"""After every plan whose repair cost too much, mass above the box counts so many times as much."""
-ROUNDS, DRAINED = 40, 12
-"""Plans that an image may offer; so many in a row may be followed by what their repair sent back, not by a sweep."""
-LESS, WILD, TIMID = 0.8, 3.0, 0.1
-"""Where the gap rises, steps are scaled by so much less from then on, or no more if one of them is wild. Where they are
-scaled by less than ``TIMID``, they are not, and sweeps have momentum instead of a memory."""
 
 # What an image's answer comes down to.
 _COST, _PSI, _OBJECTIVE, _GAP, _ALLOWED, _RESIDUAL = range(6)
@@ -109,8 +102,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM,
-        FAR, LESS, WILD, TIMID, ROUNDS, DRAINED, memory.DOUBT,
-        MARGIN, WIDEST_MARGIN, reference.EXCESS, HARDER,
+        FAR, reference.LESS, reference.WILD, reference.TIMID, reference.ROUNDS, reference.DRAINED, reference.DOUBT,
+        MARGIN, WIDEST_MARGIN, reference.EXCESS, reference.HARDER,
     )  # fmt: skip
     u, psi = problem.start()
     given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
@@ -342,8 +335,8 @@ def _remember(work, past, count, held, sums):  # type: ignore[no-untyped-def]
         memory.begin(work, past, count)
         gram[:] = 0.0
         return 0
-    memory.remember(work, past, count, held % memory.MEMORY, gram, products)
-    memory.combine(gram, products, min(held + 1, memory.MEMORY), eliminated, combination)
+    memory.remember(work, past, count, held % MEMORY, gram, products)
+    memory.combine(gram, products, min(held + 1, MEMORY), eliminated, combination)
     memory.extrapolate(work, past, count, combination)
     return held + 1
 
@@ -359,8 +352,8 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
         work[sweeps.SENT], work[sweeps.RECEIVED], work[sweeps.FIRST], work[sweeps.SECOND], work[sweeps.TMP],
     )  # fmt: skip
     sums = (
-        np.zeros((memory.MEMORY, memory.MEMORY)), np.zeros((memory.MEMORY, memory.MEMORY)),
-        np.zeros(memory.MEMORY), np.zeros(memory.MEMORY),
+        np.zeros((MEMORY, MEMORY)), np.zeros((MEMORY, MEMORY)),
+        np.zeros(MEMORY), np.zeros(MEMORY),
     )  # fmt: skip
     weight, ones = np.empty(fee.size), np.empty(fee.size)
     for k in range(fee.size):
@@ -407,8 +400,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
             # Columns.
             pressed = sweeps.pressure(work, count, heat, hi)
-            margin = min(settings.margin * tol * size / max(pressed, TINY), settings.widest_margin * (hi - lo))
-            margin = margin if pressed > 0.0 else 0.0
+            margin = settings.margin * tol * size
+            margin = min(margin / max(pressed, TINY), math.sqrt(2 * margin / count))
+            margin = min(margin, settings.widest_margin * (hi - lo)) if hi < math.inf else 0.0
             most = math.log(hi - margin)
             sweeps.solve_columns(work, count, middle, log_heat, least, most, steps == 0)
             steps += 1

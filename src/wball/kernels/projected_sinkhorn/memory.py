@@ -1,4 +1,4 @@
-r"""Sweeps on a CPU remember the last few of them (Anderson's method).
+r"""Sweeps remember the last few of them (Anderson's method), here compiled for a CPU.
 
 A sweep maps potentials ``beta`` to ``new``. The changes ``new - beta`` of the last sweeps are combined such that they
 cancel best, in the metric by which columns resist a change, and the next sweep starts from the same combination of the
@@ -10,12 +10,8 @@ from __future__ import annotations
 
 from wball.kernels.compiled import compiled
 from wball.kernels.factors import SUMS, TINY
+from wball.kernels.projected_sinkhorn import MEMORY
 from wball.kernels.projected_sinkhorn.sweeps import BETA, LAST, NEW, OWN
-
-MEMORY = 5
-"""Earlier sweeps that count."""
-DOUBT = 3.0
-"""A gap so many times the lowest one shows that the memory misleads."""
 
 CHANGE, METRIC, CHANGES = 0, 1, 2
 STEPS = CHANGES + MEMORY

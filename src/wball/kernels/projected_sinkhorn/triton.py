@@ -81,25 +81,28 @@ FIRST = 0.5
 EXCESS = 10.0
 """Mass above the box counts so many times its price: here sweeps are cheaper than repairs."""
 
+ROUNDS = 8
+"""Plans that an image may offer, because the repaired one is not always as good as estimated."""
+
 REMEMBERED = 3
 ROWS = 1 + 2 * REMEMBERED
 """Images that the memory of the sweeps takes, in two bytes a pixel: metric, and differences with their steps. The
 change of the last sweep is kept in float32, and so is where it ended, in what will be the potential's place."""
 
 _FIRST, _LEAST = tl.constexpr(FIRST), tl.constexpr(reference.LEAST)
-_ROUNDS, _REPAIRS = tl.constexpr(reference.ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
+_ROUNDS, _REPAIRS = tl.constexpr(ROUNDS), tl.constexpr(reference.REPAIR_SWEEPS)
 _MOMENTUM, _PSI_TOL = tl.constexpr(reference.MOMENTUM), tl.constexpr(reference.PSI_TOL)
 _OVERSHOOT, _FROM_SWEEP = tl.constexpr(reference.OVERSHOOT), tl.constexpr(reference.FROM_SWEEP)
 _PARTS = tl.constexpr(reference.PARTS)
 _REMEMBERED, _ROWS = tl.constexpr(REMEMBERED), tl.constexpr(ROWS)
-_DOUBT, _DEPENDENT = tl.constexpr(3.0), tl.constexpr(1e-5)
+_DOUBT, _DEPENDENT = tl.constexpr(reference.DOUBT), tl.constexpr(1e-5)
 _RESOLVED, _COLD_PRICE = tl.constexpr(RESOLVED), tl.constexpr(COLD_PRICE)
 _REPAIRS_AGAIN = tl.constexpr(12)
 _WIDEST_MARGIN, _FAR, _EXCESS, _LESS = (
     tl.constexpr(WIDEST_MARGIN),
     tl.constexpr(FAR),
     tl.constexpr(EXCESS),
-    tl.constexpr(0.8),
+    tl.constexpr(reference.LESS),
 )
 _RESOLUTION = tl.constexpr(float(reference.RESOLUTION))
 
