@@ -59,6 +59,7 @@ class _Settings(NamedTuple):
     timid: float
     rounds: int
     drained: int
+    longest: float
     doubt: float
     margin: float
     widest_margin: float
@@ -102,7 +103,8 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         Schedule(*(np.asarray(column) for column in reference.SCHEDULE)),
         float(problem.tol), reference.PARTS, max(problem.max_iter, 1),
         reference.FIRST - MARGIN, reference.LEAST, reference.PSI_TOL, reference.MOMENTUM,
-        FAR, reference.LESS, reference.WILD, reference.TIMID, reference.ROUNDS, reference.DRAINED, reference.DOUBT,
+        FAR, reference.LESS, reference.WILD, reference.TIMID, reference.ROUNDS, reference.DRAINED,
+        reference.LONGEST, reference.DOUBT,
         MARGIN, WIDEST_MARGIN, reference.EXCESS, reference.HARDER,
     )  # fmt: skip
     u, psi = problem.start()
@@ -328,7 +330,7 @@ def _write_factors(factors, work, reached, spots, lit, pad, width, box, scale, x
 
 
 @compiled(inner=True)
-def _remember(work, past, count, held, sums):  # type: ignore[no-untyped-def]
+def _remember(work, past, count, held, sums, longest):  # type: ignore[no-untyped-def]
     """The next ``beta`` from ``NEW`` and the ``held`` steps before it, -1 to begin anew; how many there are then."""
     gram, eliminated, products, combination = sums
     if held < 0:
@@ -337,7 +339,7 @@ def _remember(work, past, count, held, sums):  # type: ignore[no-untyped-def]
         return 0
     memory.remember(work, past, count, held % MEMORY, gram, products)
     memory.combine(gram, products, min(held + 1, MEMORY), eliminated, combination)
-    memory.extrapolate(work, past, count, combination)
+    memory.extrapolate(work, past, count, combination, longest)
     return held + 1
 
 
@@ -440,7 +442,7 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 if lo <= 0.0 and 2.0 * unspent >= gap and drained < settings.drained and gap <= settings.doubt * best:
                     # What was sent back is what the plan lacks.
                     excess.absorb(work, count, reached)
-                    held = _remember(work, past, count, held if drained > 0 else -1, sums)
+                    held = _remember(work, past, count, held if drained > 0 else -1, sums, settings.longest)
                     drained, best, lowest = drained + 1, min(best, gap), math.inf
                     continue
                 sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
@@ -456,7 +458,9 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 sweeps.extrapolate(work, count, min(streak / (streak + 3.0), settings.momentum))
                 continue
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold, settings.far)
-            held = _remember(work, past, count, -1 if steps == 1 or misled or drained > 0 else held, sums)
+            held = _remember(
+                work, past, count, -1 if steps == 1 or misled or drained > 0 else held, sums, settings.longest
+            )
             drained, best = 0, math.inf
 
         n_iter[m], numbers[m, _PSI] = steps, heat * price

@@ -3,14 +3,15 @@ r"""Sweeps remember the last few of them (Anderson's method), here compiled for 
 A sweep maps potentials ``beta`` to ``new``. The changes ``new - beta`` of the last sweeps are combined such that they
 cancel best, in the metric by which columns resist a change, and the next sweep starts from the same combination of the
 ``new``: 0.6 times the sweeps of momentum on MNIST at ``lambda = 1000``. Where the gap rises instead, the memory
-misleads and is dropped, and steps are scaled by less from then on; in the end momentum takes over.
+misleads and is dropped, and steps are scaled by less from then on; in the end momentum takes over. Nor does a
+combination count that is far from where the sweep ended: with few pixels, noise is all that it is made of.
 """
 
 from __future__ import annotations
 
 from wball.kernels.compiled import compiled
 from wball.kernels.factors import SUMS, TINY
-from wball.kernels.projected_sinkhorn import MEMORY
+from wball.kernels.projected_sinkhorn import FAR, MEMORY
 from wball.kernels.projected_sinkhorn.sweeps import BETA, LAST, NEW, OWN
 
 CHANGE, METRIC, CHANGES = 0, 1, 2
@@ -91,11 +92,23 @@ def combine(gram, products, held, a, out):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=SUMS)
-def extrapolate(work, memory, count, share):  # type: ignore[no-untyped-def]
-    """The next ``beta``."""
-    beta, new = work[BETA, :count], work[NEW, :count]
+def extrapolate(work, memory, count, share, longest):  # type: ignore[no-untyped-def]
+    """The next ``beta``, or ``NEW`` if that is more than ``longest`` times as far from it as the sweep went."""
+    beta, new, change = work[BETA, :count], work[NEW, :count], memory[CHANGE, :count]
     s0, s1, s2 = memory[STEPS, :count], memory[STEPS + 1, :count], memory[STEPS + 2, :count]
     s3, s4 = memory[STEPS + 3, :count], memory[STEPS + 4, :count]
     c0, c1, c2, c3, c4 = share[0], share[1], share[2], share[3], share[4]
     for i in range(count):
-        beta[i] = new[i] - (c0 * s0[i] + c1 * s1[i] + c2 * s2[i] + (c3 * s3[i] + c4 * s4[i]))
+        beta[i] = c0 * s0[i] + c1 * s1[i] + c2 * s2[i] + (c3 * s3[i] + c4 * s4[i])
+    further, far = 0.0, FAR**8  # sums of eighth powers stand for maxima, which do not vectorise
+    for i in range(count):
+        t = beta[i] * beta[i]
+        t *= t
+        further += t * t
+    for i in range(count):
+        t = change[i] * change[i]
+        t *= t
+        far += t * t
+    part = 1.0 if further <= longest**8 * far else 0.0
+    for i in range(count):
+        beta[i] = new[i] - part * beta[i]
