@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wball.batch import per_image
-from wball.kernels.plan_rows import PlanRows, image_sums
+from wball.kernels.plan_rows import PlanRows
 
 NARROW = 600.0
 """Nats between the potentials of an image up to which its plan is a product of factors in float64."""
@@ -49,18 +49,13 @@ def drain(rows: PlanRows, received: Tensor, columns: Tensor, aim: Tensor, most: 
 
     per_share = STEP / received.clamp(min=1e-300)
     goal = per_image(aim, x)
-    back = torch.zeros_like(x)
-    ahead, weight = back, torch.ones_like(aim)
+    back = ahead = torch.zeros_like(x)
     found = torch.zeros_like(narrow)
     for step in range(MOST + 1):
         if step % OFTEN == 0:
             found = narrow & ((column(back) if step else columns).flatten(1).amax(1) <= most)
             if step == MOST or bool((found | ~narrow).all()):
                 break
-        next_back = (ahead + (column(ahead) - goal) * per_share).clamp_(0.0, 1.0)
-        turned = image_sums((ahead - next_back) * (next_back - back)) > 0
-        weight = torch.where(turned, 1.0, weight)
-        next_weight = 0.5 * (1 + torch.sqrt(1 + 4 * weight.square()))
-        ahead = next_back + per_image((weight - 1) / next_weight, x) * (next_back - back)
-        back, weight = next_back, next_weight
+        last, back = back, torch.addcmul(ahead, column(ahead) - goal, per_share).clamp_(0.0, 1.0)
+        ahead = torch.add(back, back - last, alpha=step / (step + 3))
     return 1 - back, found, narrow

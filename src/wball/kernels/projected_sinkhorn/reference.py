@@ -40,6 +40,8 @@ ROUNDS, DRAINED = 40, 12
 """Plans that an image may offer; so many in a row may be followed by what their repair sent back, not by a sweep."""
 EAGER = 20.0
 """A plan that lacks nothing but the repair is offered at so many times the estimate, for what the repair sends back."""
+AIM = 0.05
+"""A repair aims at this share of the margin below ``hi``: it would come near ``hi`` forever."""
 LEAST_KEPT = 0.1
 """What was sent back changes a potential by no more than this factor at a time."""
 FIRST, LEAST = 0.7, 0.02
@@ -338,8 +340,9 @@ class _Search:
             rows = _Priced(s.x, s.beta, s.price, ring_sums(s.beta, self.moves), self.moves)
             columns, stays, margin = columns[index], stays[index], margin[index]
         final = (s.offers + 1 >= ROUNDS) | (step >= self.max_iter)
-        keep, give, sent, received, fits, drains = self._into_box(rows, columns, stays, margin, final)
-        cost = _moved_cost(rows, keep, give)
+        keep, give, received, fits, drains = self._into_box(rows, columns, stays, margin, final)
+        sent, paid = _sent(rows, keep)
+        sent, received, cost = give * sent, keep * received, image_sums(give * paid)
         scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)
         share = per_image(scale, s.x)
         sent, received, cost = share * sent, share * received, scale * cost
@@ -385,21 +388,21 @@ class _Search:
 
     def _into_box(
         self, rows: _Priced, columns: Tensor, stays: Tensor, margin: Tensor, final: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Factors that keep the box, what each pixel then sends and receives, for which images they were found, and
-        where that is all that the potentials lack."""
-        keep, give, fits = torch.ones_like(columns), torch.ones_like(columns), torch.zeros_like(final)
-        drains = fits
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Factors that keep the box, what each pixel would receive if it kept all, for which images they were found,
+        and where ``keep`` is all that the potentials lack."""
+        keep, give, received = torch.ones_like(columns), torch.ones_like(columns), columns - stays
+        drains = fits = torch.zeros_like(final)
         if self.lo <= 0:
-            keep, fits, drains = drain(rows, columns - stays, columns, self.hi - 0.05 * margin, self.hi + self.slack)
-        sent, received = rows.exchange(keep, give)
-        if bool((~fits & (final | ~drains)).any()):
+            keep, fits, drains = drain(rows, received, columns, self.hi - AIM * margin, self.hi + self.slack)
+        there = fits | (drains & ~final)
+        if not bool(there.all()):
             how = Repair(*SCHEDULE, self.slack, 0.0, self.slack)
-            there = per_image(fits | (drains & ~final), keep)
-            mine, others = (keep, give, sent, received), into_box(rows, self.lo, self.hi, how)
-            keep, give, sent, received = (torch.where(there, a, b) for a, b in zip(mine, others, strict=True))
-            fits = fits | final | ~drains
-        return keep, give, give * sent, keep * received, fits, drains
+            others = into_box(rows, self.lo, self.hi, how)
+            mine, chosen = (keep, give, received), per_image(there, keep)
+            keep, give, received = (torch.where(chosen, a, others[k]) for k, a in zip((0, 1, 3), mine, strict=True))
+            fits = fits | ~there
+        return keep, give, received, fits, drains
 
 
 def _scaled(beta: Tensor, new: Tensor, scale: Tensor) -> Tensor:
@@ -409,10 +412,11 @@ def _scaled(beta: Tensor, new: Tensor, scale: Tensor) -> Tensor:
     return beta + torch.maximum(torch.minimum(step * scale.clamp(min=1.0), reach), -reach)
 
 
-def _moved_cost(rows: _Priced, keep: Tensor, give: Tensor) -> Tensor:
-    """``<P, C>`` per image."""
-    kept = rows.moves.ends(keep, 0.0)
-    total = torch.zeros(rows.x.shape[0], dtype=torch.float64, device=rows.x.device)
+def _sent(rows: _Priced, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """What each pixel would send if ``give`` were 1, and what that would cost."""
+    kept, sent, paid = rows.moves.ends(keep, 0.0), torch.zeros_like(keep), torch.zeros_like(keep)
     for k, flow in rows.flows():
-        total += image_sums(flow * give * kept(k) * rows.moves.costs[k])
-    return total
+        part = flow.mul_(kept(k))
+        sent += part
+        paid += part * rows.moves.costs[k]
+    return sent, paid
