@@ -39,7 +39,9 @@ DOUBT = 3.0
 ROUNDS, DRAINED = 40, 12
 """Plans that an image may offer; so many in a row may be followed by what their repair sent back, not by a sweep."""
 EAGER = 20.0
-"""A plan that lacks nothing but the repair is offered at so many times the estimate, for what the repair sends back."""
+"""A plan that lacks nothing but the repair is offered at so many times the target, for what the repair sends back."""
+TOO_EARLY = 5000.0
+"""Where that leaves a gap so many times the allowed one, sweeps go on, and the next such offer comes later."""
 AIM = 0.05
 """A repair aims at this share of the margin below ``hi``: it would come near ``hi`` forever."""
 LEAST_KEPT = 0.1
@@ -119,7 +121,7 @@ class _Images:
         lowest: the lowest gap since the memory began.
         bold: part of the scaled step that is made.
         streak: sweeps since momentum was restarted.
-        eager: whether a plan is offered early, where it lacks little but the repair, for what that sends back.
+        eager: how many times the target is near enough for a plan that lacks only the repair; 0 once one was ready.
         offers: plans offered.
         drained: of these, how many in a row were followed by what their repair sent back; ``best`` is their lowest gap.
         last: where the last sweep ended, and ``change`` how far that was from where it began.
@@ -200,9 +202,10 @@ class _Search:
             place=torch.arange(len(x), device=x.device), x=x, w=w, budget=budget, tau=tau, centre=centre,
             at_rest=at_rest, beta=beta, price=psi / tau, size=centre,
             target=torch.full_like(centre, (FIRST - MARGIN) * self.tol), severity=torch.full_like(centre, EXCESS),
-            lowest=ever, bold=torch.ones_like(centre), streak=none, eager=torch.full_like(single, self.lo <= 0),
-            offers=count, drained=count, best=ever, last=beta, change=torch.zeros_like(x), metric=torch.ones_like(x),
-            held=count, changes=past, steps=past.clone(), gram=x.new_zeros((len(x), MEMORY, MEMORY)),
+            lowest=ever, bold=torch.ones_like(centre), streak=none,
+            eager=torch.full_like(centre, EAGER if self.lo <= 0 else 0.0), offers=count, drained=count, best=ever,
+            last=beta, change=torch.zeros_like(x), metric=torch.ones_like(x), held=count, changes=past,
+            steps=past.clone(), gram=x.new_zeros((len(x), MEMORY, MEMORY)),
         )  # fmt: skip
         if len(place) < len(x):
             self.images = self.images.take(place)
@@ -227,8 +230,8 @@ class _Search:
         about, outside = self._estimate(s, rows, columns)
         about = about - margin * pressed
         ready = about + (s.severity - EXCESS) * outside <= s.target * s.size
-        early = s.eager & (about - EXCESS * outside <= s.target * s.size) & (about <= EAGER * s.target * s.size)
-        s.eager = s.eager & ~ready
+        early = (about - EXCESS * outside <= s.target * s.size) & (about <= s.eager * s.target * s.size)
+        s.eager = torch.where(ready, 0.0, s.eager)
         ready = ready | early
         misled = about > DOUBT * torch.maximum(s.lowest, s.target * s.size)
         s.lowest = torch.where(misled, about, torch.minimum(s.lowest, about))
@@ -371,8 +374,9 @@ class _Search:
                 place[s.place[done]] = value[done].to(place.dtype)
 
         absorbs = (2 * unspent >= gap) & (s.drained < DRAINED) & (gap <= DOUBT * s.best) & drains
+        absorbs = absorbs & ((s.eager == 0) | (gap <= TOO_EARLY * allowed))
         best = torch.minimum(s.best, gap)
-        fails = ~done & ~absorbs & ~s.eager
+        fails = ~done & ~absorbs & (s.eager == 0)
         target = torch.where(fails, (0.5 * s.target).clamp(min=LEAST * self.tol), s.target)
         severity = torch.where(fails, HARDER * s.severity, s.severity)
         sent_back = torch.log(keep.clamp(min=LEAST_KEPT))
@@ -381,7 +385,7 @@ class _Search:
             return values.index_copy(0, index, new)
 
         everyone.offers, everyone.best = put(everyone.offers, s.offers + 1), put(everyone.best, best)
-        everyone.eager = put(everyone.eager, s.eager & absorbs)
+        everyone.eager = put(everyone.eager, torch.where(absorbs, s.eager, 0.25 * s.eager))
         everyone.target, everyone.severity = put(everyone.target, target), put(everyone.severity, severity)
         nobody, nowhere = torch.zeros_like(ready), torch.zeros_like(everyone.x)
         return put(nobody, absorbs), put(nowhere, sent_back), (~put(nobody, done)).nonzero()[:, 0]
