@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ from wball.storage.atomic import FolderInUse
 
 BALL = wball.WassersteinBall(0.4)
 RADII = [0.1, 0.2, 0.4]
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 dispatch.why_not("entropic_plan", "cpu")  # so that forked processes find it loaded
 
@@ -107,9 +109,12 @@ def with_little_memory(folder: str, megabytes: int) -> None:
     """An attack on a model that needs more memory for all images at once than there is.
 
     A single activation of all images takes four times the limit. Allocators may have reserved much more than is in use
-    (mimalloc, in torch for ARM: a gigabyte), so what they have is taken from them first.
+    (mimalloc, in torch for ARM: a gigabyte), so what they have is taken from them first; and glibc, which keeps blocks
+    of up to 32 MB once it has seen them, is told to give every block of a megabyte back.
     """
     torch.set_num_threads(1)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
     x = torch.rand(64, 1, 32, 32, generator=torch.Generator().manual_seed(0))
     model = Wide(4 * megabytes * 2**20 // (x.numel() * x.element_size()))
     attack = wball.DualAveraging(wball.WassersteinBall(0.05), steps=2, until_success=False)

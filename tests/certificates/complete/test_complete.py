@@ -185,7 +185,7 @@ def test_nodes_on_their_way_to_0_get_more_steps_and_those_above_none(monkeypatch
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best score alone left a network trained for l-inf balls undecided: its halves gained nothing."""
-    roots = open_roots(monkeypatch, 115, 120)
+    roots = open_roots(monkeypatch, 121, 128, 129, 134, 135)  # rounding decides which of them show it
     gained: dict[int, list[float]] = {1: [], 8: []}
     for candidates, found in gained.items():
         monkeypatch.setattr(bound, "CANDIDATES", candidates)

@@ -118,8 +118,8 @@ def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12, momentum: floa
         "z": 2e-6 + 1e-7 * case.scale,
         "cost": 2e-5,
         "net_cost": 2e-5,
-        "keep": 1e-5,
-        "give": 1e-5,
+        "keep": 1e-5 + 1e-7 * case.scale,
+        "give": 1e-5 + 1e-7 * case.scale,
     }.items():
         assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
     for name in ("psi", "q") if case.cost != GridCost(1) else ():  # psi is arbitrary where nothing can move
