@@ -48,8 +48,9 @@ GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
 long as the model takes no more than a share of the memory that is free."""
 PROBED = 4
 """Images that tell how much memory a model takes."""
-ROUNDING = 1e-4
-"""Logits that differ by no more than this part of the largest may change places in a batch of another size."""
+ROUNDING, TF32_ROUNDING = 1e-4, 5e-3
+"""Logits that differ by no more than this part of the largest may change places in a batch of another size; the second
+where convolutions round to the ten bits of TensorFloat-32, which is PyTorch's default on a GPU."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
 """What examples and their originals may take if all of them are stored, and if a sample is."""
 
@@ -417,7 +418,8 @@ def _tied(model: Model, x: Tensor) -> Tensor:
     with as_found(model, x.device):
         logits = torch.cat([ask(model, part) for part in x.split(default_batch_size(x))])
     first, second = logits.topk(2, 1).values.unbind(1)
-    return first - second <= ROUNDING * logits.abs().amax(1)
+    coarse = x.is_cuda and torch.backends.cudnn.allow_tf32
+    return first - second <= (TF32_ROUNDING if coarse else ROUNDING) * logits.abs().amax(1)
 
 
 def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
