@@ -33,10 +33,10 @@ def problems(
     """What grows, the images, the window, and ``reg``."""
     for batch in (batch for batch in BATCHES if batch <= most):
         yield "batch", digits[torch.arange(batch) % len(digits)], 5, 1000.0
-    for window in windows:
-        yield "window", scenes(8, 32), window, 3000.0
     for side in (side for side in SIDES if side <= largest):
         yield "side", scenes(1, side), 5, 3000.0
+    for window in windows:  # last: wide windows take minutes to compile for a GPU
+        yield "window", scenes(8, 32), window, 3000.0
 
 
 def row(

@@ -17,7 +17,7 @@ def test_every_size_has_a_row(tmp_path: Path) -> None:
     growth.main(["--device", "cpu", *sizes, "--seconds", "0.01", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert [(r["grows"], r["batch"], r["window"]) for r in rows if r["call"] == "project"] == [
-        ("batch", 1, 5), ("batch", 10, 5), ("window", 8, 3), ("side", 1, 5)
+        ("batch", 1, 5), ("batch", 10, 5), ("side", 1, 5), ("window", 8, 3)
     ]  # fmt: skip
     assert all(r["seconds"] > 0 and r["extra_memory_in_batches"] is None for r in rows)
     assert out.with_suffix(".png").stat().st_size > 1000
