@@ -73,7 +73,7 @@ dispatch.why_not("entropic_plan", "cpu")
 
 def run(folder):
     torch.set_num_threads(1)
-    model, x, y = problem(48)
+    model, x, y = problem(24)
     start = attack(random_start=2.0)
     evaluate(model, x, y, BALL, RADII, start, out=folder, batch_size=4, seed=3, name="m", command="c")
 """
@@ -96,7 +96,7 @@ begin = time.perf_counter()
 assert os.waitpid(child(sys.argv[1] + "-again"), 0)[1] == 0
 whole = time.perf_counter() - begin
 kills, share = 0, 0.37
-for _ in range(10):
+for _ in range(8):
     pid = child(sys.argv[2])
     share = (share + 0.618) % 1
     time.sleep(share * whole / 2)
