@@ -1,8 +1,9 @@
 """``python -m benchmarks growth``: how the cost of public calls grows with batch, side of an image and window.
 
 One thing grows at a time, from the same start (MNIST's 28 x 28 at a window of 5 for batches, 32 x 32 x 3 for sides and
-windows). Time is by the clock, from the call to the moment its result can be read. Memory is what a call asks for
-beyond what was there before, in bytes of the batch; only a GPU counts it. ``<out>.png`` shows the same.
+windows). ``converged`` is how many of the images were. Time is by the clock, from the call to the moment its result can
+be read. Memory is what a call asks for beyond what was there before, in bytes of the batch; only a GPU counts it.
+``<out>.png`` shows the same.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def row(
         if name in made:
             continue
         samples: list[float] = []
-        call()
+        first = call()
         extra = peak_memory(call, x.device)
         end = time.perf_counter() + seconds
         while not samples or (time.perf_counter() < end and len(samples) < 20):
@@ -67,6 +68,8 @@ def row(
             "batch": len(x),
             "shape": list(x.shape[1:]),
             "window": window,
+            "kernel": ball.kernel(x),
+            "converged": first.status.count(wball.Status.CONVERGED) if name == "project" else None,
             "seconds": median(samples),
             "ns_per_pixel": 1e9 * median(samples) / x.numel(),
             "extra_memory_in_batches": None if extra is None else extra / (x.numel() * x.element_size()),

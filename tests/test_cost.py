@@ -10,6 +10,7 @@ import torch
 from problems import arc_list
 from wball import DenseCost, GridCost, StencilCost
 from wball.cost import GroundCost
+from wball.moves import StencilMoves
 
 
 def costs(height: int, width: int) -> list[GroundCost]:
@@ -35,6 +36,23 @@ def test_arcs_are_the_moves_of_the_definition(shape: tuple[int, int]) -> None:
                     price = arcs.cost.expand_as(ends)[k, r, c]
                     found.add((start, int(ends[k, r, c]) - 1, round(float(price), 9)))
         assert found == {(i, j, round(v, 9)) for i, j, v in arc_list(cost, *shape)}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 1), (4, 3), (3, 5)])
+@pytest.mark.parametrize("back", [False, True])
+def test_sums_over_moves_are_those_of_the_arcs(shape: tuple[int, int], back: bool) -> None:
+    """Both one move at a time and as a convolution, for stencils that lack opposite moves, too."""
+    values = torch.rand((2, 3, *shape), dtype=torch.float64)
+    for cost in costs(*shape):
+        moves = cost.arcs(*shape, values)
+        rates = torch.tensor([0.7, 1.9], dtype=torch.float64).view(-1, 1, 1, 1)
+        weight = torch.exp(-rates[..., None] * moves.cost) * (moves.allowed & ~moves.stay())
+        ends = moves.gather(values)
+        expected = moves.scatter(values[:, :, None] * weight) if back else (weight * ends).sum(2)
+        ring_weights = torch.exp(-rates * moves.ring_cost)
+        torch.testing.assert_close(moves.sums(ring_weights, back)(values), expected, atol=1e-12, rtol=0)
+        if isinstance(moves, StencilMoves) and len(moves) > 1:
+            torch.testing.assert_close(moves.convolution(ring_weights, back)(values), expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (4, 3)])

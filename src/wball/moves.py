@@ -78,6 +78,32 @@ class Moves(ABC):
     def arrivals(self, like: Tensor) -> Arrivals:
         """One at a time: an empty sum of what arrives at each pixel."""
 
+    def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
+        """From values to their sums over the moves of each pixel but the one that stays.
+
+        They are taken where a move ends, or with ``back`` where those start that end here, each times the ``weights``
+        of its ring, ``(D, B, 1, 1, 1)`` or at the pixels where they start.
+        """
+
+        def arriving(values: Tensor) -> Tensor:
+            arrivals = self.arrivals(values)
+            for ring, weight in zip(self.rings, weights, strict=True):
+                part = values * weight
+                for k in ring:
+                    if k > 0:
+                        arrivals.add(k, part)
+            return arrivals.total()
+
+        def leaving(values: Tensor) -> Tensor:
+            ends, total = self.ends(values, 0.0), torch.zeros_like(values)
+            for ring, weight in zip(self.rings, weights, strict=True):
+                for k in ring:
+                    if k > 0:
+                        total.addcmul_(ends(k), weight)
+            return total
+
+        return arriving if back else leaving
+
     @property
     def has_free(self) -> bool:
         """Whether there are moves beside staying that cost nothing."""
@@ -219,6 +245,37 @@ class StencilMoves(Moves):
 
     def arrivals(self, like: Tensor) -> Arrivals:
         return _StencilArrivals(self, like)
+
+    def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
+        # One launch instead of one a move. On a CPU, PyTorch's convolution of single channels is slower than the moves.
+        return self.convolution(weights, back) if weights.is_cuda else super().sums(weights, back)
+
+    def convolution(self, weights: Tensor, back: bool) -> Callable[[Tensor], Tensor]:
+        """:meth:`sums` as a convolution of each channel."""
+        images, rows, columns = weights.shape[1], 2 * self.radius[0] + 1, 2 * self.radius[1] + 1
+        window = weights.new_zeros((images, rows * columns))
+        window[:, self._window_places] = weights[self._ring_of_move, :, 0, 0, 0].T
+        window = (window.flip(1) if back else window).view(images, 1, rows, columns)
+
+        def convolved(values: Tensor) -> Tensor:
+            channels = images * values.shape[1]
+            one_each = window.expand(-1, values.shape[1], -1, -1).reshape(channels, 1, rows, columns)
+            joined = values.reshape(1, channels, *self.shape)
+            return F.conv2d(joined, one_each, padding=self.radius, groups=channels).view(values.shape)
+
+        return convolved
+
+    @cached_property
+    def _window_places(self) -> Tensor:
+        """Of the moves but the one that stays, where each is in the smallest window around all."""
+        (rr, rc), moving = self.radius, self.offsets[1:]
+        return torch.tensor([(rr + r) * (2 * rc + 1) + rc + c for r, c in moving], device=self._like.device)
+
+    @cached_property
+    def _ring_of_move(self) -> Tensor:
+        """Of the same moves, the ring."""
+        ring = {k: d for d, moves in enumerate(self.rings) for k in moves}
+        return torch.tensor([ring[k] for k in range(1, len(self))], device=self._like.device)
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:

@@ -176,7 +176,7 @@ class Batches:
                 self.log("damaged", batch=batch, said=str(error))
         infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
         none = torch.full((len(x),), -1, dtype=torch.long)
-        predicted = predict(self.model, x).cpu()
+        predicted = top_class(answers(self.model, x)).cpu()
         state = {
             "label": y.cpu(),
             "predicted": predicted,
@@ -268,7 +268,8 @@ class Batches:
         index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
         if index.numel() == 0:
             return
-        read_as = predict(self.model, images).cpu()
+        logits = answers(self.model, images)
+        read_as = top_class(logits).cpu()
         plan = None if proof is None else proof.take(success.to(x.device))
         begun = time.perf_counter()
         report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
@@ -277,8 +278,7 @@ class Batches:
         fooled = (read_as >= 0) & (read_as != y.cpu()[index])
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
-        doubted = (report.valid.cpu() & (read_as == y.cpu()[index])).nonzero().squeeze(1)
-        tied = doubted[_tied(self.model, images[doubted.to(x.device)]).cpu()].tolist() if len(doubted) else []
+        tied = (report.valid.cpu() & (read_as == y.cpu()[index]) & _tied(logits).cpu()).nonzero().squeeze(1).tolist()
         if tied:
             notes["findings"].append(["tied-answers", len(tied), len(index)])
         for k in sorted(set((~good).nonzero().squeeze(1).tolist()) - set(tied)):
@@ -407,18 +407,16 @@ def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> T
 
 
 @torch.no_grad()
-def predict(model: Model, x: Tensor) -> Tensor:
+def answers(model: Model, x: Tensor) -> Tensor:
+    """The model's logits."""
     with as_found(model, x.device):
-        return torch.cat([top_class(ask(model, part)) for part in x.split(default_batch_size(x))])
+        return torch.cat([ask(model, part) for part in x.split(default_batch_size(x))])
 
 
-@torch.no_grad()
-def _tied(model: Model, x: Tensor) -> Tensor:
+def _tied(logits: Tensor) -> Tensor:
     """Where the two largest logits are equal up to rounding."""
-    with as_found(model, x.device):
-        logits = torch.cat([ask(model, part) for part in x.split(default_batch_size(x))])
     first, second = logits.topk(2, 1).values.unbind(1)
-    coarse = x.is_cuda and torch.backends.cudnn.allow_tf32
+    coarse = logits.is_cuda and torch.backends.cudnn.allow_tf32
     return first - second <= (TF32_ROUNDING if coarse else ROUNDING) * logits.abs().amax(1)
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from wball.batch import per_image
 from wball.moves import Moves
+
+NARROW = {torch.float64: 600.0}
+"""Nats between the potentials of an image up to which its plan is a product of factors, by precision: the others have
+logs only."""
 
 
 def image_sums(values: Tensor) -> Tensor:
@@ -72,14 +77,42 @@ def solve_price(
     return psi
 
 
+@dataclass(frozen=True)
+class Factors:
+    """A plan ``row_i weight(c) column_j`` along moves of cost ``c``, without logs.
+
+    Attributes:
+        fit: the images whose potentials are narrow enough for it.
+        row, column: like the images.
+        weights: of each ring, as :meth:`wball.moves.Moves.sums` takes them.
+    """
+
+    fit: Tensor
+    row: Tensor
+    column: Tensor
+    weights: Tensor
+
+
 class PlanRows:
-    """The plan before the box is enforced: mass along one move at a time."""
+    """The plan before the box is enforced. Sums over its moves take factors where all images of the batch have them."""
 
     def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
         self.x, self.s, self.moves, self.price = x, s, moves, per_image(psi, x)
         self.log_sum = torch.logsumexp(rings - self.price * moves.ring_cost, 0)
         self.start = torch.log(x) - self.log_sum  # -inf where the row is empty
         self._ends = moves.ends(s, -math.inf)
+
+    @cached_property
+    def factors(self) -> Factors:
+        low, high = (extreme(self.s.flatten(1), 1) for extreme in (torch.amin, torch.amax))
+        middle = per_image(0.5 * (low + high), self.s)
+        row, column = torch.exp(self.start + middle), torch.exp(self.s - middle)
+        weights = torch.exp(-self.price * self.moves.ring_cost)
+        return Factors(high - low <= NARROW.get(self.x.dtype, -1.0), row, column, weights)
+
+    @cached_property
+    def _factored(self) -> bool:
+        return self.x.dtype in NARROW and bool(self.factors.fit.all())
 
     def flow(self, k: int) -> Tensor:
         """Mass that leaves each pixel by move ``k``."""
@@ -94,19 +127,35 @@ class PlanRows:
                     yield k, (start + self._ends(k)).exp_()
 
     def columns(self) -> Tensor:
-        total = self.moves.arrivals(self.x)
-        total.add(0, self.flow(0))
-        for k, flow in self.flows():
-            total.add(k, flow)
-        return total.total()
+        return self.flow(0) + self.received()
 
-    def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
-        """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""
-        kept, received, sent = self.moves.ends(keep, 0.0), self.moves.arrivals(self.x), torch.zeros_like(self.x)
+    def received(self, give: Tensor | None = None) -> Tensor:
+        """What arrives at each pixel from others whose rows have these factors, or have none."""
+        if self._factored:
+            f = self.factors
+            return f.column * self.moves.sums(f.weights, back=True)(f.row if give is None else f.row * give)
+        arrivals = self.moves.arrivals(self.x)
         for k, flow in self.flows():
-            sent += flow * kept(k)
-            received.add(k, flow * give)
-        return sent, received.total()
+            arrivals.add(k, flow if give is None else flow * give)
+        return arrivals.total()
+
+    def sent(self, keep: Tensor) -> Tensor:
+        """What each pixel sends to others whose columns have these factors."""
+        return self._sent(keep, paid=False)
+
+    def paid(self, keep: Tensor) -> Tensor:
+        """What that costs."""
+        return self._sent(keep, paid=True)
+
+    def _sent(self, keep: Tensor, paid: bool) -> Tensor:
+        if self._factored:
+            f = self.factors
+            weights = f.weights * self.moves.ring_cost if paid else f.weights
+            return f.row * self.moves.sums(weights)(f.column * keep)
+        ends, total = self.moves.ends(keep, 0.0), torch.zeros_like(keep)
+        for k, flow in self.flows():
+            total += flow.mul_(ends(k)) * (self.moves.costs[k] if paid else 1.0)
+        return total
 
 
 @dataclass(frozen=True)
@@ -132,7 +181,7 @@ def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor,
     """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box; returns all four."""
     x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
     keep, give = torch.ones_like(x), torch.ones_like(x)
-    sent, received = rows.exchange(keep, give)
+    sent, received = rows.sent(keep), rows.received(give)
     least = lo - how.rounding * x - how.floor
     for counted, more in zip(how.counted, how.more, strict=True):
         z = x - give * sent + keep * received
@@ -149,7 +198,7 @@ def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor,
         kept, had_sent = keep, sent
         keep = torch.where(over, torch.minimum(keep, room), keep)
         give = torch.where(under, torch.minimum(give, spare), give)
-        sent, received = rows.exchange(keep, give)
+        sent, received = rows.sent(keep), rows.received(give)
         # Of the last two plans the mixture that just keeps the box; with a lower bound it would not have this form.
         if counted == 0.0 and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)

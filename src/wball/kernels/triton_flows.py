@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from wball.kernels.triton_stencil import LOG_RINGS_KEPT, RINGS_KEPT, UNROLL
+from wball.kernels.triton_stencil import LOG_RINGS_KEPT, ON_CHIP, RINGS_KEPT, UNROLL
 
 _ROUNDING = tl.constexpr(4 * 2.0**-23)
 
@@ -28,8 +28,8 @@ def flows(
     leaves.
     """
     total = tl.zeros(place.shape, own.dtype)
-    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
-        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL):
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
+        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
             fee = tl.load(fee_ptr + k)
             value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
             flow = value * tl.exp(-psi * fee) if LINEAR else tl.exp(value + own - psi * fee)
@@ -156,7 +156,7 @@ def factored_flows(
 ):  # fmt: skip
     """:func:`flows` in logs, each flow times the factor of the pixel at the other end, from an image without halos."""
     total = tl.zeros(place.shape, own.dtype)
-    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
+    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
         step = toward * tl.load(offset_ptr + k)
         value = tl.load(ptr + place + step)
         there = real & (value > float("-inf"))  # halos and empty rows have nothing

@@ -15,7 +15,9 @@ Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`M
 from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
 chip waits for loads more than it computes. The rings of larger windows would not fit the registers of a multiprocessor
 (15 rings of a CIFAR-10 image are all of them): there each Newton step is a pass over a table of moves. In logs, which
-are needed less and take more code, windows above 5 x 5 do so already.
+are needed less and take more code, windows above 5 x 5 do so already, and so does every window where a program holds
+more than :data:`MAX_ON_CHIP` values: its registers are full, and code for so many values a thread takes minutes to
+compile.
 """
 
 # mypy: ignore-errors
@@ -44,7 +46,7 @@ RANGE = 60.0
 MAX_RINGS = 10
 """Windows with up to this many rings (7 x 7) keep them in registers."""
 RINGS_KEPT, LOG_RINGS_KEPT = tl.constexpr(MAX_RINGS), tl.constexpr(6)
-UNROLL = tl.constexpr(8)
+UNROLL, ON_CHIP = tl.constexpr(8), tl.constexpr(MAX_ON_CHIP)
 LINE = 32
 """Threads of a warp, and values of four bytes in a line of the cache."""
 _LINE = tl.constexpr(LINE)
@@ -159,9 +161,9 @@ def warps(block: int, values: int = 64) -> int:
     """For programs that hold ``block`` values, ``values`` a warp: threads wait less, but have fewer registers.
 
     One program has a multiprocessor for itself in common batches. With more than 16 warps, what an image of CIFAR-10
-    needs no longer fits in their registers.
+    needs no longer fits in their registers; what larger ones need does not fit in any case.
     """
-    return min(16, max(4, block // values))
+    return 32 if block > MAX_ON_CHIP else min(16, max(4, block // values))
 
 
 def stencil(moves: StencilMoves, x: Tensor) -> Stencil:
@@ -381,13 +383,13 @@ def table_moments(
     """The same in one pass over the moves (two in logs), with no rings to remember."""
     top = own
     if not LINEAR:
-        for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
+        for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
             score = tl.load(s_ptr + place + tl.load(offset_ptr + k)) - psi * tl.load(fee_ptr + k)
             top = tl.maximum(top, score)
     moving = tl.zeros_like(own)
     first = tl.zeros_like(own)
     second = tl.zeros_like(own)
-    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL):
+    for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
         fee = tl.load(fee_ptr + k)
         end = tl.load(s_ptr + place + tl.load(offset_ptr + k))
         if LINEAR:
@@ -413,7 +415,7 @@ def moments(
     rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
-    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
         return table_moments(s_ptr, place, rings[0], psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1], LINEAR)
     elif LINEAR:
         return sum_moments(rings, fees, psi)
@@ -423,7 +425,7 @@ def moments(
 
 @triton.jit
 def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
-    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT):
+    if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
         return (own,)
     elif LINEAR:
         return ring_sums(ptr, place, own, offset_ptr, ENDS, OFFSETS)

@@ -150,7 +150,9 @@ def measured(shop: Workshop, subject: Subject, dataset: str, x: Tensor, y: Tenso
         "certificate": _proofs(shop, subject, x[:few], y[:few], protocol, result),
         "smoothing": _smoothing(shop, subject, x[:few], y[:few], protocol),
     }
-    row["flags"] = [*(f"{w.code}: {w.message}" for w in result.warnings), *_failures(row)]
+    row["flags"] = [f"{warning.code}: {warning.message}" for warning in result.warnings]
+    if count := row["certificate"].get("contradictions", 0):
+        row["flags"].append(f"{count} examples in certified balls")
     return {**row, "quick": shop.quick, "provenance": _origin(shop, subject.name, x)}
 
 
@@ -201,14 +203,6 @@ def _smoothing(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol:
         "tight": {f"{r:g}": float((part["radius"] > r).double().mean()) for r in protocol.certified},
         "seconds": round(seconds, 1),
     }
-
-
-def _failures(row: Data) -> list[str]:
-    """What makes a row unreliable besides the model's own warnings."""
-    audit, proofs = row["attack"]["audit"], row["certificate"]
-    said = [f"{audit['rejected']} claimed examples failed the audit"] if audit["rejected"] else []
-    said += [f"{len(audit['disagreements'])} plans disagree with exact transport"] if audit["disagreements"] else []
-    return said + ([f"{n} examples in certified balls"] if (n := proofs.get("contradictions", 0)) else [])
 
 
 def _dataset(shop: Workshop, name: str) -> str:

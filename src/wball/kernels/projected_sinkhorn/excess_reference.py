@@ -20,8 +20,6 @@ from torch import Tensor
 from wball.batch import per_image
 from wball.kernels.plan_rows import PlanRows
 
-NARROW = 600.0
-"""Nats between the potentials of an image up to which its plan is a product of factors in float64."""
 STEP = 0.5
 """Part of a step that is made: in that metric eigenvalues go up to 2, where flows go to the next pixels only."""
 MOST, OFTEN = 240, 8
@@ -33,19 +31,13 @@ def drain(rows: PlanRows, received: Tensor, columns: Tensor, aim: Tensor, most: 
 
     Columns aim at ``aim``, one number per image and below ``most``, or they would come near it forever.
     """
-    x, moves = rows.x, rows.moves
-    low, high = (extreme(rows.s.flatten(1), 1) for extreme in (torch.amin, torch.amax))
-    narrow, middle = high - low <= NARROW, per_image(0.5 * (low + high), x)
-    e, a = torch.exp(rows.s - middle), torch.exp(rows.start + middle)
-    weights = torch.exp(-rows.price * moves.ring_cost)
-    flows = [(k, weight) for ring, weight in zip(moves.rings, weights, strict=True) for k in ring if k > 0]
+    x, factors, narrow = rows.x, rows.factors, rows.factors.fit
+    returned = rows.moves.sums(factors.weights)
 
     def column(back: Tensor) -> Tensor:
         """Columns of the plan if these shares are sent back."""
-        ends, total = moves.ends(e * back, 0.0), torch.zeros_like(x)
-        for k, weight in flows:
-            total.addcmul_(ends(k), weight)
-        return torch.addcmul(columns, total, a).addcmul_(received, back, value=-1.0)
+        mass = returned(factors.column * back)
+        return torch.addcmul(columns, mass, factors.row).addcmul_(received, back, value=-1.0)
 
     per_share = STEP / received.clamp(min=1e-300)
     goal = per_image(aim, x)

@@ -223,7 +223,8 @@ class _Search:
         rings = ring_sums(s.beta, self.moves)
         s.price = self._price(s, rings, 12 if step == 1 else 3)
         rows = _Priced(s.x, s.beta, s.price, rings, self.moves)
-        columns, stays = rows.columns(), rows.flow(0)
+        stays = rows.flow(0)
+        columns = stays + rows.received()
         margin, pressed = self._margin(s)
         new, free = self._columns(s, columns, margin)
 
@@ -344,8 +345,7 @@ class _Search:
             columns, stays, margin = columns[index], stays[index], margin[index]
         final = (s.offers + 1 >= ROUNDS) | (step >= self.max_iter)
         keep, give, received, fits, drains = self._into_box(rows, columns, stays, margin, final)
-        sent, paid = _sent(rows, keep)
-        sent, received, cost = give * sent, keep * received, image_sums(give * paid)
+        sent, received, cost = give * rows.sent(keep), keep * received, image_sums(give * rows.paid(keep))
         scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)
         share = per_image(scale, s.x)
         sent, received, cost = share * sent, share * received, scale * cost
@@ -414,13 +414,3 @@ def _scaled(beta: Tensor, new: Tensor, scale: Tensor) -> Tensor:
     step = new - beta
     reach = step.abs().clamp(min=FAR)
     return beta + torch.maximum(torch.minimum(step * scale.clamp(min=1.0), reach), -reach)
-
-
-def _sent(rows: _Priced, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """What each pixel would send if ``give`` were 1, and what that would cost."""
-    kept, sent, paid = rows.moves.ends(keep, 0.0), torch.zeros_like(keep), torch.zeros_like(keep)
-    for k, flow in rows.flows():
-        part = flow.mul_(kept(k))
-        sent += part
-        paid += part * rows.moves.costs[k]
-    return sent, paid

@@ -153,7 +153,7 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
             COLD_U=first and problem.u is None, COLD_PSI=first and problem.psi is None, POINT=not (doubly and first),
             REPAIRED=box is not None or not (first or exact),
             WIDEST=EXACT_RANGE if exact else RANGE, BLOCK=table.block,
-            num_warps=8 if exact and table.block > 2048 else warps(table.block), num_stages=1,
+            num_warps=8 if exact and 2048 < table.block <= MAX_ON_CHIP else warps(table.block), num_stages=1,
         )  # fmt: skip
         memory = recent = staged = wide  # the memory of float32 goes before that of float64 comes
     objective, gap, allowed, cost, residual, scale = numbers.unbind()
