@@ -123,12 +123,15 @@ class Finding:
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings of several batches as one: numbers of images add up by code, in the order of :data:`CODES`."""
+    """Findings of several batches as one: numbers of images add up by code, in the order of :data:`CODES`.
+
+    What was seen on no image is none.
+    """
     seen: dict[str, tuple[int, int]] = {}
     for finding in findings:
         images, of = seen.get(finding.code, (0, 0))
         seen[finding.code] = images + finding.images, of + finding.of
-    return tuple(Finding(code, *seen[code]) for code in CODES if code in seen)
+    return tuple(Finding(code, *seen[code]) for code in CODES if seen.get(code, (0, 0))[0])
 
 
 def reliable(findings: Iterable[Finding]) -> bool:

@@ -279,8 +279,7 @@ class Batches:
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
         tied = (report.valid.cpu() & (read_as == y.cpu()[index]) & _tied(logits).cpu()).nonzero().squeeze(1).tolist()
-        if tied:
-            notes["findings"].append(["tied-answers", len(tied), len(index)])
+        notes["findings"].append(["tied-answers", len(tied), len(index)])  # none is one, too: shares are of all claims
         for k in sorted(set((~good).nonzero().squeeze(1).tolist()) - set(tied)):
             said = "has no answer to the stored image (NaN)" if read_as[k] < 0 else "classifies the stored image right"
             reason = report.reasons[k] or f"the model {said}"

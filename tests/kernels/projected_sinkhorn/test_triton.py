@@ -122,7 +122,11 @@ def test_without_a_start_it_starts_at_what_is_to_be_projected(kernel: str) -> No
     assert torch.allclose(a.z, b.z, atol=1e-6) and torch.allclose(a.u, b.u, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+LARGE = Case((1, 1, 65, 65), reg=30.0)
+"""More than a program keeps on chip: there it passes over tables of moves."""
+
+
+@pytest.mark.parametrize("case", [*CASES, LARGE], ids=str)
 def test_kernel_equals_reference(case: Case) -> None:
     pytest.importorskip("triton")
     from wball.kernels.projected_sinkhorn import triton as triton_projection
@@ -225,3 +229,16 @@ def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytes
     assert ours.plan is not None
     torch.testing.assert_close(ours.plan.rows(), x.double())
     assert bool((ours.plan.cost() <= case.ball.budget(x) * (1 + 1e-9)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [64, 80])
+def test_large_images_on_a_gpu(side: int) -> None:
+    """One program for the smaller, torch for the larger: both agree with the compiled loops."""
+    random = torch.Generator().manual_seed(side)
+    x = torch.rand((2, 3, side, side), generator=random).mul(1.5).clamp(max=1)
+    w = x + 0.1 * torch.randn(x.shape, generator=random)
+    ball = WassersteinBall(0.05)
+    ours, served = (ball.project(x.to(at), w.to(at), reg=3000.0, tol=1e-4) for at in ("cpu", "cuda"))
+    assert bool(ours.converged.all()) and bool(served.converged.all())
+    assert float((ours.objective - served.objective.cpu()).abs().sub(ours.gap + served.gap.cpu()).max()) <= 1e-6
