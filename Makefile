@@ -35,7 +35,7 @@ docs: $(STAMP) ## refresh the tables from results/ and build the documentation i
 
 test: $(STAMP) ## every check: style, types, tests
 	@$(MAKE) --no-print-directory -j2 lint kernels
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
 
 test-fast: $(STAMP) ## the tests that take no more than a few seconds each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
