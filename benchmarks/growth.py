@@ -1,9 +1,9 @@
 """``python -m benchmarks growth``: how the cost of public calls grows with batch, side of an image and window.
 
 One thing grows at a time, from the same start (MNIST's 28 x 28 at a window of 5 for batches, 32 x 32 x 3 for sides and
-windows). ``converged`` is how many of the images were. Time is by the clock, from the call to the moment its result can
-be read. Memory is what a call asks for beyond what was there before, in bytes of the batch; only a GPU counts it.
-``<out>.png`` shows the same.
+windows). ``kernel`` is who projected, ``converged`` how many of the images were. Time is by the clock, from the call to
+the moment its result can be read. Memory is what a call asks for beyond what was there before, in bytes of the batch;
+only a GPU counts it. ``<out>.png`` shows the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def problems(
         yield "batch", digits[torch.arange(batch) % len(digits)], 5, 1000.0
     for side in (side for side in SIDES if side <= largest):
         yield "side", scenes(1, side), 5, 3000.0
-    for window in windows:  # last: wide windows take minutes to compile for a GPU
+    for window in windows:
         yield "window", scenes(8, 32), window, 3000.0
 
 
@@ -68,8 +68,7 @@ def row(
             "batch": len(x),
             "shape": list(x.shape[1:]),
             "window": window,
-            "kernel": ball.kernel(x),
-            "converged": first.status.count(wball.Status.CONVERGED) if name == "project" else None,
+            **({"kernel": first.kernel, "converged": int(first.converged.sum())} if name == "project" else {}),
             "seconds": median(samples),
             "ns_per_pixel": 1e9 * median(samples) / x.numel(),
             "extra_memory_in_batches": None if extra is None else extra / (x.numel() * x.element_size()),

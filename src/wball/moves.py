@@ -193,9 +193,9 @@ class StencilMoves(Moves):
             return self
         return StencilMoves(self._moves, self.shape, values)
 
-    def _table(self, values: Sequence[float]) -> Tensor:
+    def _table(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
         with torch.inference_mode(False):  # kept for later calls, which may want gradients
-            return torch.tensor(values, dtype=self._like.dtype).to(self._like.device)
+            return torch.tensor(values, dtype=dtype or self._like.dtype).to(self._like.device)
 
     def _slice(self, padded: Tensor, k: int) -> Tensor:
         (rr, rc), (height, width), (dr, dc) = self.radius, self.shape, self.offsets[k]
@@ -269,13 +269,13 @@ class StencilMoves(Moves):
     def _window_places(self) -> Tensor:
         """Of the moves but the one that stays, where each is in the smallest window around all."""
         (rr, rc), moving = self.radius, self.offsets[1:]
-        return torch.tensor([(rr + r) * (2 * rc + 1) + rc + c for r, c in moving], device=self._like.device)
+        return self._table([(rr + r) * (2 * rc + 1) + rc + c for r, c in moving], torch.long)
 
     @cached_property
     def _ring_of_move(self) -> Tensor:
         """Of the same moves, the ring."""
         ring = {k: d for d, moves in enumerate(self.rings) for k in moves}
-        return torch.tensor([ring[k] for k in range(1, len(self))], device=self._like.device)
+        return self._table([ring[k] for k in range(1, len(self))], torch.long)
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:

@@ -330,7 +330,7 @@ class StandardAttack(Attack):
             found.append(Finding("stand-in-gradients", count, count))
         if view.probabilities:
             found.append(Finding("probabilities", count, count))
-        return merged(finding for finding in found if finding.images)
+        return merged(found)
 
 
 def _judged(

@@ -129,33 +129,39 @@ class PlanRows:
     def columns(self) -> Tensor:
         return self.flow(0) + self.received()
 
-    def received(self, give: Tensor | None = None) -> Tensor:
-        """What arrives at each pixel from others whose rows have these factors, or have none."""
+    def received(self) -> Tensor:
+        """What arrives at each pixel from others."""
         if self._factored:
             f = self.factors
-            return f.column * self.moves.sums(f.weights, back=True)(f.row if give is None else f.row * give)
-        arrivals = self.moves.arrivals(self.x)
+            return f.column * self.moves.sums(f.weights, back=True)(f.row)
+        received = self.moves.arrivals(self.x)
         for k, flow in self.flows():
-            arrivals.add(k, flow if give is None else flow * give)
-        return arrivals.total()
+            received.add(k, flow)
+        return received.total()
 
-    def sent(self, keep: Tensor) -> Tensor:
-        """What each pixel sends to others whose columns have these factors."""
-        return self._sent(keep, paid=False)
-
-    def paid(self, keep: Tensor) -> Tensor:
-        """What that costs."""
-        return self._sent(keep, paid=True)
-
-    def _sent(self, keep: Tensor, paid: bool) -> Tensor:
+    def exchange(self, keep: Tensor, give: Tensor) -> tuple[Tensor, Tensor]:
+        """What each pixel would send if ``give`` were 1, and receive if ``keep`` were 1."""
         if self._factored:
-            f = self.factors
-            weights = f.weights * self.moves.ring_cost if paid else f.weights
-            return f.row * self.moves.sums(weights)(f.column * keep)
-        ends, total = self.moves.ends(keep, 0.0), torch.zeros_like(keep)
+            f, sums = self.factors, self.moves.sums
+            sent = f.row * sums(f.weights)(f.column * keep)
+            return sent, f.column * sums(f.weights, back=True)(f.row * give)
+        kept, received, sent = self.moves.ends(keep, 0.0), self.moves.arrivals(self.x), torch.zeros_like(self.x)
         for k, flow in self.flows():
-            total += flow.mul_(ends(k)) * (self.moves.costs[k] if paid else 1.0)
-        return total
+            sent += flow * kept(k)
+            received.add(k, flow * give)
+        return sent, received.total()
+
+    def spent(self, keep: Tensor) -> tuple[Tensor, Tensor]:
+        """What each pixel would send if ``give`` were 1, and what that would cost."""
+        if self._factored:
+            f, sums, ends = self.factors, self.moves.sums, self.factors.column * keep
+            return f.row * sums(f.weights)(ends), f.row * sums(f.weights * self.moves.ring_cost)(ends)
+        kept, sent, paid = self.moves.ends(keep, 0.0), torch.zeros_like(keep), torch.zeros_like(keep)
+        for k, flow in self.flows():
+            part = flow.mul_(kept(k))
+            sent += part
+            paid += part * self.moves.costs[k]
+        return sent, paid
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor,
     """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box; returns all four."""
     x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
     keep, give = torch.ones_like(x), torch.ones_like(x)
-    sent, received = rows.sent(keep), rows.received(give)
+    sent, received = rows.exchange(keep, give)
     least = lo - how.rounding * x - how.floor
     for counted, more in zip(how.counted, how.more, strict=True):
         z = x - give * sent + keep * received
@@ -198,7 +204,7 @@ def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor,
         kept, had_sent = keep, sent
         keep = torch.where(over, torch.minimum(keep, room), keep)
         give = torch.where(under, torch.minimum(give, spare), give)
-        sent, received = rows.sent(keep), rows.received(give)
+        sent, received = rows.exchange(keep, give)
         # Of the last two plans the mixture that just keeps the box; with a lower bound it would not have this form.
         if counted == 0.0 and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)

@@ -33,8 +33,7 @@ FORMAT = "wball-leaderboard/1"
 BOARD = Path("results/leaderboard.json")
 METHOD: Method = "anchored"
 DEEPEST = 6
-"""Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take minutes an image,
-and prove nothing."""
+"""Convolutions and linear layers up to which certificates are tried: bounds of deeper networks take minutes."""
 SAMPLES, SELECT, ALPHA = 10_000, 1_000, 0.05
 """Of Levine and Feizi's certificate, as their script has them."""
 

@@ -54,7 +54,7 @@ def test_excess_gets_out_of_a_full_area() -> None:
     columns = rows.columns()
     assert float(columns.max()) > 1 + above
     keep, found, possible = drain(rows, columns - rows.flow(0), columns, torch.full((1,), 1 - 1e-6), 1 + 1e-12)
-    sent, received = rows.sent(keep), rows.received()
+    sent, received = rows.exchange(keep, torch.ones_like(x))
     z = x - sent + keep * received
     assert bool(found) and bool(possible) and float(z.max()) <= 1 + 1e-12
     assert float(keep.min()) > 0 and float((1 - keep).max()) > above

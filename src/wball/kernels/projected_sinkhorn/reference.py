@@ -345,7 +345,8 @@ class _Search:
             columns, stays, margin = columns[index], stays[index], margin[index]
         final = (s.offers + 1 >= ROUNDS) | (step >= self.max_iter)
         keep, give, received, fits, drains = self._into_box(rows, columns, stays, margin, final)
-        sent, received, cost = give * rows.sent(keep), keep * received, image_sums(give * rows.paid(keep))
+        sent, paid = rows.spent(keep)
+        sent, received, cost = give * sent, keep * received, image_sums(give * paid)
         scale = (s.budget / cost.clamp(min=TINY)).clamp(max=1.0)
         share = per_image(scale, s.x)
         sent, received, cost = share * sent, share * received, scale * cost
