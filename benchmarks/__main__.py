@@ -41,13 +41,19 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = timed_options("", __doc__, seconds=0.5, measured="measurement")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="small batches only")
-    parser.add_argument("--warm", type=int, metavar="N", default=0, help="compile with N processes first")
+    parser.add_argument(
+        "--warm", type=int, metavar="N", default=0, help="compile with N processes first"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--render", type=Path, metavar="JSON", help="only draw table and plot of an earlier run")
+    parser.add_argument(
+        "--render", type=Path, metavar="JSON", help="only draw table and plot of an earlier run"
+    )
     return parser.parse_args(words)
 
 
-def measurements(given: argparse.Namespace, sources: list[Images], common: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measurements(
+    given: argparse.Namespace, sources: list[Images], common: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Every row, the targets' first."""
     cuda = common["device"].type == "cuda"
     batch = 128 if cuda else 8
@@ -63,7 +69,9 @@ def measurements(given: argparse.Namespace, sources: list[Images], common: dict[
         if "windows" in given.only:
             yield from oracle.oracles(images, [batch], [3, 7, 9, 11], None, **common)
     if "large" in given.only:
-        yield from oracle.large(sources[1], [64] if given.quick else [64, 128, 224], 64 if cuda else 1, **common)
+        yield from oracle.large(
+            sources[1], [64] if given.quick else [64, 128, 224], 64 if cuda else 1, **common
+        )
     if "quality" in given.only:
         yield from projection.quality(sources[0], given.seed)
 
@@ -76,7 +84,9 @@ def main(words: Sequence[str] | None = None) -> None:
     given = arguments(words)
     if given.render is not None:
         found, about, remarks = report.read(given.render)
-        remarks = remarks or targets.targets(found) + projection.ratios(found)  # none yet where a run was stopped
+        remarks = remarks or targets.targets(found) + projection.ratios(
+            found
+        )  # none yet where a run was stopped
         report.write(given.render.with_suffix(""), found, about, remarks)
         return
     if given.threads:
@@ -89,7 +99,12 @@ def main(words: Sequence[str] | None = None) -> None:
     about = report.environment(
         device, chip, given.seed, [f"{s.name}: {s.origin}" for s in sources], given.data, given.out
     )
-    common: dict[str, Any] = {"device": device, "chip": chip, "budget_s": given.seconds, "seed": given.seed}
+    common: dict[str, Any] = {
+        "device": device,
+        "chip": chip,
+        "budget_s": given.seconds,
+        "seed": given.seed,
+    }
     out = given.out or Path("results") / f"bench_{device.type}"
     rows: list[dict[str, Any]] = []
     for row in measurements(given, sources, common):
@@ -109,7 +124,9 @@ def main(words: Sequence[str] | None = None) -> None:
     remarks = targets.targets(rows) + projection.ratios(rows) + ([given.note] if given.note else [])
     report.write(out, rows, about, remarks)
     print("\n".join(remarks))
-    print("written: " + ", ".join(str(out.with_suffix(ending)) for ending in (".json", ".md", ".png")))
+    print(
+        "written: " + ", ".join(str(out.with_suffix(ending)) for ending in (".json", ".md", ".png"))
+    )
 
 
 if __name__ == "__main__":

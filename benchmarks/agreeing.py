@@ -58,7 +58,9 @@ def transport(seed: int, time_limit: float) -> tuple[str, bool, float]:
     pixels, budget = x[0].double().reshape(1, -1).numpy(), float(ball.budget(x))
     found = wball.certify(net, x, y, ball, "complete", time_limit=time_limit)
     try:
-        truth = exact.exact_margin(exact.affine_maps(net), pixels, int(y), exact.euclidean(*x.shape[2:]), budget)
+        truth = exact.exact_margin(
+            exact.affine_maps(net), pixels, int(y), exact.euclidean(*x.shape[2:]), budget
+        )
     except exact.Unsolved:
         return found.status[0].name, False, math.nan
     return found.status[0].name, contradicts(found, truth), truth
@@ -82,7 +84,12 @@ def network(seed: int, width: int) -> tuple[nn.Sequential, Tensor, Tensor, float
     """A random network of two hidden layers on 5 x 5 images, and a radius."""
     draw = torch.Generator().manual_seed(seed)
     net = nn.Sequential(
-        nn.Flatten(), nn.Linear(25, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 5)
+        nn.Flatten(),
+        nn.Linear(25, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 5),
     )
     with torch.no_grad():
         for parameter in net.parameters():
@@ -107,7 +114,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--networks", type=int, default=2000)
     parser.add_argument("--boxes", type=int, default=50, help="networks over l-inf balls")
     parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--processes", type=int, default=1, help="for the networks over Wasserstein balls")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="for the networks over Wasserstein balls"
+    )
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_agreement.json")
     given = parser.parse_args(arguments)
     exact = referee()
@@ -150,7 +159,10 @@ def main(arguments: list[str] | None = None) -> None:
         keep(given.out, {"environment": about, **{k: state[k] for k in ("transport", "linf")}})
     ours, theirs = (sorted(r[k] for r in state["linf"]) for k in ("seconds", "seconds_milp"))
     if ours:
-        print(f"l-inf: median {ours[len(ours) // 2]:.3f} s, MILP {theirs[len(theirs) // 2]:.3f} s", flush=True)
+        print(
+            f"l-inf: median {ours[len(ours) // 2]:.3f} s, MILP {theirs[len(theirs) // 2]:.3f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

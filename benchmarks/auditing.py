@@ -52,17 +52,27 @@ def row(name: str, x: Tensor, eps: float, network: str) -> dict[str, Any]:
     attack = wball.DualAveraging(ball, steps=10, until_success=False, proofs=True)
     found = attack(model, x, model(x).argmax(1))
     wball.audit(ball, x[:1], found.images[:1])  # imports what it needs
-    by_plan, first = processor_time(lambda: wball.audit(ball, x, found.images, plan=found.proof, exact="needed"))
+    by_plan, first = processor_time(
+        lambda: wball.audit(ball, x, found.images, plan=found.proof, exact="needed")
+    )
     by_transport, second = processor_time(lambda: wball.audit(ball, x, found.images))
     assert first.all_valid and second.all_valid and not first.exact.any() and second.exact.all()
     changed = float((found.images != x).double().mean())
-    about = {"images": name, "network": network, "count": len(x), "eps": eps, "changed": round(changed, 3)}
+    about = {
+        "images": name,
+        "network": network,
+        "count": len(x),
+        "eps": eps,
+        "changed": round(changed, 3),
+    }
     return {**about, "plan_s": by_plan / len(x), "exact_s": by_transport / len(x)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks auditing", description=__doc__)
-    parser.add_argument("--sides", type=int, nargs="*", default=SIDES, help="of colour images, in pixels")
+    parser.add_argument(
+        "--sides", type=int, nargs="*", default=SIDES, help="of colour images, in pixels"
+    )
     parser.add_argument("--out", type=Path, default=Path("results") / "auditing.json")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)

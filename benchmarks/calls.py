@@ -53,7 +53,11 @@ class Call:
 
 
 def _solved(answer: Any) -> dict[str, Any]:
-    return {"converged": int(answer.converged.sum()), "of": len(answer.converged), "kernel": answer.kernel}
+    return {
+        "converged": int(answer.converged.sum()),
+        "of": len(answer.converged),
+        "kernel": answer.kernel,
+    }
 
 
 def _robust(answer: Any) -> dict[str, Any]:
@@ -71,7 +75,11 @@ def balls(images: Images, count: int, targets: dict[str, float], seed: int) -> I
     ball, title = wball.WassersteinBall(images.eps), f"{images.name} x {count}"
     entropic = {"reg": images.reg}
     for name, run, judge in (
-        (f"project, reg {images.reg:g}, tol 1e-4", lambda: ball.project(x, w, tol=1e-4, **entropic), _solved),
+        (
+            f"project, reg {images.reg:g}, tol 1e-4",
+            lambda: ball.project(x, w, tol=1e-4, **entropic),
+            _solved,
+        ),
         (f"project, reg {images.reg:g}", lambda: ball.project(x, w, **entropic), _solved),
         ("project, exact, tol 1e-4", lambda: ball.project(x, w, tol=1e-4), _solved),
         ("project, exact", lambda: ball.project(x, w), _solved),
@@ -120,7 +128,13 @@ def certificates(x: Tensor, y: Tensor, model: nn.Module, count: int) -> Iterator
     """Certificates of a network that they can follow."""
     ball = wball.WassersteinBall(0.05)
     part, labels = x[:count], y[:count]
-    yield Call(f"certify, {count} digits at 0.05", lambda: wball.certify(model, part, labels, ball), part, 0.5, _proved)
+    yield Call(
+        f"certify, {count} digits at 0.05",
+        lambda: wball.certify(model, part, labels, ball),
+        part,
+        0.5,
+        _proved,
+    )
     few = max(1, count * 190 // 300)
     with torch.no_grad():
         right = (model(x[: 2 * few]).argmax(1) == y[: 2 * few]).nonzero()[:few, 0]
@@ -141,7 +155,9 @@ def row(call: Call, device: torch.device, budget: float, once: float) -> dict[st
     first = samples[0]
     if first <= once:
         samples.clear()
-    while not samples or (first <= once and time.perf_counter() - begin < budget + first and len(samples) < 30):
+    while not samples or (
+        first <= once and time.perf_counter() - begin < budget + first and len(samples) < 30
+    ):
         answer = _timed(call, device, samples)
     found = {
         "call": call.name,
@@ -155,7 +171,9 @@ def row(call: Call, device: torch.device, budget: float, once: float) -> dict[st
         found["launches"], found["host_reads"] = counted(call.run)
         extra = peak_memory(call.run, device)
         assert extra is not None
-        found["extra_memory_in_batches"] = extra / (call.images.numel() * call.images.element_size())
+        found["extra_memory_in_batches"] = extra / (
+            call.images.numel() * call.images.element_size()
+        )
     return found
 
 
@@ -173,7 +191,13 @@ def _timed(call: Call, device: torch.device, samples: list[float]) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     parser = timed_options("calls", __doc__, seconds=2.0, resumes=True)
     parser.add_argument("--images", type=int, default=100, help="images of a batch")
-    parser.add_argument("--digits", type=int, nargs="+", default=[128, 1000, 10000], help="batch sizes of the attacks")
+    parser.add_argument(
+        "--digits",
+        type=int,
+        nargs="+",
+        default=[128, 1000, 10000],
+        help="batch sizes of the attacks",
+    )
     parser.add_argument("--steps", type=int, default=100, help="steps of an attack")
     parser.add_argument("--proofs", type=int, default=300, help="digits to certify")
     parser.add_argument("--model", default="levine2020-mnist-flow-0.01", help="network to certify")
@@ -187,15 +211,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", help="calls whose name contains this")
     given = parser.parse_args(arguments)
     device, out, about = begun("calls", given)
-    x, y = wball.load_dataset("mnist", given.data, "test") if given.data else wball.load_sample("mnist")
+    x, y = (
+        wball.load_dataset("mnist", given.data, "test")
+        if given.data
+        else wball.load_sample("mnist")
+    )
     x, y = x.to(device), y.to(device)
     attacked = wball.load_model("mnist-standard").to(device).eval()
     proved = wball.load_model(given.model, root=given.models).to(device).eval()
     exact = {"project, exact": 0.010, "support, exact": 0.003, "sample": 0.001}
     colour = {"project, exact": 0.150, "support, exact": 0.025, "sample": 0.001}
     digits, images = mnist(given.data, device), cifar10(given.data, device)
-    exact |= {f"project, reg {digits.reg:g}, tol 1e-4": 0.0008, f"project, reg {digits.reg:g}": 0.002}
-    colour |= {f"project, reg {images.reg:g}, tol 1e-4": 0.002, f"project, reg {images.reg:g}": 0.005}
+    exact |= {
+        f"project, reg {digits.reg:g}, tol 1e-4": 0.0008,
+        f"project, reg {digits.reg:g}": 0.002,
+    }
+    colour |= {
+        f"project, reg {images.reg:g}, tol 1e-4": 0.002,
+        f"project, reg {images.reg:g}": 0.005,
+    }
     longer = (
         *attacks(x, y, attacked, [n for n in given.digits if n <= len(x)], given.steps),
         *certificates(x, y, proved, min(given.proofs, len(x))),
@@ -205,7 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
     for call in (
         *balls(digits, given.images, exact, given.seed),
         *balls(images, given.images, colour, given.seed),
-        *sorted(longer, key=lambda call: call.target or 0.0),  # a run that is stopped has the shorter ones
+        *sorted(
+            longer, key=lambda call: call.target or 0.0
+        ),  # a run that is stopped has the shorter ones
     ):
         if call.name not in made and (given.only is None or given.only in call.name):
             rows.append(row(call, device, given.seconds, given.once))

@@ -51,7 +51,11 @@ def decide(model: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, time_limit:
         if not report.all_valid:
             raise RuntimeError(f"a counterexample is not in the ball: {report}")
     letters = "".join(status.name[0] for status in found.status)
-    return letters, [round(t, 4) for t in found.seconds.tolist()], [round(m, 4) for m in found.margin.tolist()]
+    return (
+        letters,
+        [round(t, 4) for t in found.seconds.tolist()],
+        [round(m, 4) for m in found.margin.tolist()],
+    )
 
 
 def row(part: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +77,9 @@ def row(part: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def pending(part: dict[str, Any], images: int, limit: float, remaining: float) -> tuple[list[int], float]:
+def pending(
+    part: dict[str, Any], images: int, limit: float, remaining: float
+) -> tuple[list[int], float]:
     """Images to try next, and their time limit: new ones have 0; if there are none, undecided ones that had less.
 
     These share the time that remains.
@@ -97,14 +103,23 @@ def _columns(answers: list[tuple[str, float, float]]) -> Found:
 
 
 def put(
-    part: dict[str, Any], some: list[int], letters: str, took: list[float], bounds: list[float], limit: float
+    part: dict[str, Any],
+    some: list[int],
+    letters: str,
+    took: list[float],
+    bounds: list[float],
+    limit: float,
 ) -> None:
     """Write down what images ``some`` came to; new ones are appended. Anchored bounds before a search count as well."""
     status, open_bounds = list(part["status"]), part.setdefault("bounds", {})
     for k, letter, seconds, bound in zip(some, letters, took, bounds, strict=True):
         if k < len(status) and part["limits"][k] == 0:
             seconds = round(seconds + part["seconds"][k], 4)
-        status[k : k + 1], part["seconds"][k : k + 1], part["limits"][k : k + 1] = [letter], [seconds], [limit]
+        status[k : k + 1], part["seconds"][k : k + 1], part["limits"][k : k + 1] = (
+            [letter],
+            [seconds],
+            [limit],
+        )
         open_bounds.pop(str(k), None)
         if letter == "U":
             open_bounds[str(k)] = bound
@@ -145,10 +160,14 @@ def plot(path: Path, images: list[dict[str, Any]]) -> None:
         if times:
             share = [100 * (k + 1) / total for k in range(len(times))]
             line = "-" if number < 10 else "--"  # colours repeat after ten
-            axes.step(times, share, line, where="post", label=f"{part['model']}, eps {part['eps']:g}")
+            axes.step(
+                times, share, line, where="post", label=f"{part['model']}, eps {part['eps']:g}"
+            )
     axes.set(xlabel="seconds an image", ylabel="% of images proved", xscale="log")
     if axes.has_data():
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # within the axes it would cover curves
+        figure.legend(
+            loc="outside lower center", ncols=2, fontsize="small"
+        )  # within the axes it would cover curves
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -161,7 +180,9 @@ class Cores:
         self.count = count
         self.pool = ProcessPoolExecutor(count, context, initializer=_prepare, initargs=source)
 
-    def decide(self, eps: float, images: list[int], limit: float, until: float) -> Iterator[tuple[int, float, Found]]:
+    def decide(
+        self, eps: float, images: list[int], limit: float, until: float
+    ) -> Iterator[tuple[int, float, Found]]:
         """Every image with the time limit it had and what it came to, as they are done.
 
         No search goes on after ``until``, of ``time.monotonic``; without a limit only anchored bounds are tried.
@@ -186,27 +207,43 @@ def _prepare(wanted: str, weights: Path | None, dataset: Any, data: Path | None)
 
 
 def _decide(eps: float, k: int, time_limit: float) -> Found:
-    return decide(_own["model"], _own["x"][[k]], _own["y"][[k]], wball.WassersteinBall(eps), time_limit)
+    return decide(
+        _own["model"], _own["x"][[k]], _own["y"][[k]], wball.WassersteinBall(eps), time_limit
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks deciding", description=__doc__)
-    parser.add_argument("--models", nargs="+", default=["mnist-certified"], help="names, or ARCHITECTURE=FILE")
+    parser.add_argument(
+        "--models", nargs="+", default=["mnist-certified"], help="names, or ARCHITECTURE=FILE"
+    )
     parser.add_argument("--weights", type=Path, help="folder of public models' weights")
     parser.add_argument("--dataset", choices=("mnist", "cifar10"), default="mnist")
-    parser.add_argument("--data", type=Path, help="folder with the data set (default: the bundled images)")
+    parser.add_argument(
+        "--data", type=Path, help="folder with the data set (default: the bundled images)"
+    )
     parser.add_argument("--radii", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--images", type=int, default=60)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds an image")
-    parser.add_argument("--batch", type=int, default=64, help="images of a GPU between two writes of the file")
-    parser.add_argument("--processes", type=int, default=0, help="cores of a CPU that search, one image each")
-    parser.add_argument("--stop-after", type=float, default=math.inf, help="seconds after which it ends")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="images of a GPU between two writes of the file"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=0, help="cores of a CPU that search, one image each"
+    )
+    parser.add_argument(
+        "--stop-after", type=float, default=math.inf, help="seconds after which it ends"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results") / "complete_mnist.json")
     parser.add_argument("--plot", type=Path, help="file of the figure")
     given = parser.parse_args(arguments)
     begun = time.monotonic()
-    x, y = wball.load_dataset(given.dataset, given.data) if given.data else wball.load_sample(given.dataset)
+    x, y = (
+        wball.load_dataset(given.dataset, given.data)
+        if given.data
+        else wball.load_sample(given.dataset)
+    )
     x, y = x[: given.images].to(given.device), y[: given.images].to(given.device)
     files = [Path(name.rpartition("=")[2]) for name in given.models if "=" in name]
     about = environment(given.device, given.data, given.out, *files)
@@ -217,7 +254,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     def write() -> None:
         rows = [row(p) for p in images if p["status"]]
-        keep(given.out, {"environment": about, "settings": settings, "rows": rows, "images": images})
+        keep(
+            given.out, {"environment": about, "settings": settings, "rows": rows, "images": images}
+        )
 
     for wanted in given.models:
         name, model = network(wanted, given.weights)
@@ -231,7 +270,9 @@ def main(arguments: list[str] | None = None) -> None:
                 images.append(part)
             ball = wball.WassersteinBall(eps)
             while (remaining := until - time.monotonic()) > 0:
-                some, limit = pending(part, len(x), given.time_limit, math.inf if cores else remaining)
+                some, limit = pending(
+                    part, len(x), given.time_limit, math.inf if cores else remaining
+                )
                 if not some:
                     break
                 if cores and limit:
@@ -245,7 +286,12 @@ def main(arguments: list[str] | None = None) -> None:
                     rest = [k for k in some if k not in proved_further_out(images, part)]
                     found = decide(model, x[rest], y[rest], ball, limit) if rest else ("", [], [])
                     answers = dict(zip(rest, zip(*found, strict=True), strict=True))
-                    put(part, some, *_columns([answers.get(k, ("C", 0.0, 0.0)) for k in some]), limit)
+                    put(
+                        part,
+                        some,
+                        *_columns([answers.get(k, ("C", 0.0, 0.0)) for k in some]),
+                        limit,
+                    )
                     write()
             if part["status"]:
                 print(row(part), flush=True)

@@ -53,10 +53,15 @@ class Network:
             raise SystemExit(
                 f"a network is NAME=ARCHITECTURE:FILE or NAME=ARCHITECTURE:FIRST:SECOND:SHARE, got {spec!r}"
             )
-        return Network(name, architecture, tuple(map(Path, words[:2])), float(words[2]) if words[2:] else 0.0)
+        return Network(
+            name, architecture, tuple(map(Path, words[:2])), float(words[2]) if words[2:] else 0.0
+        )
 
     def load(self, device: str) -> nn.Module:
-        models = [wball.load_weights(build_model(self.architecture), file).to(device).eval() for file in self.files]
+        models = [
+            wball.load_weights(build_model(self.architecture), file).to(device).eval()
+            for file in self.files
+        ]
         return mixed(models[0], models[1], self.share) if len(models) == 2 else models[0]
 
 
@@ -73,31 +78,60 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--attack", choices=("dual", "fast", "standard"), default="standard")
     parser.add_argument("--first", type=int, default=0, help="test image to begin with")
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--chunk", type=int, default=250, help="images attacked before the file is written")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which no chunk begins")
+    parser.add_argument(
+        "--chunk", type=int, default=250, help="images attacked before the file is written"
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), help="seconds after which no chunk begins"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    parser.add_argument("--out", type=Path, default=Path("results") / "defended.json", help="goes on where it stopped")
+    parser.add_argument(
+        "--note", help="a remark to record, such as what else the machine was doing"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results") / "defended.json",
+        help="goes on where it stopped",
+    )
     given = parser.parse_args(arguments)
     networks, began = [Network.of(spec) for spec in given.networks], time.monotonic()
-    (dataset,) = {"mnist" if architectures()[n.architecture].shape[0] == 1 else "cifar10" for n in networks}
+    (dataset,) = {
+        "mnist" if architectures()[n.architecture].shape[0] == 1 else "cifar10" for n in networks
+    }
     radii = sorted(given.eps)
     settings = {
         "dataset": dataset, "attack": given.attack, "eps": radii, "first": given.first, "images": given.images
     }  # fmt: skip
     rows: list[dict[str, Any]] = earlier(given.out, **settings).get("rows", [])
     files = (given.out, *(file for network in networks for file in network.files))
-    about = environment(given.device, given.data, *files) | {"seed": 0} | ({"note": given.note} if given.note else {})
-    content = {"environment": about, **settings, "unit": wball.WassersteinBall(1.0).unit, "rows": rows}
+    about = (
+        environment(given.device, given.data, *files)
+        | {"seed": 0}
+        | ({"note": given.note} if given.note else {})
+    )
+    content = {
+        "environment": about,
+        **settings,
+        "unit": wball.WassersteinBall(1.0).unit,
+        "rows": rows,
+    }
     chosen = slice(given.first, given.first + given.images)
-    x, y = (part[chosen].to(given.device) for part in wball.load_dataset(dataset, given.data, "test"))
+    x, y = (
+        part[chosen].to(given.device) for part in wball.load_dataset(dataset, given.data, "test")
+    )
     for network in networks:
         model = network.load(given.device)
         fingerprint = describe_model(model)["sha256"]
         key = {"network": network.name, "architecture": network.architecture, "sha256": fingerprint}
         row, known = next((r for r in rows if key.items() <= r.items()), None), right(model, x, y)
         if row is None:
-            row = {**key, "attacked": 0, "survived": {f"{eps:g}": 0 for eps in radii}, "seconds": 0.0}
+            row = {
+                **key,
+                "attacked": 0,
+                "survived": {f"{eps:g}": 0 for eps in radii},
+                "seconds": 0.0,
+            }
             rows.append(row)
         while row["attacked"] < len(x) and time.monotonic() - began < given.time_limit:
             first, begin = row["attacked"], time.perf_counter()
@@ -106,7 +140,9 @@ def main(arguments: list[str] | None = None) -> None:
             for eps in radii:  # what falls at a radius falls at all larger ones
                 draws = torch.Generator(x.device).manual_seed(first)
                 if len(part):
-                    part = part[~attack(given.attack, eps)(model, x[part], y[part], generator=draws).success]
+                    part = part[
+                        ~attack(given.attack, eps)(model, x[part], y[part], generator=draws).success
+                    ]
                 row["survived"][f"{eps:g}"] += len(part)
             row["seconds"] = round(row["seconds"] + time.perf_counter() - begin, 2)
             row["clean"] = int(known[: row["attacked"]].sum()) / row["attacked"]

@@ -20,10 +20,18 @@ from wball.training.presets import override
 CASES: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "MNIST, paper's network, dual averaging, 50 steps": (
         "mnist-adversarial",
-        {"architecture": "mnist-cnn", "adversary.attack.steps": 50, "adversary.attack.step_size": 3.0},
+        {
+            "architecture": "mnist-cnn",
+            "adversary.attack.steps": 50,
+            "adversary.attack.step_size": 3.0,
+        },
         10.0,
     ),
-    "MNIST, paper's network, the paper's attack, 50 steps": ("mnist-adversarial-paper", {"batch_size": 512}, None),
+    "MNIST, paper's network, the paper's attack, 50 steps": (
+        "mnist-adversarial-paper",
+        {"batch_size": 512},
+        None,
+    ),
     "MNIST, mnist-adversarial as it is, 8 steps": ("mnist-adversarial", {}, None),
     "CIFAR-10, ResNet-18, dual averaging, 10 steps": ("cifar10-adversarial", {}, 60.0),
     "CIFAR-10, ResNet-18, standard": ("cifar10-standard", {}, None),
@@ -39,7 +47,13 @@ def seconds(name: str, changes: dict[str, Any], given: argparse.Namespace) -> tu
     x, y = load_dataset(config.dataset, given.data, "train", device=torch.device(given.device))
     x, y = x[: given.images], y[: given.images]
     ends: list[float] = []
-    train(config, (x, y), device=given.device, progress=False, on_epoch=lambda record: ends.append(record["seconds"]))
+    train(
+        config,
+        (x, y),
+        device=given.device,
+        progress=False,
+        on_epoch=lambda record: ends.append(record["seconds"]),
+    )
     return ends[1] - ends[0], len(x)
 
 
@@ -58,7 +72,13 @@ def main(arguments: list[str] | None = None) -> None:
     for title, (name, changes, target) in CASES.items():
         if given.only is None or given.only in title:
             took, images = seconds(name, changes, given)
-            row = {"case": title, "preset": name, "changes": changes, "images": images, "seconds": round(took, 2)}
+            row = {
+                "case": title,
+                "preset": name,
+                "changes": changes,
+                "images": images,
+                "seconds": round(took, 2),
+            }
             rows.append(row | {"target_seconds": target})
             keep(given.out, {"environment": about, "rows": rows})
             print(rows[-1], flush=True)

@@ -56,7 +56,9 @@ def rows(images: Images, seconds: float, seed: int) -> Iterator[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks exact", description=__doc__)
     parser.add_argument(
-        "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
+        "--data",
+        type=Path,
+        help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)",
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="time spent on each measurement")
     parser.add_argument("--seed", type=int, default=0)

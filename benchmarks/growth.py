@@ -44,7 +44,10 @@ def row(
     grows: str, x: Tensor, window: int, reg: float, seconds: float, seed: int, made: set[str]
 ) -> Iterator[dict[str, Any]]:
     """The calls on one batch, but for those that are ``made``."""
-    ball, w = wball.WassersteinBall(0.05, wball.GridCost(window)), disturbed(x.cpu(), STEP, seed).to(x)
+    ball, w = (
+        wball.WassersteinBall(0.05, wball.GridCost(window)),
+        disturbed(x.cpu(), STEP, seed).to(x),
+    )
     random = torch.Generator(x.device).manual_seed(seed)
     for name, call in (
         ("project", lambda: ball.project(x, w, reg=reg, tol=1e-4)),
@@ -68,10 +71,16 @@ def row(
             "batch": len(x),
             "shape": list(x.shape[1:]),
             "window": window,
-            **({"kernel": first.kernel, "converged": int(first.converged.sum())} if name == "project" else {}),
+            **(
+                {"kernel": first.kernel, "converged": int(first.converged.sum())}
+                if name == "project"
+                else {}
+            ),
             "seconds": median(samples),
             "ns_per_pixel": 1e9 * median(samples) / x.numel(),
-            "extra_memory_in_batches": None if extra is None else extra / (x.numel() * x.element_size()),
+            "extra_memory_in_batches": None
+            if extra is None
+            else extra / (x.numel() * x.element_size()),
         }
 
 
@@ -79,14 +88,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Nanoseconds a pixel against what grows."""
     from matplotlib.figure import Figure
 
-    sizes = {"batch": lambda r: r["batch"], "side": lambda r: r["shape"][-1], "window": lambda r: r["window"]}
+    sizes = {
+        "batch": lambda r: r["batch"],
+        "side": lambda r: r["shape"][-1],
+        "window": lambda r: r["window"],
+    }
     sizes = {grows: size for grows, size in sizes.items() if any(r["grows"] == grows for r in rows)}
     figure = Figure(figsize=(1 + 3 * len(sizes), 3.2), layout="constrained")
     axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
     for axis, (grows, size) in zip(axes, sizes.items(), strict=True):
         for call in ("project", "sample"):
             found = [r for r in rows if r["grows"] == grows and r["call"] == call]
-            axis.plot([size(r) for r in found], [r["ns_per_pixel"] for r in found], marker="o", label=call)
+            axis.plot(
+                [size(r) for r in found], [r["ns_per_pixel"] for r in found], marker="o", label=call
+            )
         axis.set(xlabel=grows, xscale="log", yscale="log")
         measured = sorted({size(r) for r in rows if r["grows"] == grows})
         axis.set_xticks(measured, [f"{value:,}" for value in measured])
@@ -99,9 +114,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = timed_options("growth", __doc__, seconds=1.0, resumes=True)
     parser.add_argument("--batch", type=int, default=BATCHES[-1], help="largest batch")
-    parser.add_argument("--windows", type=int, nargs="*", default=WINDOWS, help="sides of the windows")
+    parser.add_argument(
+        "--windows", type=int, nargs="*", default=WINDOWS, help="sides of the windows"
+    )
     parser.add_argument("--side", type=int, default=SIDES[-1], help="largest side of an image")
-    parser.add_argument("--longest", type=float, default=60.0, help="seconds of a call after which nothing grows more")
+    parser.add_argument(
+        "--longest",
+        type=float,
+        default=60.0,
+        help="seconds of a call after which nothing grows more",
+    )
     given = parser.parse_args(arguments)
     device, out, about = begun("growth", given)
     rows = rows_before(given, out, about)

@@ -31,7 +31,13 @@ MOST: dict[str, tuple[int, int]] = {
 }
 """Launches and reads of a call, at most."""
 
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+LAUNCHES = (
+    "cudaLaunchKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
 
 
 def calls() -> dict[str, Callable[[], Any]]:

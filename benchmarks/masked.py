@@ -18,7 +18,9 @@ from wball.model import Model
 
 def _outside(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
     """A step in NumPy, where no gradient follows."""
-    return lambda z: torch.from_numpy(np.ascontiguousarray(function(z.detach().cpu().numpy()))).to(z)
+    return lambda z: torch.from_numpy(np.ascontiguousarray(function(z.detach().cpu().numpy()))).to(
+        z
+    )
 
 
 class _Custom(torch.autograd.Function):
@@ -70,7 +72,9 @@ def _coded(z: Tensor, quality: float, rounding: Callable[[Tensor], Tensor]) -> T
     padded = F.pad(z, (2, 2, 2, 2))
     matrix = _cosines(z)
     blocks = padded.unfold(2, 8, 8).unfold(3, 8, 8)
-    steps = quality * (1 + torch.arange(8, device=z.device)[:, None] + torch.arange(8, device=z.device)).to(z)
+    steps = quality * (
+        1 + torch.arange(8, device=z.device)[:, None] + torch.arange(8, device=z.device)
+    ).to(z)
     coded = rounding(matrix @ blocks @ matrix.T / steps) * steps
     out = (matrix.T @ coded @ matrix).transpose(3, 4).reshape(padded.shape)
     return out[..., 2:-2, 2:-2].clamp(0, 1)
@@ -128,7 +132,12 @@ def _median(z: Tensor) -> Tensor:
 
 def _dithered(z: Tensor) -> Tensor:
     """Two bits a pixel, with the thresholds of an ordered dither."""
-    order = torch.tensor([[0.0, 8, 2, 10], [12, 4, 14, 6], [3, 11, 1, 9], [15, 7, 13, 5]], device=z.device) / 16
+    order = (
+        torch.tensor(
+            [[0.0, 8, 2, 10], [12, 4, 14, 6], [3, 11, 1, 9], [15, 7, 13, 5]], device=z.device
+        )
+        / 16
+    )
     return torch.floor(z * 3 + order.repeat(7, 7).to(z) * 0.999) / 3
 
 
@@ -168,7 +177,9 @@ def _noise_by_content(net: nn.Module) -> Model:
     """Noise that an image's own pixels seed: the same question has the same answer."""
 
     def model(z: Tensor) -> Tensor:
-        seed = (z.detach().double().flatten(1) * torch.arange(1, 785, device=z.device)).sum(1, keepdim=True)
+        seed = (z.detach().double().flatten(1) * torch.arange(1, 785, device=z.device)).sum(
+            1, keepdim=True
+        )
         noise = torch.sin(1e5 * seed + torch.arange(784, device=z.device).double() ** 2)
         return net(z + 0.1 * noise.view_as(z).to(z))
 
@@ -180,7 +191,9 @@ def _three(net: nn.Module) -> list[nn.Module]:
     nets = [copy.deepcopy(net) for _ in range(3)]
     for k, one in enumerate(nets):
         for p in one.parameters():
-            p.data *= 1 + 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(p)
+            p.data *= 1 + 0.05 * torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(k)
+            ).to(p)
     return nets
 
 
@@ -225,7 +238,9 @@ def _mantissa(z: Tensor) -> Tensor:
 
 def _one_hot_code(z: Tensor) -> Tensor:
     """Levels as one-hot vectors, and back by a product."""
-    return F.one_hot((z * 15).round().long(), 16).to(z) @ torch.linspace(0, 1, 16, device=z.device, dtype=z.dtype)
+    return F.one_hot((z * 15).round().long(), 16).to(z) @ torch.linspace(
+        0, 1, 16, device=z.device, dtype=z.dtype
+    )
 
 
 def _embedded(z: Tensor) -> Tensor:
@@ -266,7 +281,9 @@ def _chosen_by_content(net: nn.Module) -> Model:
 
     def model(z: Tensor) -> Tensor:
         which = (z.detach().double().flatten(1).sum(1) * 1e4).long() % 3
-        return torch.stack([one(z) for one in nets], 1)[torch.arange(len(z), device=z.device), which]
+        return torch.stack([one(z) for one in nets], 1)[
+            torch.arange(len(z), device=z.device), which
+        ]
 
     return model
 
@@ -298,7 +315,11 @@ def _half_reversed(net: nn.Module) -> Model:
     """The opposite gradient on half of the images."""
 
     def model(z: Tensor) -> Tensor:
-        sign = torch.where((z.detach().flatten(1).sum(1) * 10).long() % 2 == 0, 1.0, -1.0).to(z).view(-1, 1, 1, 1)
+        sign = (
+            torch.where((z.detach().flatten(1).sum(1) * 10).long() % 2 == 0, 1.0, -1.0)
+            .to(z)
+            .view(-1, 1, 1, 1)
+        )
         return net(z.detach() + sign * (z - z.detach()))
 
     return model
@@ -335,7 +356,9 @@ class _Whole(nn.Module):
 
 
 def _traced(net: nn.Module) -> Model:
-    traced: Model = torch.jit.trace(_Whole(net), torch.zeros(2, 1, 28, 28, device=next(net.parameters()).device))
+    traced: Model = torch.jit.trace(
+        _Whole(net), torch.zeros(2, 1, 28, 28, device=next(net.parameters()).device)
+    )
     return traced
 
 
@@ -349,21 +372,32 @@ class Mask:
 
 MASKS: dict[str, Mask] = {
     "rounding to 1/255": Mask(lambda net: lambda z: net((z * 255).round() / 255), opened=True),
-    "rounding to 1/64, bytes": Mask(lambda net: lambda z: net((z * 64).byte().to(z) / 64), opened=True),
+    "rounding to 1/64, bytes": Mask(
+        lambda net: lambda z: net((z * 64).byte().to(z) / 64), opened=True
+    ),
     "rounding to 1/8": Mask(lambda net: lambda z: net((z * 8).round() / 8), opened=True),
     "rounding to 1/3": Mask(lambda net: lambda z: net((z * 3).round() / 3), opened=True),
     "threshold at 0.5": Mask(lambda net: lambda z: net((z > 0.5).to(z)), opened=True),
-    "threshold at 0.3": Mask(lambda net: lambda z: net(torch.where(z < 0.3, 0.0, 1.0).to(z)), opened=True),
+    "threshold at 0.3": Mask(
+        lambda net: lambda z: net(torch.where(z < 0.3, 0.0, 1.0).to(z)), opened=True
+    ),
     "saturated softmax": Mask(lambda net: lambda z: (1000 * net(z)).softmax(1), opened=True),
     "saturated sigmoid": Mask(lambda net: lambda z: torch.sigmoid(net(z).double()), opened=True),
     "rounding in NumPy": Mask(
-        lambda net: (lambda step: lambda z: net(step(z)))(_outside(lambda a: np.round(a * 255) / 255)), opened=True
+        lambda net: (lambda step: lambda z: net(step(z)))(
+            _outside(lambda a: np.round(a * 255) / 255)
+        ),
+        opened=True,
     ),
     "threshold in NumPy": Mask(
-        lambda net: (lambda step: lambda z: net(step(z)))(_outside(lambda a: (a > 0.5).astype(a.dtype))), opened=True
+        lambda net: (lambda step: lambda z: net(step(z)))(
+            _outside(lambda a: (a > 0.5).astype(a.dtype))
+        ),
+        opened=True,
     ),
     "scripted rounding": Mask(
-        lambda net: (lambda step: lambda z: net(step(z)))(torch.jit.script(_Scripted())), opened=True
+        lambda net: (lambda step: lambda z: net(step(z)))(torch.jit.script(_Scripted())),
+        opened=True,
     ),
     "JPEG-like": Mask(lambda net: lambda z: net(_coded(z, 0.05, torch.round))),
     "JPEG-like in NumPy": Mask(lambda net: lambda z: net(_coded(z, 0.05, _outside(np.round)))),
@@ -379,35 +413,52 @@ MASKS: dict[str, Mask] = {
     "reversed gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "reversed"))),
     "random gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "random"))),
     "probabilities": Mask(lambda net: lambda z: net(z).softmax(1)),
-    "probabilities of 4 decimals": Mask(lambda net: lambda z: _outside(lambda a: a.round(4))(net(z).softmax(1))),
+    "probabilities of 4 decimals": Mask(
+        lambda net: lambda z: _outside(lambda a: a.round(4))(net(z).softmax(1))
+    ),
     "labels": Mask(lambda net: lambda z: F.one_hot(net(z).argmax(1), 10).to(z)),
     "no graph at all": Mask(
-        lambda net: (lambda whole: lambda z: whole(torch.from_numpy(z.detach().cpu().numpy()).to(z.device)))(
-            torch.jit.trace(net, torch.zeros(1, 1, 28, 28, device=next(net.parameters()).device))
-        )
+        lambda net: (
+            lambda whole: lambda z: whole(torch.from_numpy(z.detach().cpu().numpy()).to(z.device))
+        )(torch.jit.trace(net, torch.zeros(1, 1, 28, 28, device=next(net.parameters()).device)))
     ),
-    "labels from NumPy": Mask(lambda net: lambda z: _outside(lambda a: np.eye(10)[a.argmax(1)])(net(z))),
+    "labels from NumPy": Mask(
+        lambda net: lambda z: _outside(lambda a: np.eye(10)[a.argmax(1)])(net(z))
+    ),
     "random switch of two nets": Mask(
         lambda net: lambda z: net(z if torch.rand(()) < 0.5 else F.avg_pool2d(z, 3, 1, 1) * 1.5)
     ),
     "rounding up to 1/16": Mask(lambda net: lambda z: net((z * 16).ceil() / 16), opened=True),
-    "rounding of roots": Mask(lambda net: lambda z: net(((z + 1e-6).sqrt() * 5).round().div(5).square()), opened=True),
+    "rounding of roots": Mask(
+        lambda net: lambda z: net(((z + 1e-6).sqrt() * 5).round().div(5).square()), opened=True
+    ),
     "rounding by a table": Mask(lambda net: lambda z: net(_tabled(z)), opened=True),
     "rounding by buckets": Mask(lambda net: lambda z: net(_in_buckets(z)), opened=True),
     "rounding by quantised tensors": Mask(
-        lambda net: lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize()), opened=True
+        lambda net: (
+            lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize())
+        ),
+        opened=True,
     ),
     "thermometer code": Mask(
-        lambda net: lambda z: net((z[..., None] > (torch.arange(8, device=z.device) + 0.5) / 8).to(z).mean(-1)),
+        lambda net: (
+            lambda z: net(
+                (z[..., None] > (torch.arange(8, device=z.device) + 0.5) / 8).to(z).mean(-1)
+            )
+        ),
         opened=True,
     ),
     "ordered dither": Mask(lambda net: lambda z: net(_dithered(z)), opened=True),
     "random dither": Mask(lambda net: lambda z: net(torch.floor(z * 7 + torch.rand_like(z)) / 7)),
     "median filter": Mask(lambda net: lambda z: net(_median(z))),
-    "rounded activations": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: (h * 4).round() / 4))),
+    "rounded activations": Mask(
+        lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: (h * 4).round() / 4))
+    ),
     "saturated tanh": Mask(lambda net: lambda z: torch.tanh(net(z)), opened=True),
     "hard sigmoid": Mask(lambda net: lambda z: F.hardsigmoid(net(z) / 4), opened=True),
-    "logarithms of probabilities": Mask(lambda net: lambda z: (1000 * net(z)).log_softmax(1), opened=True),
+    "logarithms of probabilities": Mask(
+        lambda net: lambda z: (1000 * net(z)).log_softmax(1), opened=True
+    ),
     "temperature 1000": Mask(lambda net: lambda z: (net(z) / 1000).softmax(1), opened=True),
     "logits / 1e30": Mask(lambda net: lambda z: net(z) * 1e-30),
     "logits * 1e30": Mask(lambda net: lambda z: net(z) * 1e30),
@@ -420,7 +471,9 @@ MASKS: dict[str, Mask] = {
     "detached": Mask(lambda net: lambda z: net(z.detach())),
     "detached inside": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(torch.detach))),
     "zero gradients": Mask(lambda net: lambda z: net(_Custom.apply(z, "zero"))),
-    "reversed gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("reversed"))),
+    "reversed gradients inside": Mask(
+        lambda net: _instead_of_relu(net, lambda: _Wrong("reversed"))
+    ),
     "random gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("random"))),
     "zero gradients inside": Mask(lambda net: _instead_of_relu(net, lambda: _Wrong("zero"))),
     "reversed by a hook": Mask(_hooked),
@@ -428,7 +481,9 @@ MASKS: dict[str, Mask] = {
     "one of three nets": Mask(_of_three),
     "noise by content": Mask(_noise_by_content),
     "three bits": Mask(lambda net: lambda z: net(_bits(z, 3)), opened=True),
-    "shifted bits": Mask(lambda net: lambda z: net((((z * 255).int() >> 4) << 4).to(z) / 240), opened=True),
+    "shifted bits": Mask(
+        lambda net: lambda z: net((((z * 255).int() >> 4) << 4).to(z) / 240), opened=True
+    ),
     "short mantissa": Mask(lambda net: lambda z: net(_mantissa(z)), opened=True),
     "one-hot code": Mask(lambda net: lambda z: net(_one_hot_code(z)), opened=True),
     "embedded levels": Mask(lambda net: lambda z: net(_embedded(z)), opened=True),
@@ -441,20 +496,28 @@ MASKS: dict[str, Mask] = {
     "pruned at random": Mask(lambda net: _instead_of_relu(net, _Pruned)),
     "unsure at random": Mask(_unsure_at_random),
     "one net by content": Mask(_chosen_by_content),
-    "half-precision softmax": Mask(lambda net: lambda z: (50 * net(z)).half().softmax(1).to(z), opened=True),
+    "half-precision softmax": Mask(
+        lambda net: lambda z: (50 * net(z)).half().softmax(1).to(z), opened=True
+    ),
     "all classes alike": Mask(lambda net: lambda z: 0.1 + 1e-6 * net(z).softmax(1), opened=True),
-    "softmax of softmax": Mask(lambda net: lambda z: (net(z) * 20).softmax(1).softmax(1), opened=True),
+    "softmax of softmax": Mask(
+        lambda net: lambda z: (net(z) * 20).softmax(1).softmax(1), opened=True
+    ),
     "traced, rounded and saturated": Mask(_traced),
     "cubed logits": Mask(lambda net: lambda z: net(z) ** 9),
     "square of a root": Mask(lambda net: lambda z: net(z.sqrt().square())),
-    "logarithm of a power": Mask(lambda net: lambda z: net(torch.log(torch.exp(60 * z) + 1e-6) / 60)),
+    "logarithm of a power": Mask(
+        lambda net: lambda z: net(torch.log(torch.exp(60 * z) + 1e-6) / 60)
+    ),
     "reversed by detach": Mask(lambda net: lambda z: net(2 * z.detach() - z)),
     "right on bytes only": Mask(_honest_on_bytes),
     "reversed on half": Mask(_half_reversed),
     "vanishing gradients": Mask(lambda net: lambda z: net(z.detach() + 1e-30 * (z - z.detach()))),
     "no gradients wanted": Mask(lambda net: _ignoring(net, torch.no_grad)),
     "inference mode": Mask(lambda net: _ignoring(net, torch.inference_mode)),
-    "shattered inside": Mask(lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: h + 0.01 * (1e4 * h).sin()))),
+    "shattered inside": Mask(
+        lambda net: _instead_of_relu(net, lambda: _Applied(lambda h: h + 0.01 * (1e4 * h).sin()))
+    ),
     "vote of three nets": Mask(_vote),
     "mean of saturated nets": Mask(_saturated_mean),
     "no negative logits": Mask(lambda net: lambda z: F.relu(net(z)), opened=True),

@@ -53,10 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", type=Path, help="folder with weights that are not bundled")
     parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled digits)")
     parser.add_argument("--images", type=int, default=100)
-    parser.add_argument("--eps", type=float, nargs="+", default=[0.1, 0.15, 0.3], help="mass fraction x px")
+    parser.add_argument(
+        "--eps", type=float, nargs="+", default=[0.1, 0.15, 0.3], help="mass fraction x px"
+    )
     parser.add_argument("--only", nargs="+", choices=MASKS, default=list(MASKS), metavar="MASK")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--processes", type=int, default=1, help="masks at a time; they share the device")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="masks at a time; they share the device"
+    )
     parser.add_argument("--again", action="store_true", help="measure rows that the file has, too")
     parser.add_argument("--out", type=Path, default=Path("results") / "masks.json")
     given = parser.parse_args(arguments)
@@ -88,15 +92,23 @@ def main(arguments: list[str] | None = None) -> None:
     fooled = [f"{row['mask']} at {row['eps']:g}" for row in rows if row["fooled"]]
     print(f"{len(fooled)} of {len(rows)} fooled", *fooled, sep="\n")
     if failed:
-        raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} could not be measured", *failed]))
+        raise SystemExit(
+            "\n".join([f"{len(failed)} of {len(tasks)} could not be measured", *failed])
+        )
 
 
-def _judged(found: dict[tuple[str, float], dict[str, Any]], name: str, eps: float) -> dict[str, Any]:
+def _judged(
+    found: dict[tuple[str, float], dict[str, Any]], name: str, eps: float
+) -> dict[str, Any]:
     """A row, with what it says about its mask beside the network without one."""
     row, must_open = found[name, eps], name == NONE or MASKS[name].opened
     opened = row["robust"] <= found[NONE, eps]["robust"] + POINTS + 1e-9
     fooled = not opened and (must_open or row["reliable"])
-    return {"mask": name, "eps": eps} | row | {"opened": opened, "must_open": must_open, "fooled": fooled}
+    return (
+        {"mask": name, "eps": eps}
+        | row
+        | {"opened": opened, "must_open": must_open, "fooled": fooled}
+    )
 
 
 _load = functools.cache(Setting.load)

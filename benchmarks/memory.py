@@ -61,7 +61,9 @@ def measure(call: str, images: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
     parser.add_argument("--images", type=int, default=20_000)
-    parser.add_argument("--call", choices=CALLS, help="one call, in this process; prints what was measured")
+    parser.add_argument(
+        "--call", choices=CALLS, help="one call, in this process; prints what was measured"
+    )
     parser.add_argument("--out", type=Path, default=Path("results") / "memory.json")
     given = parser.parse_args(arguments)
     if given.call is not None:
@@ -69,7 +71,16 @@ def main(arguments: list[str] | None = None) -> None:
         return
     rows = []
     for call in CALLS:
-        command = [sys.executable, "-m", "benchmarks", "memory", "--call", call, "--images", str(given.images)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "memory",
+            "--call",
+            call,
+            "--images",
+            str(given.images),
+        ]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         rows.append(json.loads(said.splitlines()[-1]))
         print(rows[-1], flush=True)

@@ -31,11 +31,17 @@ def kernels_for(x: Tensor, moves: Moves) -> Iterator[tuple[str, Any]]:
             continue
 
 
-def step_of(kernel: Any, x: Tensor, eps: float, window: int, seed: int, steps: int | None = None) -> Callable[[], Any]:
+def step_of(
+    kernel: Any, x: Tensor, eps: float, window: int, seed: int, steps: int | None = None
+) -> Callable[[], Any]:
     """An attack's next call of the oracle after ``steps`` others, warm-started as there."""
     moves = GridCost(window).arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget = WassersteinBall(eps).budget(x)
-    b, q, psi = torch.zeros_like(x), torch.zeros_like(x), torch.full_like(budget, 10.0, dtype=x.dtype)
+    b, q, psi = (
+        torch.zeros_like(x),
+        torch.zeros_like(x),
+        torch.full_like(budget, 10.0, dtype=x.dtype),
+    )
     if steps is None:
         steps = WARM_UP if x.numel() <= 2**20 else 4
     for k in range(steps):
@@ -60,15 +66,27 @@ def oracles(
     for size in sizes:
         for window in windows:
             x, with_torch = images.batch(size), size == torch_at
-            yield from _rows(images.name, x, images.eps_attack, window, with_torch, device, chip, budget_s, seed)
+            yield from _rows(
+                images.name, x, images.eps_attack, window, with_torch, device, chip, budget_s, seed
+            )
 
 
 def large(
-    images: Images, sides: list[int], batch: int, device: torch.device, chip: Machine, budget_s: float, seed: int
+    images: Images,
+    sides: list[int],
+    batch: int,
+    device: torch.device,
+    chip: Machine,
+    budget_s: float,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Rows by size of the image."""
     for side in sides:
-        x = F.interpolate(images.batch(batch), size=(side, side), mode="bilinear").clamp(0, 1).contiguous()
+        x = (
+            F.interpolate(images.batch(batch), size=(side, side), mode="bilinear")
+            .clamp(0, 1)
+            .contiguous()
+        )
         name = f"{side} x {side} x {x.shape[1]}"
         yield from _rows(name, x, images.eps_attack, 5, False, device, chip, budget_s, seed)
 

@@ -21,15 +21,25 @@ def timed_options(
     """A parser with the options of every benchmark that times something, and of those that go on where they stopped."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}".strip(), description=about)
     parser.add_argument(
-        "--data", type=Path, help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)"
+        "--data",
+        type=Path,
+        help="folder with MNIST and CIFAR-10 (default: bundled and made-up images)",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"time spent on each {measured}")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help=f"time spent on each {measured}"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--note", help="a remark to record, such as what else the machine was doing")
-    parser.add_argument("--out", type=Path, help=f"default: results/{name or 'bench'}_<device>.json")
+    parser.add_argument(
+        "--note", help="a remark to record, such as what else the machine was doing"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"default: results/{name or 'bench'}_<device>.json"
+    )
     if resumes:
-        parser.add_argument("--resume", action="store_true", help="keep the rows that this commit left in the file")
+        parser.add_argument(
+            "--resume", action="store_true", help="keep the rows that this commit left in the file"
+        )
     return parser
 
 
@@ -56,7 +66,9 @@ def keep(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def rows_before(given: argparse.Namespace, out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_before(
+    given: argparse.Namespace, out: Path, about: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The rows that a run of this commit left when it was stopped; none unless ``--resume`` asks for them."""
     if not given.resume or not out.exists():
         return []
@@ -73,5 +85,7 @@ def earlier(path: Path, **settings: Any) -> dict[str, Any]:
     before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for name, wanted in settings.items():
         if before.get(name) != wanted:
-            raise SystemExit(f"{path} was made with {name} {before.get(name)!r}, not {wanted!r}: choose another --out")
+            raise SystemExit(
+                f"{path} was made with {name} {before.get(name)!r}, not {wanted!r}: choose another --out"
+            )
     return before

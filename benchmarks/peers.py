@@ -37,7 +37,10 @@ def released_projection() -> PeerProjection:
         mass = x.sum((1, 2, 3), keepdim=True)
         cost = module.wasserstein_cost(x, p=1, kernel_size=5)
         radius = x.new_full((len(x),), eps)
-        return module.projected_sinkhorn(x / mass, w / mass, cost, radius, reg, maxiters=max_iter) * mass
+        return (
+            module.projected_sinkhorn(x / mass, w / mass, cost, radius, reg, maxiters=max_iter)
+            * mass
+        )
 
     return project
 

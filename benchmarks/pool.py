@@ -12,7 +12,9 @@ Task = TypeVar("Task", bound=tuple[Any, ...])
 Row = dict[str, Any]
 
 
-def attempts(measure: Callable[..., Row], tasks: Sequence[Task], processes: int) -> Iterator[tuple[Task, Row | str]]:
+def attempts(
+    measure: Callable[..., Row], tasks: Sequence[Task], processes: int
+) -> Iterator[tuple[Task, Row | str]]:
     """``measure(*task)`` of each task, as they are ready, or what went wrong with it: the others go on.
 
     Processes other than this one import ``measure`` anew, so it must have a name in a module, or be a

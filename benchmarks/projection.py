@@ -51,7 +51,9 @@ class Judge:
         z, few = z.cpu().double(), min(len(z), FEW)
         mass = self.x[: len(z)].double().sum((1, 2, 3))
         best = self.best[boxed][:few]
-        away = (z[:few] - best).flatten(1).norm(dim=1) / (self.w[:few].double() - best).flatten(1).norm(dim=1)
+        away = (z[:few] - best).flatten(1).norm(dim=1) / (self.w[:few].double() - best).flatten(
+            1
+        ).norm(dim=1)
         return {
             "error": float(away.max()),
             "mass_error": float(((z.sum((1, 2, 3)) - mass).abs() / mass).max()),
@@ -67,7 +69,12 @@ class Judge:
 
 
 def projections(
-    images: Images, sizes: list[int], device: torch.device, chip: Machine, budget_s: float, seed: int
+    images: Images,
+    sizes: list[int],
+    device: torch.device,
+    chip: Machine,
+    budget_s: float,
+    seed: int,
 ) -> Iterator[dict[str, Any]]:
     """Rows for one source of images: batch sizes by methods."""
     everything = images.batch(max(sizes))
@@ -76,11 +83,25 @@ def projections(
     cuda = device.type == "cuda"
     for size in sizes:
         x, w = everything[:size], points[:size]
-        common = {"work": "projection", "images": images.name, "batch": size, "reg": images.reg, "eps": images.eps}
-        floor = chip.floor(4 * 4 * x.numel(), 50 * x.numel())  # x, w in; z, u out; one sweep over 25 moves, both ways
+        common = {
+            "work": "projection",
+            "images": images.name,
+            "batch": size,
+            "reg": images.reg,
+            "eps": images.eps,
+        }
+        floor = chip.floor(
+            4 * 4 * x.numel(), 50 * x.numel()
+        )  # x, w in; z, u out; one sweep over 25 moves, both ways
         for name, kernel in _sweeps(x):
-            if name != "torch" or size == (100 if cuda else 1):  # the reference, which is slow, at one size
-                yield common | _sweep_row(name, kernel, images, x, w, judge, device, budget_s) | {"floor_ms": floor}
+            if name != "torch" or size == (
+                100 if cuda else 1
+            ):  # the reference, which is slow, at one size
+                yield (
+                    common
+                    | _sweep_row(name, kernel, images, x, w, judge, device, budget_s)
+                    | {"floor_ms": floor}
+                )
             for own in OTHER_PROBLEMS.get(name, ()):
                 row = _sweep_row(name, kernel, images, x, w, judge, device, budget_s, **own)
                 yield common | row | {"floor_ms": floor}
@@ -91,14 +112,23 @@ def projections(
             ("ART", art_projection, 100),
         ):
             if size <= most:
-                yield common | _peer_row(name, make, images, x, w, judge, device, budget_s) | {"floor_ms": floor}
+                yield (
+                    common
+                    | _peer_row(name, make, images, x, w, judge, device, budget_s)
+                    | {"floor_ms": floor}
+                )
             else:
-                yield common | {"method": name, "absent": f"minutes: {size // most} times the batch above"}
+                yield common | {
+                    "method": name,
+                    "absent": f"minutes: {size // most} times the batch above",
+                }
 
 
 def _sweeps(x: Tensor) -> Iterator[tuple[str, Any]]:
     yield "torch", reference_projection
-    name = choose("projected_sinkhorn", x, WassersteinBall(0.1).cost.arcs(int(x.shape[2]), int(x.shape[3]), x))
+    name = choose(
+        "projected_sinkhorn", x, WassersteinBall(0.1).cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
+    )
     if name != "torch":
         yield name, load("projected_sinkhorn", name)
 
@@ -124,11 +154,15 @@ def _sweep_row(
     box = (0.0, 1.0) if boxed else None
 
     def run() -> Any:
-        return kernel.projected_sinkhorn(Projection(x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol))
+        return kernel.projected_sinkhorn(
+            Projection(x, w, budget, moves, box, tau, u=u, psi=psi, tol=tol)
+        )
 
     answer = run()
     return {
-        "method": f"wball sweeps, {name}" + ("" if tol == TOL else f", gap {tol:g}") + ("" if boxed else ", no box"),
+        "method": f"wball sweeps, {name}"
+        + ("" if tol == TOL else f", gap {tol:g}")
+        + ("" if boxed else ", no box"),
         "time": measure(run, device, budget_s=budget_s, graph=name == "triton"),
         "extra_memory": _share(peak_memory(run, device), x),
         "iterations": int(answer.n_iter.max()),
@@ -154,7 +188,14 @@ def _project_row(
 
 
 def _peer_row(
-    name: str, make: Any, images: Images, x: Tensor, w: Tensor, judge: Judge, device: torch.device, budget_s: float
+    name: str,
+    make: Any,
+    images: Images,
+    x: Tensor,
+    w: Tensor,
+    judge: Judge,
+    device: torch.device,
+    budget_s: float,
 ) -> dict[str, Any]:
     try:
         project: PeerProjection = make()
@@ -191,7 +232,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[str]:
             continue
         for ours in rows:
             same = all(ours.get(key) == row[key] for key in ("work", "images", "batch"))
-            if same and str(ours["method"]).startswith("wball") and isinstance(ours.get("time"), Time):
+            if (
+                same
+                and str(ours["method"]).startswith("wball")
+                and isinstance(ours.get("time"), Time)
+            ):
                 factor = row["time"].median / ours["time"].median
                 lines.append(
                     f"{row['images']} x {row['batch']}, {ours['method']}: {factor:,.1f} x faster than released"
@@ -231,13 +276,25 @@ def quality(images: Images, seed: int) -> Iterator[dict[str, Any]]:
         z = columns @ flow
         problem = cp.Problem(
             cp.Minimize(0.5 * cp.sum_squares(w[k].flatten().numpy() - z)),
-            [rows @ flow == x[k].flatten().numpy(), price @ flow <= float(ball.budget(x)[k]), z <= 1],
+            [
+                rows @ flow == x[k].flatten().numpy(),
+                price @ flow <= float(ball.budget(x)[k]),
+                z <= 1,
+            ],
         )
-        time = measure(lambda problem=problem: problem.solve(solver="CLARABEL"), torch.device("cpu"), budget_s=0.5)
+        time = measure(
+            lambda problem=problem: problem.solve(solver="CLARABEL"),
+            torch.device("cpu"),
+            budget_s=0.5,
+        )
         best = float(problem.value)
         common = {"work": "exact projection", "images": f"{images.name} {side}x{side}", "batch": 1}
         yield common | {"method": "cvxpy, Clarabel", "time": time, "objective": best}
-        own = measure(lambda k=k: ball.project(x[k : k + 1], w[k : k + 1], tol=1e-6), torch.device("cpu"), budget_s=0.5)
+        own = measure(
+            lambda k=k: ball.project(x[k : k + 1], w[k : k + 1], tol=1e-6),
+            torch.device("cpu"),
+            budget_s=0.5,
+        )
         yield common | {
             "method": f"wball path, {ours.kernel}",
             "time": own,

@@ -26,20 +26,36 @@ RESIDUAL = (1e-3, 3e-3)
 COLOUR = (1e-3, 1e-4, 1e-5)
 
 
-def cases(count: int) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, tuple[float, ...], dict[str, Any]]]:
+def cases(
+    count: int,
+) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, tuple[float, ...], dict[str, Any]]]:
     """Title, model, images, labels, radii, and what is asked of ``certify``."""
     model = wball.load_model("mnist-certified")
     x, y = (part[:count] for part in wball.load_sample("mnist"))
     yield "`mnist-certified`, plain CROWN", model, x, y, DIGITS, {"method": "crown"}
     yield "`mnist-certified`, `certify` as it is", model, x, y, DIGITS, {}
     case = "`mnist-adversarial`, a ResNet of four blocks, `complete`"
-    yield case, wball.load_model("mnist-adversarial"), x[:3], y[:3], RESIDUAL, {"method": "complete"}
+    yield (
+        case,
+        wball.load_model("mnist-adversarial"),
+        x[:3],
+        y[:3],
+        RESIDUAL,
+        {"method": "complete"},
+    )
     torch.manual_seed(0)
     model = wball.build_model("cifar10-resnet-small").eval()
     x = scenes(1, 32)
     with torch.no_grad():
         y = model(x).argmax(1)
-    yield "`cifar10-resnet-small`, random weights, plain CROWN", model, x, y, COLOUR, {"method": "crown"}
+    yield (
+        "`cifar10-resnet-small`, random weights, plain CROWN",
+        model,
+        x,
+        y,
+        COLOUR,
+        {"method": "crown"},
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,7 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
             prove = partial(wball.certify, model, x, y, wball.WassersteinBall(eps), **asked)
             took, found = processor_time(prove)
             share, each = float(found.certified.double().mean()), took / len(x)
-            rows.append({"case": case, "images": len(x), "eps": eps, "certified": share, "seconds_per_image": each})
+            rows.append(
+                {
+                    "case": case,
+                    "images": len(x),
+                    "eps": eps,
+                    "certified": share,
+                    "seconds_per_image": each,
+                }
+            )
             keep(given.out, {"environment": about, "rows": rows})
             print(rows[-1], flush=True)
 

@@ -46,16 +46,28 @@ KEPT = Path("models")
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks public", description=__doc__)
-    parser.add_argument("--models", type=Path, help="folder with the weights (default: they are downloaded)")
+    parser.add_argument(
+        "--models", type=Path, help="folder with the weights (default: they are downloaded)"
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST")
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--only", type=int, nargs="*", choices=range(len(CHECKS)), default=list(range(len(CHECKS))))
-    parser.add_argument("--zoo", type=int, default=200, metavar="N", help="bundled images for each network of the zoo")
+    parser.add_argument(
+        "--only", type=int, nargs="*", choices=range(len(CHECKS)), default=list(range(len(CHECKS)))
+    )
+    parser.add_argument(
+        "--zoo",
+        type=int,
+        default=200,
+        metavar="N",
+        help="bundled images for each network of the zoo",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=1, help="networks of the zoo at a time")
     parser.add_argument("--out", type=Path, default=Path("results") / "public_checks.json")
     given = parser.parse_args(arguments)
-    x, y = (part[: given.images].to(given.device) for part in wball.load_dataset("mnist", given.data))
+    x, y = (
+        part[: given.images].to(given.device) for part in wball.load_dataset("mnist", given.data)
+    )
     about = environment(given.device, given.data, given.out) | {"seed": 0}
     if given.models is not None:
         about["command"] = about["command"].replace(str(given.models), "MODELS")
@@ -65,10 +77,16 @@ def main(arguments: list[str] | None = None) -> None:
     zoo: list[dict[str, Any]] = before.get("zoo", [])
     result = {"environment": about, **same, "rows": rows, "zoo": zoo}
     done = {(row["model"], row["eps"], row["version"]) for row in rows}
-    checks = [CHECKS[k] for k in given.only if not all((*CHECKS[k][:2], version) in done for version in VERSIONS)]
+    checks = [
+        CHECKS[k]
+        for k in given.only
+        if not all((*CHECKS[k][:2], version) in done for version in VERSIONS)
+    ]
     if checks:
         net = wball.load_model(checks[0][0], root=given.models).to(given.device)
-        for version in VERSIONS:  # kernels of every member are compiled and loaded before the first is timed
+        for (
+            version
+        ) in VERSIONS:  # kernels of every member are compiled and loaded before the first is timed
             measure(net, x, y, checks[0][1], version)
     for name, eps, stated, goal in checks:
         net = wball.load_model(name, root=given.models).to(given.device)
@@ -79,7 +97,12 @@ def main(arguments: list[str] | None = None) -> None:
             print(rows[-1], flush=True)
     seen = {(row["model"], row["eps"]) for row in zoo}
     networks = _zoo().items() if given.zoo else ()
-    tasks = [(name, eps) for name, card in networks for eps in RADII[card["dataset"]] if (name, eps) not in seen]
+    tasks = [
+        (name, eps)
+        for name, card in networks
+        for eps in RADII[card["dataset"]]
+        if (name, eps) not in seen
+    ]
     failed: list[str] = []
     attack = partial(_row, given.models, given.zoo, given.device)
     for (name, eps), found in attempts(attack, tasks, given.processes):
@@ -91,13 +114,20 @@ def main(arguments: list[str] | None = None) -> None:
         keep(given.out, result)
         print(zoo[-1], flush=True)
     if failed:
-        raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} could not be measured", *failed]))
+        raise SystemExit(
+            "\n".join([f"{len(failed)} of {len(tasks)} could not be measured", *failed])
+        )
 
 
 def _zoo() -> dict[str, dict[str, Any]]:
     """The card of every network: bundled, kept in a checkout, and public."""
-    cards = {name: wball.model_card(name) for name in (*wball.list_models(), *wball.public_models())}
-    return cards | {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(KEPT.glob("*/*.json"))}
+    cards = {
+        name: wball.model_card(name) for name in (*wball.list_models(), *wball.public_models())
+    }
+    return cards | {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(KEPT.glob("*/*.json"))
+    }
 
 
 def _row(models: Path | None, images: int, device: str, name: str, eps: float) -> dict[str, Any]:
@@ -114,7 +144,9 @@ def _row(models: Path | None, images: int, device: str, name: str, eps: float) -
 
 def measure(net: nn.Module, x: Tensor, y: Tensor, eps: float, version: Version) -> dict[str, Any]:
     """Robust accuracy in percent, whether it is reliable, and the time it took."""
-    attack = wball.StandardAttack(wball.WassersteinBall(eps), version=version, check=False, progress=False)
+    attack = wball.StandardAttack(
+        wball.WassersteinBall(eps), version=version, check=False, progress=False
+    )
     begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

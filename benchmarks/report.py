@@ -35,10 +35,18 @@ what moving the bytes or doing the arithmetic once would take on this machine.""
 
 
 def environment(
-    device: torch.device, chip: Machine, seed: int, origins: Sequence[str], data: Path | None, out: Path | None = None
+    device: torch.device,
+    chip: Machine,
+    seed: int,
+    origins: Sequence[str],
+    data: Path | None,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     line = command()
-    for folder, name in ((data, "DATA"), (out, "OUT")):  # a folder of one machine means nothing on another
+    for folder, name in (
+        (data, "DATA"),
+        (out, "OUT"),
+    ):  # a folder of one machine means nothing on another
         line = line if folder is None else line.replace(str(folder), name)
     found = {
         "command": line,
@@ -61,7 +69,9 @@ def environment(
     return found
 
 
-def save(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
+def save(
+    out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]
+) -> None:
     """The JSON alone. ``out`` names the files without their endings."""
     plain = [{k: asdict(v) if isinstance(v, Time) else v for k, v in row.items()} for row in rows]
     keep(out.with_suffix(".json"), {"environment": about, "rows": plain, "remarks": list(remarks)})
@@ -74,7 +84,9 @@ def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
     return rows, found["environment"], found["remarks"]
 
 
-def write(out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]) -> None:
+def write(
+    out: Path, rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[str]
+) -> None:
     """JSON, table and plot."""
     save(out, rows, about, remarks)
     out.with_suffix(".md").write_text(table(rows, about, remarks), encoding="utf-8")
@@ -85,11 +97,23 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any], remarks: Sequence[s
     lines = [f"# Benchmark on {about['device']}", ""]
     lines += [f"- {key.replace('_', ' ')}: {_flat(value)}" for key, value in about.items()]
     lines += ["", EXPLANATION, ""]
-    rows = [row | {"processor": row["time"].processor} if isinstance(row.get("time"), Time) else row for row in rows]
+    rows = [
+        row | {"processor": row["time"].processor} if isinstance(row.get("time"), Time) else row
+        for row in rows
+    ]
     for work in dict.fromkeys(row["work"] for row in rows):
         part = [row for row in rows if row["work"] == work]
-        used = [(key, title) for key, title in COLUMNS[1:] if any(row.get(key) is not None for row in part)]
-        lines += [f"## {work}", "", "| " + " | ".join(title for _, title in used) + " |", "|" + " --- |" * len(used)]
+        used = [
+            (key, title)
+            for key, title in COLUMNS[1:]
+            if any(row.get(key) is not None for row in part)
+        ]
+        lines += [
+            f"## {work}",
+            "",
+            "| " + " | ".join(title for _, title in used) + " |",
+            "|" + " --- |" * len(used),
+        ]
         for row in part:
             cells = [_cell(row.get(key)) for key, _ in used]
             if "absent" in row:
@@ -132,7 +156,11 @@ def plot(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
             for row in growth
             if (row["method"], row["images"] == "mnist") == (method, grey)
         )
-        axes[0].loglog(*zip(*part, strict=True), "o-", label=f"{method}, {'MNIST' if grey else 'colour images'}")
+        axes[0].loglog(
+            *zip(*part, strict=True),
+            "o-",
+            label=f"{method}, {'MNIST' if grey else 'colour images'}",
+        )
     if growth:
         ends = sorted(1e6 * row["time"].median / row["ns_per_pixel"] for row in growth)
         top = max(row["time"].median for row in growth)

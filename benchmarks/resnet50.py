@@ -39,7 +39,9 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         sizes = ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
-        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in sizes)
+        self.convs = nn.ModuleList(
+            nn.Conv2d(i, o, k, s, k // 2, bias=False) for i, o, k, s in sizes
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _, _ in sizes)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != 4 * width:
@@ -60,7 +62,10 @@ class ResNet50(nn.Module):
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
         )
         blocks, inputs = [], 64
         for size, count, stride in STAGES:
@@ -155,7 +160,9 @@ class Timed(nn.Module):
 
 def smooth(count: int, side: int, seed: int) -> Tensor:
     """Smooth noise in [0, 1]."""
-    coarse = torch.rand(count, 3, side // 16, side // 16, generator=torch.Generator().manual_seed(seed))
+    coarse = torch.rand(
+        count, 3, side // 16, side // 16, generator=torch.Generator().manual_seed(seed)
+    )
     return F.interpolate(coarse, size=(side, side), mode="bilinear")
 
 
@@ -204,7 +211,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(device)
     timed, radii = Timed(net, clock), [float(r) for r in given.eps.split(",")]
     ball = wball.WassersteinBall(radii[-1])
-    wball.StandardAttack(ball, "fast").prepared(net, x[:WARM], y[:WARM])  # loads libraries and compiles
+    wball.StandardAttack(ball, "fast").prepared(
+        net, x[:WARM], y[:WARM]
+    )  # loads libraries and compiles
     wball.DualAveraging(ball, steps=2)(net, x[:WARM], y[:WARM])
     print("ready", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +221,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
         def evaluate() -> None:
             found["result"] = wball.evaluate(
-                timed, x, y, ball, radii, "fast", out=folder, batch_size=given.batch_size, name="ResNet-50"
+                timed,
+                x,
+                y,
+                ball,
+                radii,
+                "fast",
+                out=folder,
+                batch_size=given.batch_size,
+                name="ResNet-50",
             )
 
         whole = seconds(evaluate, device)
@@ -241,7 +258,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "network_images": timed.images,
         "valid": int((result.images["read_as"] >= 0).sum()),
         "rejected": len(result.rejected),
-        "peak_gigabytes": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
+        "peak_gigabytes": round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        if device.type == "cuda"
+        else None,
     }
 
 
@@ -258,8 +277,14 @@ def main(arguments: list[str] | None = None) -> None:
     found = measure(given)
     device = find_device(given.device)
     x = torch.zeros(1, 3, given.side, given.side, device=device)
-    origin = {**provenance.collect(wball.WassersteinBall(1.0), x), "seed": 0, "commit": provenance.commit()}
-    given.out.write_text(json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8")
+    origin = {
+        **provenance.collect(wball.WassersteinBall(1.0), x),
+        "seed": 0,
+        "commit": provenance.commit(),
+    }
+    given.out.write_text(
+        json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8"
+    )
     print(json.dumps(found))
 
 

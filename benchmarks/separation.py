@@ -42,7 +42,8 @@ def blurred(x: Tensor) -> Tensor:
 def transport(a: Tensor, b: Tensor) -> float:
     """The Wasserstein distance in pixels of two images ``(H, W)`` scaled to mass 1."""
     places, masses = zip(
-        *((np.argwhere(z > 0), z[z > 0].astype(np.float64)) for z in (a.numpy(), b.numpy())), strict=True
+        *((np.argwhere(z > 0), z[z > 0].astype(np.float64)) for z in (a.numpy(), b.numpy())),
+        strict=True,
     )
     weights = [m / m.sum() for m in masses]
     return float(ot.emd2(*weights, np.linalg.norm(places[0][:, None] - places[1][None], axis=-1)))
@@ -54,17 +55,27 @@ def nearest_rivals(x: Tensor, y: Tensor, others: Tensor, labels: Tensor, candida
     near = torch.cdist(blurred(x), features).masked_fill_(y[:, None] == labels[None], torch.inf)
     found = near.topk(candidates, largest=False).indices
     pairs = zip(x, found.tolist(), strict=True)
-    return torch.tensor([min(transport(a[0], others[j, 0]) for j in these) for a, these in pairs], dtype=torch.float64)
+    return torch.tensor(
+        [min(transport(a[0], others[j, 0]) for j in these) for a, these in pairs],
+        dtype=torch.float64,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks separation", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST")
     parser.add_argument("--images", type=int, default=1000, help="test images")
-    parser.add_argument("--candidates", type=int, default=10, help="training images compared exactly with each of them")
+    parser.add_argument(
+        "--candidates",
+        type=int,
+        default=10,
+        help="training images compared exactly with each of them",
+    )
     parser.add_argument("--out", type=Path, default=Path("results") / "separation.json")
     given = parser.parse_args(arguments)
-    (others, labels), (x, y) = (load_dataset("mnist", given.data, split) for split in ("train", "test"))
+    (others, labels), (x, y) = (
+        load_dataset("mnist", given.data, split) for split in ("train", "test")
+    )
     x, y = x[: given.images], y[: given.images]
     distance = nearest_rivals(x, y, others, labels, given.candidates)
     contested = {f"{eps:g}": float((distance <= 2 * eps).double().mean()) for eps in RADII}

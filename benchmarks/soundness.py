@@ -50,7 +50,10 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.left, self.right = nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=2), nn.Conv2d(6, 6, 2, stride=2)
+        self.left, self.right = (
+            nn.Conv2d(6, 6, 3, stride=2, padding=1, groups=2),
+            nn.Conv2d(6, 6, 2, stride=2),
+        )
         self.pool, self.head = nn.AvgPool2d(2, padding=1), nn.Linear(6 * 16, 10)
         with torch.no_grad():
             self.norm.running_mean.normal_(std=0.1)  # type: ignore[union-attr]
@@ -82,7 +85,9 @@ def random_network(seed: int) -> nn.Module:
     return kinds[seed % KINDS]().eval()
 
 
-def cases(given: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, Method, int]]:
+def cases(
+    given: argparse.Namespace,
+) -> Iterator[tuple[str, nn.Module, Tensor, Tensor, Method, int]]:
     """Name, network, images, the labels it gives them, method, and rounds of the search for the radius."""
     if given.data is None:
         x, y = load_sample("mnist")
@@ -91,11 +96,17 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Tensor, T
     x, y = x.to(given.device), y.to(given.device)
     small = F.avg_pool2d(x, 2)
     named = [
-        (n, load_model(n, device=given.device)) for n in list_models() if n.startswith("mnist") and n not in LEFT_OUT
+        (n, load_model(n, device=given.device))
+        for n in list_models()
+        if n.startswith("mnist") and n not in LEFT_OUT
     ]
     for path in given.weights:
-        named.append((Path(path).stem, load_weights(build_model("mnist-cnn"), path).eval().to(given.device)))
-    for turn in range(max(-(-given.random // KINDS), -(-given.images // given.block))):  # some of everything first
+        named.append(
+            (Path(path).stem, load_weights(build_model("mnist-cnn"), path).eval().to(given.device))
+        )
+    for turn in range(
+        max(-(-given.random // KINDS), -(-given.images // given.block))
+    ):  # some of everything first
         for seed in range(turn * KINDS, min(given.random, (turn + 1) * KINDS)):
             net = random_network(seed).to(given.device)
             some = small[seed * given.small : (seed + 1) * given.small]
@@ -103,10 +114,19 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, nn.Module, Tensor, T
                 yield f"random {seed}", net, some, said(net, some), method, 6
         start = turn * given.block
         for method in METHODS:
-            count = min(given.block, given.images - start) // (1 if method == "crown" else given.anchored)
+            count = min(given.block, given.images - start) // (
+                1 if method == "crown" else given.anchored
+            )
             part = slice(start, start + max(0, count))
             for name, net in named if count > 0 else ():
-                yield f"{name}, images from {start}", net, x[part], y[part], method, 6 if method == "crown" else 4
+                yield (
+                    f"{name}, images from {start}",
+                    net,
+                    x[part],
+                    y[part],
+                    method,
+                    6 if method == "crown" else 4,
+                )
 
 
 @torch.no_grad()
@@ -122,7 +142,9 @@ def margins(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, y[:, None])[:, 0] - others, logits.abs().amax(1)
 
 
-def check(model: nn.Module, x: Tensor, y: Tensor, method: Method, rounds: int, guess: float) -> dict[str, Any]:
+def check(
+    model: nn.Module, x: Tensor, y: Tensor, method: Method, rounds: int, guess: float
+) -> dict[str, Any]:
     """Certify as far as possible, attack there, and compare."""
     begun = time.perf_counter()
     radius = certified_radius(model, x, y, WassersteinBall(guess), method, rounds=rounds)
@@ -137,7 +159,9 @@ def check(model: nn.Module, x: Tensor, y: Tensor, method: Method, rounds: int, g
     found = StandardAttack(ball, check=False, progress=False)(model, x, y)
     attained, size = margins(model, found.images, y)
     clean = margins(model, x, y)[0]
-    beyond = StandardAttack(WassersteinBall(BEYOND * radius), version="fast", check=False, progress=False)(model, x, y)
+    beyond = StandardAttack(
+        WassersteinBall(BEYOND * radius), version="fast", check=False, progress=False
+    )(model, x, y)
     return out | {
         "contradictions": int((found.success | (attained <= 0)).sum()),
         "below_the_bound": int((attained < bound - ROUNDING * size).sum()),
@@ -151,25 +175,36 @@ def check(model: nn.Module, x: Tensor, y: Tensor, method: Method, rounds: int, g
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = {"models": len({row["model"].split(", images")[0] for row in rows})}
-    return kinds | {key: sum(row[key] for row in rows) for key in ("images", "contradictions", "below_the_bound")}
+    return kinds | {
+        key: sum(row[key] for row in rows)
+        for key in ("images", "contradictions", "below_the_bound")
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soundness", description=__doc__)
     parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled sample)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--weights", nargs="*", default=[], help="more weights of the paper's MNIST network")
+    parser.add_argument(
+        "--weights", nargs="*", default=[], help="more weights of the paper's MNIST network"
+    )
     parser.add_argument("--images", type=int, default=100, help="images per trained model")
-    parser.add_argument("--anchored", type=int, default=2, help="one image in so many is certified anchored, too")
+    parser.add_argument(
+        "--anchored", type=int, default=2, help="one image in so many is certified anchored, too"
+    )
     parser.add_argument("--random", type=int, default=24, help="random networks")
     parser.add_argument("--small", type=int, default=25, help="images per random network")
     parser.add_argument("--block", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no row after so long"
+    )
     parser.add_argument("--out", type=Path, default=Path("results") / "soundness.json")
     given = parser.parse_args(arguments)
     about = environment(given.device, given.data, given.out, *map(Path, given.weights))
     about |= {"attack": "StandardAttack, standard, at the largest certified radius"}
-    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.is_file() else []
+    rows: list[dict[str, Any]] = (
+        json.loads(given.out.read_text())["rows"] if given.out.is_file() else []
+    )
     begun = time.perf_counter()
     for name, model, x, y, method, rounds in cases(given):
         if any(row["model"] == name and row["method"] == method for row in rows):

@@ -65,7 +65,9 @@ def measure(count: int, side: int, folder: Path) -> dict[str, Any]:
     def run(images: int, out: Path) -> wball.Evaluation:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return wball.evaluate(Rows(), Synthetic(images, side), ball=ball, attack=attack, batch_size=50, out=out)
+            return wball.evaluate(
+                Rows(), Synthetic(images, side), ball=ball, attack=attack, batch_size=50, out=out
+            )
 
     run(50, folder / "first")
     before, begun = peak(), time.perf_counter()
@@ -94,7 +96,9 @@ def main(arguments: list[str] | None = None) -> None:
         "seed": 0,
         "commit": provenance.commit(),
     }
-    given.out.write_text(json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8")
+    given.out.write_text(
+        json.dumps({**found, "provenance": origin}, indent=2) + "\n", encoding="utf-8"
+    )
     print(found)
 
 

@@ -28,14 +28,21 @@ def adversaries(eps: float) -> dict[str, Attack]:
     adversary = preset("mnist-adversarial").adversary
     assert adversary is not None
     ball, attack = wball.WassersteinBall(eps), adversary.attack
-    said = {f"{n} steps of {nats:g} nats": replace(attack, ball=ball, steps=n, step_size=nats) for n, nats in STEPS}
-    fast, standard = (wball.StandardAttack(ball, version=version) for version in ("fast", "standard"))
+    said = {
+        f"{n} steps of {nats:g} nats": replace(attack, ball=ball, steps=n, step_size=nats)
+        for n, nats in STEPS
+    }
+    fast, standard = (
+        wball.StandardAttack(ball, version=version) for version in ("fast", "standard")
+    )
     return {**said, "`StandardAttack`, fast": fast, "`StandardAttack`": standard}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks strength", description=__doc__)
-    parser.add_argument("--model", default="mnist-adversarial", help="a network of the zoo for digits")
+    parser.add_argument(
+        "--model", default="mnist-adversarial", help="a network of the zoo for digits"
+    )
     parser.add_argument("--eps", type=float, default=0.5, help="mass fraction x px")
     parser.add_argument("--images", type=int, default=300, help="of the bundled digits")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

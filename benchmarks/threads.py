@@ -36,7 +36,11 @@ Sample = tuple[float, float]
 
 def rows(data: Path | None) -> Iterator[dict[str, Any]]:
     """One row per side and setting."""
-    settings = [(wait, count) for wait in ("PASSIVE", "ACTIVE") for count in sorted({1, os.cpu_count() or 1})]
+    settings = [
+        (wait, count)
+        for wait in ("PASSIVE", "ACTIVE")
+        for count in sorted({1, os.cpu_count() or 1})
+    ]
     found: dict[tuple[str, str, int], list[Sample]] = {}
     late: set[tuple[str, int]] = set()
     for _ in range(ROUNDS):
@@ -51,7 +55,12 @@ def rows(data: Path | None) -> Iterator[dict[str, Any]]:
     for (side, wait, count), samples in sorted(found.items()):
         clock = sorted(s[0] for s in samples)
         time_ = Time(
-            median(clock), clock[0], clock[-1], len(clock), "clock, alternating", median(s[1] for s in samples)
+            median(clock),
+            clock[0],
+            clock[-1],
+            len(clock),
+            "clock, alternating",
+            median(s[1] for s in samples),
         )
         yield {
             "work": "threads",
@@ -80,7 +89,9 @@ def _name(wait: str, count: int) -> str:
 def _child(data: Path | None, wait: str, count: int) -> dict[str, list[list[float]]]:
     environment = os.environ | {"OMP_WAIT_POLICY": wait, "OMP_NUM_THREADS": str(count)}
     line = [sys.executable, "-m", "benchmarks.threads", *([] if data is None else [str(data)])]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    done = subprocess.run(
+        line, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     answer: dict[str, list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -98,10 +109,15 @@ def main(data: Path | None) -> None:
 
     def sweeps() -> None:
         cpu.projected_sinkhorn(
-            Projection(x, w, budget, moves, (0.0, 1.0), mass / images.reg, u=w - x, psi=psi, tol=TOL)
+            Projection(
+                x, w, budget, moves, (0.0, 1.0), mass / images.reg, u=w - x, psi=psi, tol=TOL
+            )
         )
 
-    sides: dict[str, Any] = {OURS: sweeps, PUBLIC: lambda: ball.project(x, w, reg=images.reg, tol=TOL)}
+    sides: dict[str, Any] = {
+        OURS: sweeps,
+        PUBLIC: lambda: ball.project(x, w, reg=images.reg, tol=TOL),
+    }
     try:
         released = released_projection()
         sides[RELEASED] = lambda: released(x, w, images.eps, images.reg, 50)
@@ -115,7 +131,9 @@ def main(data: Path | None) -> None:
             for _ in range(1 if side == RELEASED else 5):
                 start, worked = time.perf_counter(), time.process_time()
                 run()
-                samples[side].append((1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - worked)))
+                samples[side].append(
+                    (1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - worked))
+                )
     print(json.dumps(samples))
 
 
@@ -139,7 +157,9 @@ def verdict(found: list[dict[str, Any]]) -> list[str]:
         work = [min((t.processor or 0.0) for t, _ in times[which]) for which in (RELEASED, side)]
         if all(work):
             text += f" by the clock, {work[0] / work[1]:,.0f} times by the processor"
-        reached = "reached" if ratio >= 60 else f"not reached, short by a factor of {60 / ratio:.2f}"
+        reached = (
+            "reached" if ratio >= 60 else f"not reached, short by a factor of {60 / ratio:.2f}"
+        )
         lines.append(f"{reached}: {text} (target 60 times)" if side == OURS else text)
     return lines
 

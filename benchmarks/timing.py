@@ -29,7 +29,9 @@ class Time:
     processor: float | None = None
 
 
-def measure(run: Callable[[], object], device: torch.device, *, budget_s: float = 2.0, graph: bool = True) -> Time:
+def measure(
+    run: Callable[[], object], device: torch.device, *, budget_s: float = 2.0, graph: bool = True
+) -> Time:
     """Time repeated calls of ``run`` for about ``budget_s``, after warming up; a call that takes far longer, once.
 
     On a GPU the call is captured once and replayed between device events, so that what is measured is the device and

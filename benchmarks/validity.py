@@ -50,7 +50,11 @@ def attacks(dataset: str, images: int) -> Iterator[tuple[str, Attack, int]]:
         DualAveraging(ball, until_success=False, progress=False),
         images,
     )
-    yield "StandardAttack, fast", StandardAttack(ball, version="fast", check=False, progress=False), images
+    yield (
+        "StandardAttack, fast",
+        StandardAttack(ball, version="fast", check=False, progress=False),
+        images,
+    )
     few = min(images, FEW[dataset])
     yield "PGD, 20 steps, lambda 1000", PGD(ball, steps=20, reg=1000.0, progress=False), few
     yield "FrankWolfe, 20 steps", FrankWolfe(ball, steps=20, progress=False), few
@@ -63,9 +67,13 @@ def network(dataset: str, given: argparse.Namespace, device: torch.device) -> tu
     if given.cifar10_weights is not None:
         model = build_model(given.cifar10_architecture)
         load_weights(model, given.cifar10_weights)
-        return model.eval().to(device), f"{given.cifar10_architecture} with {Path(given.cifar10_weights).name}"
+        return model.eval().to(
+            device
+        ), f"{given.cifar10_architecture} with {Path(given.cifar10_weights).name}"
     x, y = load_dataset("cifar10", given.data, "train", device=device)
-    recipe = preset("cifar10-standard", architecture="cifar10-resnet-small", epochs=2, seed=given.seed)
+    recipe = preset(
+        "cifar10-standard", architecture="cifar10-resnet-small", epochs=2, seed=given.seed
+    )
     # How much the model knows does not matter here.
     settings = replace(recipe.optimisation, bf16=False, channels_last=False)
     recipe = replace(recipe, optimisation=settings)
@@ -81,7 +89,14 @@ def said(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def check(
-    name: str, attack: Attack, eps: float, model: nn.Module, x: Tensor, y: Tensor, part: int, pool: Executor | None
+    name: str,
+    attack: Attack,
+    eps: float,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    part: int,
+    pool: Executor | None,
 ) -> dict[str, Any]:
     """Attack at one radius, and audit what comes back."""
     ball = WassersteinBall(eps)
@@ -113,8 +128,12 @@ def check(
     }
 
 
-def _audited(ball: WassersteinBall, x: Tensor, z: Tensor, part: int, pool: Executor | None) -> list[AuditReport]:
-    pieces = [(ball, a.numpy(), b.numpy()) for a, b in zip(x.split(part), z.split(part), strict=True)]
+def _audited(
+    ball: WassersteinBall, x: Tensor, z: Tensor, part: int, pool: Executor | None
+) -> list[AuditReport]:
+    pieces = [
+        (ball, a.numpy(), b.numpy()) for a, b in zip(x.split(part), z.split(part), strict=True)
+    ]
     return [_piece(piece) for piece in pieces] if pool is None else list(pool.map(_piece, pieces))
 
 
@@ -130,7 +149,9 @@ def _workers(count: int) -> Iterator[Executor | None]:
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        count, context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         yield pool
 
 
@@ -143,7 +164,12 @@ def write(out: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The result for people."""
     total, bad = sum(row["images"] for row in rows), sum(row["failures"] for row in rows)
-    lines = ["# Validity of returned examples", "", f"**{total:,} images audited, {bad} failures.**", ""]
+    lines = [
+        "# Validity of returned examples",
+        "",
+        f"**{total:,} images audited, {bad} failures.**",
+        "",
+    ]
     lines += [f"- {key}: {_flat(value)}" for key, value in about.items()]
     lines += [
         "",
@@ -165,25 +191,43 @@ def table(about: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             row["claimed_too_little"], row["kernel"], row["attack_s"], row["audit_s"],
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [f"\n{row['data']}, {row['attack']}, eps {row['eps']:g}: {r}" for row in rows for r in row["reasons"]]
+    lines += [
+        f"\n{row['data']}, {row['attack']}, eps {row['eps']:g}: {r}"
+        for row in rows
+        for r in row["reasons"]
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _flat(value: Any) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    return (
+        ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks validity", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with MNIST and CIFAR-10")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("results") / "validity", help="files to write, without ending")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results") / "validity",
+        help="files to write, without ending",
+    )
     parser.add_argument("--limit", type=int, help="use only the first N images of each set")
     parser.add_argument("--sets", nargs="+", choices=list(IMAGES), default=list(IMAGES))
-    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="attacks to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=list(KINDS), help="attacks to run"
+    )
     parser.add_argument("--cifar10-architecture", default="cifar10-resnet18")
-    parser.add_argument("--cifar10-weights", help="weights to load into it (default: a small network, briefly trained)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that audit")
+    parser.add_argument(
+        "--cifar10-weights",
+        help="weights to load into it (default: a small network, briefly trained)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes that audit"
+    )
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     device = torch.device(given.device)

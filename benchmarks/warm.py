@@ -18,7 +18,9 @@ MNIST, CIFAR10 = (1, 28, 28), (3, 32, 32)
 
 def tasks(device: torch.device, parts: Sequence[str]) -> list[Task]:
     """Longest first. On a CPU one compiled version serves every shape, so there is one task of each kind."""
-    found: list[Task] = [("projection", CIFAR10, 5), ("projection", MNIST, 5)] if "projection" in parts else []
+    found: list[Task] = (
+        [("projection", CIFAR10, 5), ("projection", MNIST, 5)] if "projection" in parts else []
+    )
     if device.type != "cuda":
         return [*found[:1], ("oracle", MNIST, 5)]
     found.insert(0, ("exact", MNIST, 5))
@@ -37,7 +39,9 @@ def compile_one(task: Task, device: str) -> str:
     torch.set_num_threads(1)
     kind, shape, window = task
     started = time.perf_counter()
-    x = torch.rand((2, *shape), generator=torch.Generator().manual_seed(0)).to("cpu" if kind == "exact" else device)
+    x = torch.rand((2, *shape), generator=torch.Generator().manual_seed(0)).to(
+        "cpu" if kind == "exact" else device
+    )
     if kind == "oracle":
         for name, kernel in kernels_for(x, GridCost(window).arcs(*shape[1:], x)):
             if name != "torch":

@@ -41,23 +41,35 @@ def evaluate_part(part: int, parts: int, count: int, folder: str) -> str:
     own = Subset(data, range(part, len(data), parts))
     ball = wball.WassersteinBall(0.1)
     attack = wball.DualAveraging(ball, steps=20)  # or "fast", "standard"
-    wball.evaluate(model(), own, ball=ball, radii=[0.05, 0.1], attack=attack, out=folder, data=f"part {part}")
+    wball.evaluate(
+        model(), own, ball=ball, radii=[0.05, 0.1], attack=attack, out=folder, data=f"part {part}"
+    )
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local", type=int, default=2, help="workers on this machine, if no scheduler is given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--local", type=int, default=2, help="workers on this machine, if no scheduler is given"
+    )
     parser.add_argument("--scheduler", help="address of a running Dask scheduler")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("out/pool"))
     given = parser.parse_args()
-    pool = given.scheduler or LocalCluster(given.local, threads_per_worker=1, dashboard_address=None)
+    pool = given.scheduler or LocalCluster(
+        given.local, threads_per_worker=1, dashboard_address=None
+    )
     with Client(pool) as client:
         folders = [str(given.out / f"part-{k}") for k in range(given.parts)]
         work = client.map(
-            evaluate_part, range(given.parts), [given.parts] * given.parts, [given.images] * given.parts, folders
+            evaluate_part,
+            range(given.parts),
+            [given.parts] * given.parts,
+            [given.images] * given.parts,
+            folders,
         )
         done = client.gather(work)
     import wball

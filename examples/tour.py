@@ -35,8 +35,14 @@ class InTimmStyle(nn.Module):
     def __init__(self, num_classes: int = CLASSES) -> None:
         super().__init__()
         self.num_classes, self.num_features = num_classes, 16
-        self.default_cfg = {"input_size": (3, SIDE, SIDE), "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.SiLU())
+        self.default_cfg = {
+            "input_size": (3, SIDE, SIDE),
+            "mean": (0.5, 0.5, 0.5),
+            "std": (0.5, 0.5, 0.5),
+        }
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.SiLU()
+        )
         self.head = nn.Linear(16, num_classes)
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -85,7 +91,10 @@ class InTransformersStyle(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(
-        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, return_dict: bool | None = None
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        return_dict: bool | None = None,
     ) -> Any:
         if pixel_values is None:
             raise ValueError("You have to specify pixel_values")
@@ -102,7 +111,9 @@ def models_in_their_style() -> dict[str, Callable[[], nn.Module]]:
     return {
         "timm's style": InTimmStyle,
         "transformers' style": lambda: InTransformersStyle(Config()),
-        "transformers' style, as a tuple": lambda: InTransformersStyle(Config(use_return_dict=False)),
+        "transformers' style, as a tuple": lambda: InTransformersStyle(
+            Config(use_return_dict=False)
+        ),
     }
 
 
@@ -130,7 +141,9 @@ def transformers_models() -> dict[str, Callable[[], nn.Module]]:
 
     return {
         "transformers ResNet": lambda: ResNetForImageClassification(
-            ResNetConfig(hidden_sizes=[16, 32], depths=[1, 1], embedding_size=16, num_labels=CLASSES)
+            ResNetConfig(
+                hidden_sizes=[16, 32], depths=[1, 1], embedding_size=16, num_labels=CLASSES
+            )
         ),
         "transformers ViT": lambda: ViTForImageClassification(
             ViTConfig(
@@ -172,7 +185,9 @@ def pictures(images: list[Image.Image], labels: list[int]) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=8)
     given = parser.parse_args(arguments)
     made = models_in_their_style()
@@ -182,7 +197,9 @@ def main(arguments: list[str] | None = None) -> int:
         except ImportError:
             print(f"{package} is not installed: its models are left out")
     x, ball = wball.load_sample("cifar10")[0][: given.images], wball.WassersteinBall(0.02)
-    images = [Image.fromarray(pixels) for pixels in (255 * x).round().byte().permute(0, 2, 3, 1).numpy()]
+    images = [
+        Image.fromarray(pixels) for pixels in (255 * x).round().byte().permute(0, 2, 3, 1).numpy()
+    ]
     for name, construct in made.items():
         torch.manual_seed(0)
         model = construct().eval()
@@ -191,7 +208,12 @@ def main(arguments: list[str] | None = None) -> int:
         answer = answer[0] if isinstance(answer, tuple) else getattr(answer, "logits", answer)
         data = pictures(images, answer.argmax(1).tolist())
         result = wball.evaluate(
-            model, data, ball=ball, radii=[0.005, 0.02], attack=wball.DualAveraging(ball, steps=5), name=name
+            model,
+            data,
+            ball=ball,
+            radii=[0.005, 0.02],
+            attack=wball.DualAveraging(ball, steps=5),
+            name=name,
         )
         curve = ", ".join(f"{100 * result.accuracy_at(r):.0f} % at {r:g}" for r in result.radii)
         print(f"{name}: accuracy {100 * result.clean_accuracy:.0f} %, robust accuracy {curve}")

@@ -10,7 +10,10 @@ import numpy as np
 
 
 def idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    return (
+        struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
 
 
 def digits(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +37,12 @@ def write_cifar10(folder: Path, n: int) -> dict[str, tuple[np.ndarray, np.ndarra
     folder.mkdir(parents=True, exist_ok=True)
     out = {}
     for name in [f"data_batch_{i}.bin" for i in range(1, 6)] + ["test_batch.bin"]:
-        pixels, labels = rng.integers(0, 256, (n, 3, 32, 32), np.uint8), rng.integers(0, 10, n, np.uint8)
-        (folder / name).write_bytes(np.concatenate([labels[:, None], pixels.reshape(n, -1)], 1).tobytes())
+        pixels, labels = (
+            rng.integers(0, 256, (n, 3, 32, 32), np.uint8),
+            rng.integers(0, 10, n, np.uint8),
+        )
+        (folder / name).write_bytes(
+            np.concatenate([labels[:, None], pixels.reshape(n, -1)], 1).tobytes()
+        )
         out[name] = pixels, labels
     return out

@@ -52,7 +52,9 @@ class Problem:
         return Problem(self.ball, self.x.to(dtype), self.w.to(dtype), self.g.to(dtype), self.label)
 
 
-def _pixels(rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int]) -> NDArray[np.float64]:
+def _pixels(
+    rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int]
+) -> NDArray[np.float64]:
     uniform = rng.random(shape)
     if kind == "sparse":
         image = uniform * (rng.random(shape) < 0.4)
@@ -63,8 +65,12 @@ def _pixels(rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int])
     elif kind == "blob":
         channels, height, width = shape
         r, c = np.mgrid[:height, :width]
-        centre = rng.random((channels, 2, 1, 1)) * np.array([height - 1, width - 1]).reshape(1, 2, 1, 1)
-        image = np.clip(1.3 * np.exp(-0.4 * ((r - centre[:, 0]) ** 2 + (c - centre[:, 1]) ** 2)) - 0.1, 0, 1)
+        centre = rng.random((channels, 2, 1, 1)) * np.array([height - 1, width - 1]).reshape(
+            1, 2, 1, 1
+        )
+        image = np.clip(
+            1.3 * np.exp(-0.4 * ((r - centre[:, 0]) ** 2 + (c - centre[:, 1]) ** 2)) - 0.1, 0, 1
+        )
     elif kind == "bytes":
         image = rng.integers(0, 256, shape) / 255
     elif kind == "flat":
@@ -76,7 +82,9 @@ def _pixels(rng: np.random.Generator, kind: Pixels, shape: tuple[int, int, int])
     return np.asarray(image, dtype=np.float64)
 
 
-def _cost(rng: np.random.Generator, kind: Kind, window: int, p: float, shape: tuple[int, int]) -> GroundCost:
+def _cost(
+    rng: np.random.Generator, kind: Kind, window: int, p: float, shape: tuple[int, int]
+) -> GroundCost:
     if kind == "grid":
         return GridCost(window, p)
     if kind == "stencil":  # not symmetric, not a metric, some moves forbidden
@@ -135,7 +143,9 @@ def random_problem(
     def image(a: NDArray[np.float64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(a))[None]
 
-    return Problem(WassersteinBall(eps, cost, mass=mass, box=box), image(x), image(w), image(g), label)
+    return Problem(
+        WassersteinBall(eps, cost, mass=mass, box=box), image(x), image(w), image(g), label
+    )
 
 
 def random_problems(count: int, start: int = 0, **fixed: Any) -> list[Problem]:
@@ -144,7 +154,9 @@ def random_problems(count: int, start: int = 0, **fixed: Any) -> list[Problem]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, kinds: tuple[Kind, ...] = ("grid",), boxes: bool = True, side: int = 8) -> Problem:
+def problems(
+    draw: st.DrawFn, kinds: tuple[Kind, ...] = ("grid",), boxes: bool = True, side: int = 8
+) -> Problem:
     """Hypothesis: the structure is drawn (and shrinks), the pixel values come from a drawn seed."""
     return random_problem(
         draw(st.integers(0, 2**20)),
@@ -176,10 +188,14 @@ class Known:
     def relative(self) -> float:
         return self.absolute / float(self.x.sum())
 
-    def ball(self, factor: float = 1.0, mass: Literal["relative", "absolute"] = "relative") -> WassersteinBall:
+    def ball(
+        self, factor: float = 1.0, mass: Literal["relative", "absolute"] = "relative"
+    ) -> WassersteinBall:
         """The ball that has ``z`` on its sphere, its radius scaled by ``factor``."""
         distance = self.relative if mass == "relative" else self.absolute
-        return WassersteinBall(distance * factor if math.isfinite(distance) else 1e3, self.cost, mass=mass)
+        return WassersteinBall(
+            distance * factor if math.isfinite(distance) else 1e3, self.cost, mass=mass
+        )
 
 
 def _blank(height: int, width: int, channels: int = 1) -> Tensor:
@@ -212,7 +228,11 @@ def translations(draw: st.DrawFn) -> Known:
     A plan can do no better than its mean displacement (Jensen), and the shift attains that.
     """
     cost, channels = draw(costs()), draw(st.sampled_from((1, 3)))
-    height, width, seed = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 2**20))
+    height, width, seed = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(0, 2**20)),
+    )
     reach = st.integers(-cost.radius, cost.radius)
     dr, dc, pad = draw(reach), draw(reach), cost.radius
     inner = np.random.default_rng(seed).random((channels, height, width)) + 0.01
@@ -231,7 +251,9 @@ def lines(draw: st.DrawFn) -> Known:
     cost, n, seed = draw(costs()), draw(st.integers(2, 10)), draw(st.integers(0, 2**20))
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 50, n).astype(float) for _ in range(2))
-    if draw(st.booleans()):  # stay within reach: every unit moves by at most one pixel, or not at all
+    if draw(
+        st.booleans()
+    ):  # stay within reach: every unit moves by at most one pixel, or not at all
         b = np.zeros(n)
         for i, units in enumerate(a):
             share = rng.multinomial(int(units), [0.25, 0.5, 0.25])
@@ -270,7 +292,10 @@ def permutations(draw: st.DrawFn) -> Known:
         dr, dc = i // side - j // side, i % side - j % side
         return math.hypot(dr, dc) ** cost.p if max(abs(dr), abs(dc)) <= cost.radius else math.inf
 
-    best = min(sum(price(i, j) for i, j in zip(start, order, strict=True)) for order in itertools.permutations(end))
+    best = min(
+        sum(price(i, j) for i, j in zip(start, order, strict=True))
+        for order in itertools.permutations(end)
+    )
     return Known(cost, x, z, mass * best)
 
 
@@ -282,12 +307,18 @@ def arc_list(cost: GroundCost, height: int, width: int) -> list[tuple[int, int, 
     n = height * width
     if isinstance(cost, DenseCost):
         matrix = cost.matrix.tolist()
-        return [(i, j, matrix[i][j]) for i in range(n) for j in range(n) if math.isfinite(matrix[i][j])]
+        return [
+            (i, j, matrix[i][j]) for i in range(n) for j in range(n) if math.isfinite(matrix[i][j])
+        ]
     found = []
     for i, j in itertools.product(range(n), range(n)):
         dr, dc = j // width - i // width, j % width - i % width
         if isinstance(cost, GridCost):
-            value = math.hypot(dr, dc) ** cost.p if max(abs(dr), abs(dc)) <= cost.window // 2 else math.inf
+            value = (
+                math.hypot(dr, dc) ** cost.p
+                if max(abs(dr), abs(dc)) <= cost.window // 2
+                else math.inf
+            )
         else:
             r, c = dr + len(cost.table) // 2, dc + len(cost.table[0]) // 2
             inside = 0 <= r < len(cost.table) and 0 <= c < len(cost.table[0])

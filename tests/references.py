@@ -36,22 +36,34 @@ class _Program:
         if x.shape[0] != 1:
             raise ValueError(f"references solve one image at a time, got {tuple(x.shape)}")
         image = x.detach().cpu().double()
-        flat = image.reshape(1, -1, x.shape[-2] * x.shape[-1]) if x.ndim == 4 else image.reshape(1, 1, -1)
+        flat = (
+            image.reshape(1, -1, x.shape[-2] * x.shape[-1])
+            if x.ndim == 4
+            else image.reshape(1, 1, -1)
+        )
         height, width = (x.shape[-2], x.shape[-1]) if x.ndim == 4 else (1, x.shape[1])
         self.shape, self.channels, self.n = x.shape, flat.shape[1], flat.shape[2]
         self.arcs = arc_list(ball.cost, height, width)
         self.mass = float(image.sum()) or 1.0
         self.centre = flat[0].numpy().reshape(-1) / self.mass
-        source = np.concatenate([[i + c * self.n for i, _, _ in self.arcs] for c in range(self.channels)])
-        target = np.concatenate([[j + c * self.n for _, j, _ in self.arcs] for c in range(self.channels)])
+        source = np.concatenate(
+            [[i + c * self.n for i, _, _ in self.arcs] for c in range(self.channels)]
+        )
+        target = np.concatenate(
+            [[j + c * self.n for _, j, _ in self.arcs] for c in range(self.channels)]
+        )
         price = np.tile([c for *_, c in self.arcs], self.channels)
         self.kept = np.flatnonzero(self.centre[source] > 0)
         source, target, self.price = source[self.kept], target[self.kept], price[self.kept]
         ones, size = np.ones(len(self.kept)), (len(self.centre), len(self.kept))
-        self.rows = sparse.csr_matrix((ones, (source, np.arange(len(source)))), size)[self.centre > 0]
+        self.rows = sparse.csr_matrix((ones, (source, np.arange(len(source)))), size)[
+            self.centre > 0
+        ]
         self.columns = sparse.csr_matrix((ones, (target, np.arange(len(target)))), size)
         self.plan = cp.Variable(len(self.kept), nonneg=True)
-        self.constraints: list[cp.Constraint] = [self.rows @ self.plan == self.centre[self.centre > 0]]
+        self.constraints: list[cp.Constraint] = [
+            self.rows @ self.plan == self.centre[self.centre > 0]
+        ]
         self.point = self.columns @ self.plan
 
     def within(self, ball: WassersteinBall) -> None:
@@ -67,10 +79,15 @@ class _Program:
 
     def minimise(self, objective: cp.Expression) -> float:
         problem = cp.Problem(cp.Minimize(objective), self.constraints)
-        for tol in (1e-10, 1e-8):  # the first is near what double precision can do, and sometimes beyond it
+        for tol in (
+            1e-10,
+            1e-8,
+        ):  # the first is near what double precision can do, and sometimes beyond it
             tight = {f"tol_{name}": tol for name in ("gap_abs", "gap_rel", "feas")}
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "solution may be inaccurate": the status says so too
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # "solution may be inaccurate": the status says so too
                 problem.solve(solver=cp.CLARABEL, max_iter=500, **tight)
             if problem.status == "optimal":
                 break
@@ -87,7 +104,9 @@ class _Program:
         return Reference(objective, point, plan.reshape(self.channels, -1))
 
 
-def reference_projection(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float = math.inf) -> Reference:
+def reference_projection(
+    ball: WassersteinBall, x: Tensor, w: Tensor, reg: float = math.inf
+) -> Reference:
     """``min 1/2 |w - z|^2 + (m^2 / reg) sum P_hat log P_hat`` over the ball, ``P_hat = P / m`` (no entropy at inf).
 
     In mass-1 units that is ``m^2 (1/2 |w_hat - z_hat|^2 + (1/reg) sum P_hat log P_hat)``, which gives the conditions
@@ -104,7 +123,9 @@ def reference_projection(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float
     return program.result(program.minimise(objective))
 
 
-def reference_support(ball: WassersteinBall, x: Tensor, g: Tensor, reg: float = math.inf) -> Reference:
+def reference_support(
+    ball: WassersteinBall, x: Tensor, g: Tensor, reg: float = math.inf
+) -> Reference:
     """``max <g, z> - (m / reg) sum P_hat log P_hat`` over the ball (no entropy at inf).
 
     For finite ``reg`` the objective includes the entropy; ``<g, point>`` is the value without it.

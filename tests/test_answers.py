@@ -41,9 +41,14 @@ class Network(nn.Module):
         return self.form(h, 5 * self.head(h))
 
 
-def problem(form: Callable[[Tensor, Tensor], Any], classes: int = 4) -> tuple[Network, Tensor, Tensor]:
+def problem(
+    form: Callable[[Tensor, Tensor], Any], classes: int = 4
+) -> tuple[Network, Tensor, Tensor]:
     torch.manual_seed(0)
-    net, x = Network(form, classes).eval(), torch.rand(12, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    net, x = (
+        Network(form, classes).eval(),
+        torch.rand(12, 1, 6, 6, generator=torch.Generator().manual_seed(0)),
+    )
     plain = Network(lambda _, z: z, classes)
     plain.load_state_dict(net.state_dict())
     with torch.no_grad():
@@ -83,7 +88,10 @@ def test_logits_are_found(form: str) -> None:
         (lambda h, z: {"label": z.argmax(1)}, "of 'label'"),
         (lambda h, z: None, "got NoneType; wrap it"),
         (lambda h, z: z.argmax(1), "floating-point logits, got torch.int64"),
-        (lambda h, z: z[:, :, None].expand(-1, -1, 3), r"logits of shape \(12, classes\), got \(12, 4, 3\)"),
+        (
+            lambda h, z: z[:, :, None].expand(-1, -1, 3),
+            r"logits of shape \(12, classes\), got \(12, 4, 3\)",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said(form: Any, said: str) -> None:
@@ -101,8 +109,12 @@ def test_two_classes_with_one_number(shape: tuple[int, ...], probability: bool) 
         warnings.simplefilter("always")
         logits = ask(net, x)
         ask(net, x)
-    assert len([w for w in caught if "one probability per image" in str(w.message)]) == int(probability)
-    torch.testing.assert_close(logits, torch.stack([torch.zeros_like(score), score], 1), atol=1e-4, rtol=1e-4)
+    assert len([w for w in caught if "one probability per image" in str(w.message)]) == int(
+        probability
+    )
+    torch.testing.assert_close(
+        logits, torch.stack([torch.zeros_like(score), score], 1), atol=1e-4, rtol=1e-4
+    )
     y = (score > 0).long()
     attack = wball.StandardAttack(wball.WassersteinBall(1.0), version="fast", check=False)
     result = attack(net, x, y)
@@ -130,7 +142,9 @@ def test_channels_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=rf"images of shape \({channels}, 6, 6\), {said}"):
             wball.evaluate(net, torch.rand(3, channels, 6, 6), y, BALL)
     for net, channels in ((grey, 1), (colour, 3)):
-        with pytest.raises(ValueError, match=r"but with channels first: x.permute\(0, 3, 1, 2\), or layout='NHWC'"):
+        with pytest.raises(
+            ValueError, match=r"but with channels first: x.permute\(0, 3, 1, 2\), or layout='NHWC'"
+        ):
             wball.evaluate(net, torch.rand(3, 6, 6, channels), y, BALL)
     with pytest.raises(ValueError, match=r"images of shape \(1, 7, 7\): "):
         wball.evaluate(grey, torch.rand(3, 1, 7, 7), y, BALL)
@@ -142,7 +156,9 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.token = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.zeros(1, 1, 8))
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.block = nn.TransformerEncoderLayer(
+            8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, pixel_values: Tensor) -> ModelOutput:
@@ -197,7 +213,9 @@ class Quantised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.register_buffer("weight", torch.randint(-127, 128, (108, 4), generator=generator, dtype=torch.int32))
+        self.register_buffer(
+            "weight", torch.randint(-127, 128, (108, 4), generator=generator, dtype=torch.int32)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         pixels = (255 * x.detach()).round().to(torch.int32).flatten(1)

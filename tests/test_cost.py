@@ -19,7 +19,14 @@ def costs(height: int, width: int) -> list[GroundCost]:
     matrix[torch.rand(n, n) < 0.3] = math.inf
     matrix.fill_diagonal_(0)
     table = ((math.inf, 2.0, 1.0), (0.5, 0.0, 3.0), (math.inf, math.inf, 1.5))
-    return [GridCost(3), GridCost(5, 2.0), GridCost(11), GridCost(1), StencilCost(table), DenseCost(matrix)]
+    return [
+        GridCost(3),
+        GridCost(5, 2.0),
+        GridCost(11),
+        GridCost(1),
+        StencilCost(table),
+        DenseCost(matrix),
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 1), (4, 3), (3, 5)])
@@ -27,7 +34,9 @@ def test_arcs_are_the_moves_of_the_definition(shape: tuple[int, int]) -> None:
     for cost in costs(*shape):
         arcs = cost.arcs(*shape, torch.zeros((), dtype=torch.float64))
         n = shape[0] * shape[1]
-        ends = arcs.gather(torch.arange(1.0, n + 1, dtype=torch.float64).reshape(1, 1, *shape))[0, 0]
+        ends = arcs.gather(torch.arange(1.0, n + 1, dtype=torch.float64).reshape(1, 1, *shape))[
+            0, 0
+        ]
         found = set()
         for k in range(ends.shape[0]):
             for start in range(n):
@@ -50,28 +59,40 @@ def test_sums_over_moves_are_those_of_the_arcs(shape: tuple[int, int], back: boo
         ends = moves.gather(values)
         expected = moves.scatter(values[:, :, None] * weight) if back else (weight * ends).sum(2)
         ring_weights = torch.exp(-rates * moves.ring_cost)
-        torch.testing.assert_close(moves.sums(ring_weights, back)(values), expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            moves.sums(ring_weights, back)(values), expected, atol=1e-12, rtol=0
+        )
         if isinstance(moves, StencilMoves):
-            torch.testing.assert_close(moves.convolution(ring_weights, back)(values), expected, atol=1e-12, rtol=0)
+            torch.testing.assert_close(
+                moves.convolution(ring_weights, back)(values), expected, atol=1e-12, rtol=0
+            )
 
 
 @pytest.mark.parametrize("shape", [(1, 6), (4, 3)])
-def test_scatter_is_the_adjoint_of_gather_and_opposite_turns_arcs_round(shape: tuple[int, int]) -> None:
+def test_scatter_is_the_adjoint_of_gather_and_opposite_turns_arcs_round(
+    shape: tuple[int, int],
+) -> None:
     for cost in costs(*shape):
         arcs = cost.arcs(*shape, torch.zeros((), dtype=torch.float64))
         image = torch.rand(2, 3, *shape, dtype=torch.float64)
         flow = torch.rand_like(arcs.gather(image)) * arcs.allowed
-        torch.testing.assert_close((arcs.gather(image) * flow).sum(), (image * arcs.scatter(flow)).sum())
+        torch.testing.assert_close(
+            (arcs.gather(image) * flow).sum(), (image * arcs.scatter(flow)).sum()
+        )
         # What is sent to j by opposite arcs is what j sent.
         both = torch.where(
-            arcs.opposite(torch.ones_like(flow) * arcs.allowed) * arcs.allowed > 0, flow, torch.zeros_like(flow)
+            arcs.opposite(torch.ones_like(flow) * arcs.allowed) * arcs.allowed > 0,
+            flow,
+            torch.zeros_like(flow),
         )
         torch.testing.assert_close(arcs.opposite(arcs.opposite(both)), both)
         torch.testing.assert_close(arcs.scatter(arcs.opposite(both)), both.sum(2))
         assert bool((arcs.stay().sum(0) == 1).all())
         # As the power of the sum that a large power of what arrives has.
         size = torch.where(arcs.allowed, 1 + flow, torch.zeros_like(flow))
-        most = arcs.scatter_max(torch.where(arcs.allowed, 1 + flow, torch.full_like(flow, -math.inf)))
+        most = arcs.scatter_max(
+            torch.where(arcs.allowed, 1 + flow, torch.full_like(flow, -math.inf))
+        )
         torch.testing.assert_close(most, arcs.scatter(size**400) ** (1 / 400), rtol=0.02, atol=0)
 
 

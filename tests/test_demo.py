@@ -14,9 +14,15 @@ from wball.evaluation import Evaluation, evaluate, load_evaluation
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--images", "0"], "at least 1"), (["--images", "-3"], "at least 1"), (["--models", "mnist"], "mnist-standard")],
+    [
+        (["--images", "0"], "at least 1"),
+        (["--images", "-3"], "at least 1"),
+        (["--models", "mnist"], "mnist-standard"),
+    ],
 )
-def test_demo_refuses_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_refuses_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         demo.main(arguments)
     assert ended.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
@@ -25,10 +31,20 @@ def test_demo_refuses_in_one_line(arguments: list[str], said: str, capsys: pytes
 @pytest.mark.slow
 def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jinja2")
-    arguments = ["--images", "4", "--models", "mnist-standard", "mnist-binarized", "--out", str(tmp_path / "new")]
+    arguments = [
+        "--images",
+        "4",
+        "--models",
+        "mnist-standard",
+        "mnist-binarized",
+        "--out",
+        str(tmp_path / "new"),
+    ]
     assert demo.main(arguments) == 0
     said = capsys.readouterr().out
-    assert said.count("examples valid") == 2 and "report.html" in said and "mass fraction x px" in said
+    assert (
+        said.count("examples valid") == 2 and "report.html" in said and "mass fraction x px" in said
+    )
     for name in ("mnist-standard", "mnist-binarized"):
         result = load_evaluation(tmp_path / "new" / name)
         assert len(result) == 4 and not result.rejected
@@ -36,9 +52,16 @@ def test_demo_evaluates_and_reports(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 1e5 < (tmp_path / "new" / "report.html").stat().st_size < 2e6
 
 
-def test_a_failed_audit_ends_the_demo_as_it_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_audit_ends_the_demo_as_it_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def with_a_false_claim(*given: Any, **named: Any) -> Evaluation:
-        return replace(evaluate(*given, **named), rejected=({"index": 0, "eps": 0.1, "reason": "far"},))
+        return replace(
+            evaluate(*given, **named), rejected=({"index": 0, "eps": 0.1, "reason": "far"},)
+        )
 
     monkeypatch.setattr(demo, "evaluate", with_a_false_claim)
-    assert demo.main(["--images", "1", "--models", "mnist-standard", "--out", str(tmp_path / "new")]) == 3
+    assert (
+        demo.main(["--images", "1", "--models", "mnist-standard", "--out", str(tmp_path / "new")])
+        == 3
+    )

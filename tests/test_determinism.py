@@ -59,13 +59,17 @@ def labels(digits: tuple[Tensor, Tensor]) -> Tensor:
 def test_same_seed_same_bits(digits: tuple[Tensor, Tensor], labels: Tensor, name: str) -> None:
     def attacked(seed: int) -> Tensor:
         torch.rand(3)  # the global state plays no role
-        return RANDOM[name]()(Net(), digits[0], labels, generator=torch.Generator().manual_seed(seed)).images
+        return RANDOM[name]()(
+            Net(), digits[0], labels, generator=torch.Generator().manual_seed(seed)
+        ).images
 
     assert torch.equal(attacked(1), attacked(1))
     assert not torch.equal(attacked(1), attacked(2))
 
 
-def test_without_a_generator_a_fixed_seed_is_used(digits: tuple[Tensor, Tensor], labels: Tensor) -> None:
+def test_without_a_generator_a_fixed_seed_is_used(
+    digits: tuple[Tensor, Tensor], labels: Tensor
+) -> None:
     before = torch.get_rng_state()
     one, two = (RANDOM["dual averaging"]()(Net(), digits[0], labels).images for _ in range(2))
     assert torch.equal(one, two)
@@ -73,14 +77,18 @@ def test_without_a_generator_a_fixed_seed_is_used(digits: tuple[Tensor, Tensor],
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_batch_size_and_order_do_not_matter(digits: tuple[Tensor, Tensor], labels: Tensor, name: str) -> None:
+def test_batch_size_and_order_do_not_matter(
+    digits: tuple[Tensor, Tensor], labels: Tensor, name: str
+) -> None:
     x, attack = digits[0], ATTACKS[name]()
     whole = attack(Net(), x, labels)
     order = torch.tensor([4, 2, 6, 0, 1, 5, 3])
     turned = attack(Net(), x[order], labels[order])
     torch.testing.assert_close(turned.images, whole.images[order], rtol=0, atol=1e-6)
     parts = [attack(Net(), x[k : k + 1], labels[k : k + 1]) for k in range(len(x))]
-    torch.testing.assert_close(torch.cat([p.images for p in parts]), whole.images, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([p.images for p in parts]), whole.images, rtol=0, atol=1e-6
+    )
     assert torch.equal(torch.cat([p.success for p in parts]), whole.success)
     assert torch.equal(turned.success, whole.success[order])
 
@@ -109,7 +117,9 @@ def test_solvers_do_not_depend_on_batch_or_threads(digits: tuple[Tensor, Tensor]
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
-def test_evaluations_repeat_to_the_byte(digits: tuple[Tensor, Tensor], labels: Tensor, tmp_path: Path) -> None:
+def test_evaluations_repeat_to_the_byte(
+    digits: tuple[Tensor, Tensor], labels: Tensor, tmp_path: Path
+) -> None:
     for name in ("one", "two"):
         wball.evaluate(
             Net(), digits[0], labels, BALL, [0.05, 0.2], RANDOM["dual averaging"](), out=tmp_path / name, seed=4,
@@ -128,6 +138,9 @@ def test_certificates_repeat_and_do_not_depend_on_the_batch(digits: tuple[Tensor
     again = wball.certify(net, x, y, wball.WassersteinBall(0.02))
     assert torch.equal(whole.margin, again.margin)
     alone = torch.cat(
-        [wball.certify(net, x[k : k + 1], y[k : k + 1], wball.WassersteinBall(0.02)).margin for k in (0, 3)]
+        [
+            wball.certify(net, x[k : k + 1], y[k : k + 1], wball.WassersteinBall(0.02)).margin
+            for k in (0, 3)
+        ]
     )
     torch.testing.assert_close(alone, whole.margin[[0, 3]], rtol=1e-5, atol=1e-6)

@@ -20,7 +20,10 @@ def test_results_are_short_in_a_session_and_a_table_in_a_notebook() -> None:
     evaluated = wball.evaluate(model, x, y, ball, [0.1, 0.3], attack, name="small <net>")
     smallest = wball.minimal_radius(model, x, y, attack, hi=0.3, rounds=2)
     for result, words in (
-        (attacked, ("AttackResult", f"robust accuracy {100 * attacked.robust_accuracy:.1f} %", "images 5")),
+        (
+            attacked,
+            ("AttackResult", f"robust accuracy {100 * attacked.robust_accuracy:.1f} %", "images 5"),
+        ),
         (certified, ("CertificateResult", "certified accuracy", "plans full")),
         (evaluated, ("Evaluation", "model small <net>", "robust accuracy at 0.3", "reliable")),
         (smallest, ("MinimalRadius", f"broken {int(smallest.success.sum())}")),
@@ -34,4 +37,6 @@ def test_an_empty_result_has_a_headline() -> None:
     ball = wball.WassersteinBall(0.3)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 2)).eval()
     none = torch.zeros(0, dtype=torch.long)
-    assert "images 0" in repr(wball.DualAveraging(ball, steps=1)(model, torch.zeros(0, 1, 6, 6), none))
+    assert "images 0" in repr(
+        wball.DualAveraging(ball, steps=1)(model, torch.zeros(0, 1, 6, 6), none)
+    )

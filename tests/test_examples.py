@@ -33,7 +33,9 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(EXAMPLES.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        ),
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": "here",
         "SLURM_JOB_NUM_NODES": "1",
@@ -44,8 +46,12 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 def submitted(script: str, words: list[str], environment: dict[str, str], folder: Path) -> str:
     line = ["bash", str(EXAMPLES / "slurm" / script), *words]
-    done = subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode in (0, 6), done.stdout + done.stderr  # 6: few images are no reliable evaluation
+    done = subprocess.run(
+        line, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode in (0, 6), (
+        done.stdout + done.stderr
+    )  # 6: few images are no reliable evaluation
     return done.stderr
 
 
@@ -54,7 +60,18 @@ def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_pat
     """Two processes share one evaluation; a part of an array of jobs is one of its own."""
     attack = ["--attack", "dual-averaging", "--steps", "2", "--eps", "0.05", "--no-report"]
     out = tmp_path / "all"
-    words = ["mnist-standard", "--data", "sample", "--limit", "4", "--batch-size", "1", *attack, "--out", str(out)]
+    words = [
+        "mnist-standard",
+        "--data",
+        "sample",
+        "--limit",
+        "4",
+        "--batch-size",
+        "1",
+        *attack,
+        "--out",
+        str(out),
+    ]
     submitted("evaluate.sbatch", words, cluster, tmp_path)
     assert len(wball.load_evaluation(out)) == 4
     pytest.importorskip("PIL")
@@ -65,7 +82,13 @@ def test_slurm_scripts_run_where_slurm_does_not(cluster: dict[str, str], tmp_pat
         path = tmp_path / "images" / "part-1" / str(label) / "0.png"
         path.parent.mkdir(parents=True)
         Image.fromarray((255 * x[y == label][0, 0]).byte().numpy()).save(path)
-    words = ["mnist-standard", str(tmp_path / "images"), str(tmp_path / "parts"), "--grey", *attack[:-1]]
+    words = [
+        "mnist-standard",
+        str(tmp_path / "images"),
+        str(tmp_path / "parts"),
+        "--grey",
+        *attack[:-1],
+    ]
     submitted("parts.sbatch", words, cluster, tmp_path)
     assert len(wball.load_evaluation(tmp_path / "parts" / "part-1")) == 10
 
@@ -76,4 +99,6 @@ def test_a_tour_of_other_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     assert runpy.run_path(str(EXAMPLES / "tour.py"))["main"](["--images", "2"]) == 0
     said = capsys.readouterr().out
     installed = sum(find_spec(name) is not None for name in ("timm", "transformers"))
-    assert said.count("accuracy 100 %, robust accuracy ") >= 3 * (1 + installed) and "nan" not in said
+    assert (
+        said.count("accuracy 100 %, robust accuracy ") >= 3 * (1 + installed) and "nan" not in said
+    )

@@ -42,7 +42,9 @@ def mnist_source(server: Server, *mirrors: str) -> fetch.Source:
 def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -> None:
     source = mnist_source(server)
     heard: list[tuple[str, int, int | None]] = []
-    folder = wball.download("mnist", tmp_path / "new", source=source, progress=lambda *a: heard.append(a))
+    folder = wball.download(
+        "mnist", tmp_path / "new", source=source, progress=lambda *a: heard.append(a)
+    )
     assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == sorted(source.files)
     assert load_dataset("mnist", tmp_path / "new", "train")[0].shape == (50, 1, 28, 28)
     size = len(server.files["train-images-idx3-ubyte.gz"])
@@ -83,7 +85,9 @@ def test_two_processes_fetch_a_set_once(tmp_path: Path, server: Server) -> None:
     def one() -> None:
         heard.append(wball.download("mnist", tmp_path, source=source))
 
-    threads = [threading.Thread(target=one) for _ in range(4)]  # each opens the lock for itself, like a process
+    threads = [
+        threading.Thread(target=one) for _ in range(4)
+    ]  # each opens the lock for itself, like a process
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -132,7 +136,9 @@ def test_complete_part_needs_no_bytes(tmp_path: Path, server: Server) -> None:
 
 
 @pytest.mark.parametrize("length", [100, 10**6])
-def test_a_part_of_something_else_is_no_obstacle(tmp_path: Path, server: Server, length: int) -> None:
+def test_a_part_of_something_else_is_no_obstacle(
+    tmp_path: Path, server: Server, length: int
+) -> None:
     """A single mirror, and a part that it did not send: shorter than the file, or longer."""
     source = mnist_source(server)
     (tmp_path / "mnist").mkdir()
@@ -159,7 +165,9 @@ def test_a_full_disk_is_not_taken_for_a_dead_line(
     assert error.value.errno == 28 and len(server.requests) == 1
 
 
-def test_wrong_checksum_is_thrown_away_and_the_next_mirror_tried(tmp_path: Path, server: Server) -> None:
+def test_wrong_checksum_is_thrown_away_and_the_next_mirror_tried(
+    tmp_path: Path, server: Server
+) -> None:
     source = mnist_source(server, server.url + "bad/", server.url + "none/", server.url)
     for name in source.files:
         server.files[f"bad/{name}"] = b"<html>moved</html>"
@@ -209,27 +217,39 @@ def small_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     monkeypatch.setattr(named, "CIFAR10_RECORDS", 4)
     monkeypatch.setattr(fetch, "_CIFAR10_BATCH_BYTES", 4 * 3073)
     write_cifar10(tmp_path / "original", 4)
-    return {f"cifar-10-batches-bin/{p.name}": p.read_bytes() for p in sorted((tmp_path / "original").iterdir())}
+    return {
+        f"cifar-10-batches-bin/{p.name}": p.read_bytes()
+        for p in sorted((tmp_path / "original").iterdir())
+    }
 
 
 def test_cifar10_archive_cannot_write_elsewhere(
     tmp_path: Path, server: Server, small_cifar10: dict[str, bytes]
 ) -> None:
-    evil = {"../escaped.bin": b"x", "/tmp/wball-escaped.bin": b"x", "cifar-10-batches-bin/../../up.bin": b"x"}
+    evil = {
+        "../escaped.bin": b"x",
+        "/tmp/wball-escaped.bin": b"x",
+        "cifar-10-batches-bin/../../up.bin": b"x",
+    }
     source = cifar10_source(server, tar(evil | small_cifar10))
     root = tmp_path / "deep" / "root"
     folder = wball.download("cifar10", root, source=source)
     files = sorted(p.name for p in folder.iterdir())
     assert files == [".lock", *(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     assert [p.name for p in root.iterdir()] == ["cifar-10-batches-bin"]
-    assert not (tmp_path / "deep" / "escaped.bin").exists() and not Path("/tmp/wball-escaped.bin").exists()
+    assert (
+        not (tmp_path / "deep" / "escaped.bin").exists()
+        and not Path("/tmp/wball-escaped.bin").exists()
+    )
     assert load_dataset("cifar10", root, "train")[0].shape == (20, 3, 32, 32)
     count = len(server.requests)
     wball.download("cifar10", root, source=source)
     assert len(server.requests) == count
 
 
-def test_bad_cifar10_archives(tmp_path: Path, server: Server, small_cifar10: dict[str, bytes]) -> None:
+def test_bad_cifar10_archives(
+    tmp_path: Path, server: Server, small_cifar10: dict[str, bytes]
+) -> None:
     first = next(iter(small_cifar10))
     rest = {k: v for k, v in small_cifar10.items() if k != first}
     cases = [

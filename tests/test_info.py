@@ -22,10 +22,14 @@ def test_json_names_every_kernel_with_its_reasons(
     assert report["kernels"]["torch"]["cpu"] is None
     assert report["kernels"][report["automatic"]["cpu"]]["cpu"] is None
     assert report["packages"]["torch"]
-    assert report["kernels"]["cpu"]["cuda"]  # a reason: it runs on the CPU alone, or there is no GPU
+    assert report["kernels"]["cpu"][
+        "cuda"
+    ]  # a reason: it runs on the CPU alone, or there is no GPU
 
 
-def test_table_says_why_not(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_says_why_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setitem(dispatch.OPERATIONS["entropic_plan"], "cpu", "wball.kernels.missing")
     monkeypatch.setattr(dispatch, "_loaded", {})
@@ -44,8 +48,14 @@ def test_no_loop_is_left_to_compile(capsys: pytest.CaptureFixture[str]) -> None:
     for operation, kernels in dispatch.OPERATIONS.items():
         module = dispatch.load(operation, "cpu") if "cpu" in kernels else None
         loops = (
-            [v for v in vars(module).values() if isinstance(v, Dispatcher) and isinstance(v._cache, FunctionCache)]
+            [
+                v
+                for v in vars(module).values()
+                if isinstance(v, Dispatcher) and isinstance(v._cache, FunctionCache)
+            ]
             if module
             else []
         )
-        assert all(loop.signatures for loop in loops), f"{operation}: {[v for v in loops if not v.signatures]}"
+        assert all(loop.signatures for loop in loops), (
+            f"{operation}: {[v for v in loops if not v.signatures]}"
+        )

@@ -22,7 +22,11 @@ def measured(results: Path) -> dict[str, str]:
         data = content.get("data", {"models": content.get("certified", [])})
         for part in data.get("sets", [data]):
             for row in part.get("models", [part]):
-                if isinstance(row, dict) and {"name", "sha256"} <= row.keys() and row["name"] in KEPT:
+                if (
+                    isinstance(row, dict)
+                    and {"name", "sha256"} <= row.keys()
+                    and row["name"] in KEPT
+                ):
                     assert found.setdefault(row["name"], row["sha256"]) == row["sha256"], (
                         f"{row['name']} in {path.name}"
                     )
@@ -34,7 +38,9 @@ def test_results_are_of_these_weights(name: str, tmp_path: Path) -> None:
     folder = ROOT / "models" / name
     assert (folder / f"{name}.safetensors").stat().st_size < 25e6
     card = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    subject = Workshop(Settings(models=ROOT / "models", out=tmp_path, device="cpu", may_train=False)).subject(name)
+    subject = Workshop(
+        Settings(models=ROOT / "models", out=tmp_path, device="cpu", may_train=False)
+    ).subject(name)
     assert (subject.name, subject.architecture) == (card["name"], card["architecture"])
     assert subject.sha256 == measured(ROOT / "results")[name]
     assert not subject.model.training and 0 < card["clean_accuracy"] < 1

@@ -18,7 +18,12 @@ def network(seed: int = 0) -> nn.Sequential:
     """Batch norm and dropout whose modes matter, in training mode, with one parameter frozen by its owner."""
     torch.manual_seed(seed)
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 5)
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(144, 5),
     )
     net[1].running_mean.uniform_(-1, 1)
     net[0].bias.requires_grad_(False)

@@ -65,13 +65,21 @@ def test_paper_network_is_the_public_one() -> None:
 def test_resnet18_has_the_public_names_and_size() -> None:
     model = ResNet18()
     names = set(model.state_dict())
-    assert {"conv1.weight", "bn1.running_var", "layer1.0.conv1.weight", "layer4.1.bn2.bias", "linear.bias"} <= names
+    assert {
+        "conv1.weight",
+        "bn1.running_var",
+        "layer1.0.conv1.weight",
+        "layer4.1.bn2.bias",
+        "linear.bias",
+    } <= names
     assert {n.split(".")[0] + "." + n.split(".")[1] for n in names if "shortcut" in n} == {
         "layer2.0",
         "layer3.0",
         "layer4.0",
     }
-    assert sum(p.numel() for p in model.parameters()) == 11_173_962  # the count everyone quotes for this network
+    assert (
+        sum(p.numel() for p in model.parameters()) == 11_173_962
+    )  # the count everyone quotes for this network
 
 
 def test_small_resnet_halves_the_image_twice() -> None:
@@ -84,7 +92,10 @@ def test_small_resnet_halves_the_image_twice() -> None:
 def test_small_resnet_names_each_of_its_parameters_in_public_checkpoints() -> None:
     names = SmallResNet.public_names()
     assert sorted(names.values()) == sorted(SmallResNet().state_dict()) and len(names) == 30
-    assert names["4.Ws.0.weight"] == "blocks.0.shortcut.weight" and names["16.Ws.2.bias"] == "blocks.3.conv2.bias"
+    assert (
+        names["4.Ws.0.weight"] == "blocks.0.shortcut.weight"
+        and names["16.Ws.2.bias"] == "blocks.3.conv2.bias"
+    )
 
 
 def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -116,7 +127,10 @@ def test_resnet18_is_the_network_of_its_paper() -> None:
             at, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
             inner = normalised(h, f"{at}.conv1", f"{at}.bn1", stride).relu()
             inner = normalised(inner, f"{at}.conv2", f"{at}.bn2")
-            h = (inner + (h if stride == 1 else normalised(h, f"{at}.shortcut.0", f"{at}.shortcut.1", 2))).relu()
+            h = (
+                inner
+                + (h if stride == 1 else normalised(h, f"{at}.shortcut.0", f"{at}.shortcut.1", 2))
+            ).relu()
     torch.testing.assert_close(
         model(x), h.mean((2, 3)) @ of["linear.weight"].T + of["linear.bias"], rtol=1e-4, atol=1e-4
     )
@@ -136,7 +150,9 @@ def test_small_resnet_is_the_network_of_its_paper() -> None:
         inner = conv(conv(h, f"{at}.conv1", stride, 1).relu(), f"{at}.conv2", padding=1)
         h = (inner + conv(h, f"{at}.shortcut", stride)).relu()
     hidden = (h.flatten(1) @ of["hidden.weight"].T + of["hidden.bias"]).relu()
-    torch.testing.assert_close(model(x), hidden @ of["linear.weight"].T + of["linear.bias"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(x), hidden @ of["linear.weight"].T + of["linear.bias"], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_fresh_small_resnet_only_shrinks_its_image() -> None:
@@ -167,7 +183,9 @@ def test_mirrored_averages_an_image_and_its_mirror_image(tmp_path: Path) -> None
     x, y = load_sample("cifar10")
     plain = load_model("cifar10-small")
     save_weights(plain, tmp_path / "plain.safetensors")
-    mirrored = load_weights(Mirrored(build_model("cifar10-cnn")), tmp_path / "plain.safetensors").eval()
+    mirrored = load_weights(
+        Mirrored(build_model("cifar10-cnn")), tmp_path / "plain.safetensors"
+    ).eval()
     logits = mirrored(x[:3])
     torch.testing.assert_close(logits, (plain(x[:3]) + plain(x[:3].flip(3))) / 2)
     torch.testing.assert_close(mirrored(x[:3].flip(3)), logits)
@@ -211,7 +229,9 @@ def test_merged_convolutions_agree_inside_the_border() -> None:
     whole = merge_convolutions(model, x)
     with torch.no_grad():
         ours, theirs = whole[0](x), model[:3](x)
-        torch.testing.assert_close(ours[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            ours[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4
+        )
         torch.testing.assert_close(whole[1:](theirs), model[3:](theirs))
 
 

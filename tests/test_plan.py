@@ -20,7 +20,9 @@ def random_plan(seed: int, lo: float = 0.0, hi: float = 1.0) -> tuple[Tensor, Pl
     table = ((1.0, 2.0, 0.5), (1.0, 0.0, 3.0), (1.0, 1.0, 1.0))
     cost: GridCost | StencilCost = GridCost(5) if seed % 2 else StencilCost(table)
     moves: Moves = cost.arcs(6, 5, x)
-    score = torch.where(moves.allowed, 4 * torch.randn(3, 2, moves.cost.shape[0], 6, 5, dtype=x.dtype), -torch.inf)
+    score = torch.where(
+        moves.allowed, 4 * torch.randn(3, 2, moves.cost.shape[0], 6, 5, dtype=x.dtype), -torch.inf
+    )
     return x, Plan(moves, x.unsqueeze(2) * torch.softmax(score, 2))
 
 
@@ -91,18 +93,28 @@ def test_identity() -> None:
     assert float(still.cost().sum()) == 0
 
 
-@pytest.mark.parametrize("cost", [GridCost(5), StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.5), (1.0, 2.0, 1.0)))])
+@pytest.mark.parametrize(
+    "cost", [GridCost(5), StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.5), (1.0, 2.0, 1.0)))]
+)
 @pytest.mark.parametrize("dense", [False, True])
-def test_the_net_cost_of_factors_is_that_of_the_plan_written_out(cost: GridCost | StencilCost, dense: bool) -> None:
+def test_the_net_cost_of_factors_is_that_of_the_plan_written_out(
+    cost: GridCost | StencilCost, dense: bool
+) -> None:
     random = torch.Generator().manual_seed(0)
-    x = torch.rand((3, 2, 4, 5), generator=random) * (torch.rand((3, 2, 4, 5), generator=random) < 0.6)
+    x = torch.rand((3, 2, 4, 5), generator=random) * (
+        torch.rand((3, 2, 4, 5), generator=random) < 0.6
+    )
     s = 3 * torch.randn(x.shape, generator=random)
     keep, give = (torch.rand(x.shape, generator=random) for _ in range(2))
-    chosen = DenseCost(torch.rand((20, 20), generator=random).fill_diagonal_(0.0)) if dense else cost
+    chosen = (
+        DenseCost(torch.rand((20, 20), generator=random).fill_diagonal_(0.0)) if dense else cost
+    )
     psi, scale = torch.tensor([0.0, 1.5, 30.0]), torch.tensor([1.0, 0.3, 0.0], dtype=torch.float64)
     plan = FactoredPlan(chosen.arcs(4, 5, x), x, s, psi, keep, give, scale)
     written = plan.written()
-    assert dense or float(written.cancelled().cost()[0]) < float(written.cost()[0]), "something cancels"
+    assert dense or float(written.cancelled().cost()[0]) < float(written.cost()[0]), (
+        "something cancels"
+    )
     torch.testing.assert_close(plan.net_cost(), written.cancelled().cost(), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(written.net_cost(), written.cancelled().cost())
     broken = replace(plan, potentials=torch.full_like(s, torch.nan), give=torch.zeros_like(give))

@@ -56,7 +56,10 @@ def test_the_first_compilation_is_announced(
     compile_one("wball.kernels.some")  # the library's own listener may not have spoken yet
     with event.install_listener("numba:compile", FirstTime()):
         assert compile_one("somebody.else") == ""
-        assert compile_one("wball.kernels.some") == "wball: compiling kernels for the first time (about 20 s) ...\n"
+        assert (
+            compile_one("wball.kernels.some")
+            == "wball: compiling kernels for the first time (about 20 s) ...\n"
+        )
         assert compile_one("wball.kernels.some") == ""
     with event.install_listener("numba:compile", FirstTime()):
         monkeypatch.setenv("WBALL_PROGRESS", "0")

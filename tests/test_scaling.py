@@ -56,11 +56,28 @@ def data() -> tuple[Tensor, Tensor]:
 def evaluate(folder: Path, model: nn.Module) -> wball.Evaluation:
     x, y = data()
     attack = wball.DualAveraging(BALL, steps=3, random_start=1.0)
-    return wball.evaluate(model, x, y, BALL, RADII, attack, out=folder, batch_size=BATCH, seed=9, name="m", command="c")
+    return wball.evaluate(
+        model,
+        x,
+        y,
+        BALL,
+        RADII,
+        attack,
+        out=folder,
+        batch_size=BATCH,
+        seed=9,
+        name="m",
+        command="c",
+    )
 
 
 def play(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, rank: int, world: int, calls: float, meet: Callable[[], None]
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    rank: int,
+    world: int,
+    calls: float,
+    meet: Callable[[], None],
 ) -> None:
     @contextlib.contextmanager
     def team() -> Iterator[tuple[int, int, Callable[[], None]]]:
@@ -118,17 +135,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_64_ranks_some_of_which_die(alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_64_ranks_some_of_which_die(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         assert job(patch, tmp_path / "many", WORLD, {5: 2, 17: 9, 40: 12, 63: 3}) == 4
         assert not (tmp_path / "many" / "results.json").exists()
-        first = [(row["batch"], row["stage"]) for row in rows(tmp_path / "many") if row["event"] == "batch"]
+        first = [
+            (row["batch"], row["stage"])
+            for row in rows(tmp_path / "many")
+            if row["event"] == "batch"
+        ]
         assert job(patch, tmp_path / "many", WORLD, {}) == 0
     for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
         assert (tmp_path / "many" / name).read_bytes() == (alone / name).read_bytes()
-    work = [(row["rank"], row["batch"], row["stage"]) for row in rows(tmp_path / "many") if row["event"] == "batch"]
+    work = [
+        (row["rank"], row["batch"], row["stage"])
+        for row in rows(tmp_path / "many")
+        if row["event"] == "batch"
+    ]
     assert all(rank == batch % WORLD for rank, batch, _ in work)
-    assert sorted((batch, stage) for _, batch, stage in work) == sorted((b, s) for b in range(IMAGES) for s in range(2))
+    assert sorted((batch, stage) for _, batch, stage in work) == sorted(
+        (b, s) for b in range(IMAGES) for s in range(2)
+    )
     assert len(first) > 0.9 * len(work)  # what was done before the deaths was not done again
     shares = [sum(rank == r for rank, _, _ in work) for r in range(WORLD)]
     assert max(shares) - min(shares) <= 2  # one batch, two radii

@@ -28,13 +28,17 @@ def read_logits(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     batch = x.shape[0]
     logits = find_logits(model(x), batch)
     if not logits.is_floating_point():
-        raise TypeError(f"the model must return floating-point logits, got {logits.dtype}; scores, not classes")
+        raise TypeError(
+            f"the model must return floating-point logits, got {logits.dtype}; scores, not classes"
+        )
     if logits.shape in ((batch,), (batch, 1)):
         return _two_classes(model, logits.reshape(batch), x)
     if logits.ndim > 2 and logits.shape[2:].numel() == 1:
         logits = logits.flatten(1)
     if logits.ndim != 2 or logits.shape[0] != batch:
-        raise ValueError(f"the model must return logits of shape ({batch}, classes), got {tuple(logits.shape)}")
+        raise ValueError(
+            f"the model must return logits of shape ({batch}, classes), got {tuple(logits.shape)}"
+        )
     return logits
 
 
@@ -43,17 +47,29 @@ def find_logits(answer: Any, batch: int) -> Tensor:
     if isinstance(answer, Tensor):
         return answer
     fields = dict(answer) if isinstance(answer, Mapping) else {}
-    fields |= {name: getattr(answer, name) for name in NAMES if name not in fields and hasattr(answer, name)}
+    fields |= {
+        name: getattr(answer, name)
+        for name in NAMES
+        if name not in fields and hasattr(answer, name)
+    }
     for name in NAMES:
         if isinstance(fields.get(name), Tensor):
             return fields[name]
     inside = list(answer) if isinstance(answer, (tuple, list)) else list(fields.values())
-    scores = [v for v in inside if isinstance(v, Tensor) and v.is_floating_point() and v.shape[:1] == (batch,)]
+    scores = [
+        v
+        for v in inside
+        if isinstance(v, Tensor) and v.is_floating_point() and v.shape[:1] == (batch,)
+    ]
     scores = [v for v in scores if v.ndim == 2]
     # Of several outputs of one width (auxiliary classifiers) the first one is the model's answer.
     if scores and len({v.shape for v in scores}) == 1:
         return scores[0]
-    held = [f"{name!r}" for name in fields] if isinstance(answer, Mapping) else [_kind(v) for v in inside]
+    held = (
+        [f"{name!r}" for name in fields]
+        if isinstance(answer, Mapping)
+        else [_kind(v) for v in inside]
+    )
     raise TypeError(
         f"the model must return a tensor of logits, got {type(answer).__name__}"
         + (f" of {', '.join(held[:6])}, and which of them are logits is not clear" if held else "")

@@ -33,7 +33,9 @@ class StencilCost:
         try:
             rows = tuple(tuple(float(v) for v in row) for row in self.table)
         except TypeError as error:
-            raise TypeError(f"table must be a 2-D table of numbers, got {type(self.table).__name__}") from error
+            raise TypeError(
+                f"table must be a 2-D table of numbers, got {type(self.table).__name__}"
+            ) from error
         object.__setattr__(self, "table", rows)
         widths = {len(row) for row in rows}
         if len(widths) != 1 or len(rows) % 2 == 0 or widths.pop() % 2 == 0:
@@ -42,7 +44,9 @@ class StencilCost:
                 "pad it with inf so that the centre is the move that stays"
             )
         if any(not v >= 0 for row in rows for v in row):
-            raise ValueError("table has a negative or NaN cost; costs are >= 0, and inf forbids a move")
+            raise ValueError(
+                "table has a negative or NaN cost; costs are >= 0, and inf forbids a move"
+            )
         if rows[len(rows) // 2][len(rows[0]) // 2] != 0:
             raise ValueError("the centre of table must be 0: staying is free")
 
@@ -83,9 +87,13 @@ class GridCost:
         if isinstance(self.window, bool) or not isinstance(self.window, int):
             raise TypeError(f"window must be an int, got {self.window!r}")
         if self.window < 1 or self.window % 2 == 0:
-            raise ValueError(f"window must be odd and at least 1 so that it has a centre, got {self.window}")
+            raise ValueError(
+                f"window must be odd and at least 1 so that it has a centre, got {self.window}"
+            )
         if not (isinstance(self.p, (int, float)) and 0 < self.p < math.inf):
-            raise ValueError(f"p must be a finite number > 0, got {self.p!r}; 1 is the Euclidean distance")
+            raise ValueError(
+                f"p must be a finite number > 0, got {self.p!r}; 1 is the Euclidean distance"
+            )
 
     @property
     def radius(self) -> int:
@@ -98,7 +106,11 @@ class GridCost:
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
         """The moves ``(dr, dc, cost)`` that can stay inside a ``height x width`` image, cheapest first."""
         rr, rc = min(self.radius, height - 1), min(self.radius, width - 1)
-        found = [(r, c, float(r * r + c * c) ** (self.p / 2)) for r in range(-rr, rr + 1) for c in range(-rc, rc + 1)]
+        found = [
+            (r, c, float(r * r + c * c) ** (self.p / 2))
+            for r in range(-rr, rr + 1)
+            for c in range(-rc, rc + 1)
+        ]
         return sorted(found, key=lambda move: (move[2], move[0], move[1]))
 
     def arcs(self, height: int, width: int, like: Tensor) -> StencilMoves:
@@ -134,7 +146,9 @@ class DenseCost:
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must be square (n x n), got shape {tuple(matrix.shape)}")
         if not bool((matrix >= 0).all()):
-            raise ValueError("matrix has a negative or NaN cost; costs are >= 0, and inf forbids a move")
+            raise ValueError(
+                "matrix has a negative or NaN cost; costs are >= 0, and inf forbids a move"
+            )
         if bool((matrix.diagonal() != 0).any()):
             raise ValueError("matrix must have a zero diagonal: staying is free")
         self.matrix = matrix

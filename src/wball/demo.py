@@ -37,15 +37,23 @@ CERTIFIED = {"mnist-certified": "anchored"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demonstration; 0 if every example passed the audit, 3 if not, as ``wball evaluate``."""
-    parser = argparse.ArgumentParser(prog="python -m wball.demo", description="Evaluate the bundled models.")
+    parser = argparse.ArgumentParser(
+        prog="python -m wball.demo", description="Evaluate the bundled models."
+    )
     parser.add_argument("--images", type=int, default=20, help="number of digits (default 20)")
-    parser.add_argument("--models", nargs="+", default=None, help=f"models to evaluate (default {' '.join(MODELS)})")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)")
+    parser.add_argument(
+        "--models", nargs="+", default=None, help=f"models to evaluate (default {' '.join(MODELS)})"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="folder to write to (default out/demo)"
+    )
     options = parser.parse_args(arguments)
     if options.images < 1:
         parser.error(f"--images must be at least 1, got {options.images}")
     if unknown := set(options.models or ()) - set(list_models()):
-        parser.error(f"--models: there is no {unknown.pop()}; the zoo has {', '.join(list_models())}")
+        parser.error(
+            f"--models: there is no {unknown.pop()}; the zoo has {', '.join(list_models())}"
+        )
 
     console, start = Console(highlight=False, soft_wrap=True), time.perf_counter()
     names = options.models or MODELS
@@ -78,9 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{result.verdict()}\n", markup=False)
         results.append(result)
     report = write_report(results, options.out / "report.html")
-    console.print(f"Open {report} in a browser.    ({time.perf_counter() - start:.1f} s)", markup=False)
+    console.print(
+        f"Open {report} in a browser.    ({time.perf_counter() - start:.1f} s)", markup=False
+    )
     code = exit_code(results)
-    return code if code == EXIT_CLAIMS else 0  # a model whose evaluation is not reliable is part of the demonstration
+    return (
+        code if code == EXIT_CLAIMS else 0
+    )  # a model whose evaluation is not reliable is part of the demonstration
 
 
 if __name__ == "__main__":

@@ -24,7 +24,15 @@ Progress = Callable[[str, int, int | None], None]
 _BLOCK = 1 << 16
 _CIFAR10_BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 _CIFAR10_BATCH_BYTES = CIFAR10_RECORDS * 3073
-_LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR}
+_LOCAL = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+}
 """What a disk answers, and no server: another mirror would not help."""
 
 
@@ -102,13 +110,20 @@ def download(
     folder = Path(root) / source.folder
     if _complete(info.name, source, folder):  # possibly on a disk that cannot be written to
         return folder
-    with locked(folder, wait=True):  # another process may fetch the same: what it has finished is kept
+    with locked(
+        folder, wait=True
+    ):  # another process may fetch the same: what it has finished is kept
         for file, md5 in source.files.items():
             place = folder if info.name != "cifar10" else Path(root)
             if _cifar10_complete(folder) if info.name == "cifar10" else _there(place / file, md5):
                 continue
-            urls, by_hand = [mirror + file for mirror in source.mirrors], f"put the file into {place} by hand"
-            archive = fetch_file(urls, place / file, md5, f"{file} of {info.title}", by_hand, progress, timeout)
+            urls, by_hand = (
+                [mirror + file for mirror in source.mirrors],
+                f"put the file into {place} by hand",
+            )
+            archive = fetch_file(
+                urls, place / file, md5, f"{file} of {info.title}", by_hand, progress, timeout
+            )
             if info.name == "cifar10":
                 _unpack_cifar10(archive, folder)
                 archive.unlink()
@@ -146,7 +161,9 @@ def fetch_file(
     for url in urls:
         try:
             resumed = _transfer(url, part, progress, timeout)
-            if resumed and _digest(part, digest) != digest:  # what was there already may be of another file
+            if (
+                resumed and _digest(part, digest) != digest
+            ):  # what was there already may be of another file
                 part.unlink()
                 _transfer(url, part, progress, timeout)
             if _digest(part, digest) == digest:
@@ -180,9 +197,13 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
         error.close()
         return True
     with response:
-        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(
+            f"bytes {have}-"
+        )
         if response.status == 206 and not resumed:
-            raise ValueError(f"the server sent another range than asked for ({response.headers.get('Content-Range')})")
+            raise ValueError(
+                f"the server sent another range than asked for ({response.headers.get('Content-Range')})"
+            )
         done = have if resumed else 0
         length = response.headers.get("Content-Length")
         total = done + int(length) if length is not None else None
@@ -247,6 +268,10 @@ def _unpack_cifar10(archive: Path, folder: Path) -> None:
                     shutil.copyfileobj(content, file)
                 os.replace(part, target)
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise ValueError(f"{archive} is truncated or corrupted ({error}); delete it and download it again") from error
+        raise ValueError(
+            f"{archive} is truncated or corrupted ({error}); delete it and download it again"
+        ) from error
     if wanted:
-        raise ValueError(f"{archive} is not CIFAR-10's binary version: {', '.join(wanted)} not in it")
+        raise ValueError(
+            f"{archive} is not CIFAR-10's binary version: {', '.join(wanted)} not in it"
+        )

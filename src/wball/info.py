@@ -94,25 +94,39 @@ def compile_kernels() -> None:
     x = torch.eye(4)[None, None]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # a network with unstable units
-        net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+        )
     ball = wball.WassersteinBall(0.1, wball.GridCost(3))
     for reg in (math.inf, 100.0):
-        ball.support(torch.full_like(x, 0.9), x, reg=reg)  # where pixels fill up: other plans need no solver
+        ball.support(
+            torch.full_like(x, 0.9), x, reg=reg
+        )  # where pixels fill up: other plans need no solver
         ball.project(x, x.flip(3), reg=reg)
     ball.sample(x)
     linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
     transposed_convolution(x.double(), x.double(), (1, 1), (0, 0, 7, 7))
     geometry = Geometry((1, 4, 4), (1, 4, 4), (1, 1), (0, 0), (1, 1), 1)
     cells, wanted = torch.arange(16), torch.ones(16, dtype=torch.bool)
-    sparse_transpose(torch.eye(16, dtype=torch.float64), cells, torch.ones((1, 1, 1, 1)).double(), wanted, geometry)
+    sparse_transpose(
+        torch.eye(16, dtype=torch.float64),
+        cells,
+        torch.ones((1, 1, 1, 1)).double(),
+        wanted,
+        geometry,
+    )
     wball.certify(net.eval(), x, torch.zeros(1, dtype=torch.long), ball)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the report; the exit status says whether ``WBALL_KERNEL`` can be honoured on the CPU or a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m wball.info", description="versions, devices and kernels")
+    parser = argparse.ArgumentParser(
+        prog="python -m wball.info", description="versions, devices and kernels"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--compile", action="store_true", help="compile the CPU kernels first, for all later calls")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the CPU kernels first, for all later calls"
+    )
     options = parser.parse_args(arguments)
     if options.compile:
         compile_kernels()
@@ -130,8 +144,14 @@ def _print(report: dict[str, Any]) -> None:
 
     console = Console()
     console.print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
-    console.print(", ".join(f"{name} {version or 'not installed'}" for name, version in report["packages"].items()))
-    console.print(f"{report['threads']} threads on {report['cpus']} CPUs; devices: {'; '.join(report['devices'])}")
+    console.print(
+        ", ".join(
+            f"{name} {version or 'not installed'}" for name, version in report["packages"].items()
+        )
+    )
+    console.print(
+        f"{report['threads']} threads on {report['cpus']} CPUs; devices: {'; '.join(report['devices'])}"
+    )
     table = Table(title=f"kernels (WBALL_KERNEL={report['requested']})", title_justify="left")
     for heading in ("kernel", "images on the CPU", "images on a GPU"):
         table.add_column(heading)
@@ -139,7 +159,11 @@ def _print(report: dict[str, Any]) -> None:
         cells = []
         for device in ("cpu", "cuda"):
             chosen = " [bold](chosen)[/bold]" if report["automatic"][device] == name else ""
-            cells.append(f"no: {reasons[device]}" if reasons[device] is not None else f"[green]yes[/green]{chosen}")
+            cells.append(
+                f"no: {reasons[device]}"
+                if reasons[device] is not None
+                else f"[green]yes[/green]{chosen}"
+            )
         table.add_row(name, *cells)
     console.print(table)
 

@@ -22,14 +22,18 @@ def check_box(box: tuple[float, float] | None) -> tuple[float, float] | None:
     except (TypeError, ValueError) as error:
         raise TypeError(f"box must be a pair (lo, hi) or None, got {box!r}") from error
     if not (0 <= lo < hi < math.inf):
-        raise ValueError(f"box must satisfy 0 <= lo < hi < inf because mass is never negative, got ({lo}, {hi})")
+        raise ValueError(
+            f"box must satisfy 0 <= lo < hi < inf because mass is never negative, got ({lo}, {hi})"
+        )
     return lo, hi
 
 
 def check_ball(ball: object) -> None:
     """Anything that answers the questions of :class:`wball.ball.Ball`."""
     missing = [
-        name for name in ("at", "take", "support", "project", "violations", "describe") if not hasattr(ball, name)
+        name
+        for name in ("at", "take", "support", "project", "violations", "describe")
+        if not hasattr(ball, name)
     ]
     if missing:
         said = f"; it has no {', '.join(missing)}" if len(missing) < 4 else ""
@@ -44,17 +48,23 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
         if eps.ndim == 0:
             return check_eps(float(eps))
         if eps.ndim != 1:
-            raise ValueError(f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}")
+            raise ValueError(
+                f"eps must be a number or one value per image (1-D), got shape {tuple(eps.shape)}"
+            )
         eps = eps.detach().to(torch.float64)
         if not recording(eps) and bool((~(eps >= 0) | eps.isinf()).any()):
-            raise ValueError(f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}")
+            raise ValueError(
+                f"eps must be finite and >= 0, got values from {eps.min():g} to {eps.max():g}"
+            )
         return eps
     if isinstance(eps, (list, tuple)) or getattr(eps, "ndim", 0) > 0:  # an array of numpy, say
         return check_eps(torch.as_tensor(eps, dtype=torch.float64))
     try:
         value = float(eps)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"eps must be a number or one value per image, got {type(eps).__name__}") from error
+        raise TypeError(
+            f"eps must be a number or one value per image, got {type(eps).__name__}"
+        ) from error
     if not 0 <= value < math.inf:
         raise ValueError(f"eps must be finite and >= 0, got {value}")
     return value
@@ -80,14 +90,18 @@ def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
     seen = torch.stack(ends).tolist()  # NaN if one is
     for place, title in enumerate(tensors):
         if not (math.isfinite(seen[2 * place]) and math.isfinite(seen[2 * place + 1])):
-            raise ValueError(f"{title} has NaN or infinite values; clean it (torch.nan_to_num) before you call")
+            raise ValueError(
+                f"{title} has NaN or infinite values; clean it (torch.nan_to_num) before you call"
+            )
     return seen[0], seen[1]
 
 
 def check_layout(name: str, value: Tensor) -> None:
     """Type and shape alone, without a look at the values."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor({name})")
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor({name})"
+        )
     if not value.is_floating_point():
         raise TypeError(
             f"{name} must hold floating-point pixels, got {value.dtype}; for 8-bit images use {name}.float() / 255"
@@ -101,7 +115,9 @@ def check_layout(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} has an empty image: shape {tuple(value.shape)}")
 
 
-def check_images(name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor) -> Tensor:
+def check_images(
+    name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor
+) -> Tensor:
     """Images with non-negative pixels inside the box, up to rounding, which is clipped away.
 
     What is given ``beside`` them must be finite, of their shape and on their device.
@@ -144,14 +160,20 @@ def _check_alike(name: str, value: Tensor, x: Tensor) -> None:
     """The same without a look at the values."""
     check_layout(name, value)
     if value.shape != x.shape:
-        raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}")
+        raise ValueError(
+            f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(value.shape)}"
+        )
     if value.device != x.device:
-        raise ValueError(f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)")
+        raise ValueError(
+            f"{name} is on {value.device} but x is on {x.device}; move one with .to(...)"
+        )
 
 
 def check_eps_count(eps: float | Tensor, batch: int) -> None:
     if isinstance(eps, Tensor) and eps.shape[0] != batch:
-        raise ValueError(f"eps has {eps.shape[0]} values for {batch} images; give one per image, or a single number")
+        raise ValueError(
+            f"eps has {eps.shape[0]} values for {batch} images; give one per image, or a single number"
+        )
 
 
 def check_positive(name: str, value: float, *, inf: bool = False) -> float:
@@ -181,7 +203,9 @@ def check_seed(value: int) -> int:
 
 def check_generator(generator: torch.Generator | None) -> None:
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed")
+        raise TypeError(
+            f"generator must be a torch.Generator, got {generator!r}; see torch.Generator.manual_seed"
+        )
 
 
 def find_device(name: str) -> torch.device:

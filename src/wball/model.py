@@ -49,12 +49,18 @@ def check_classes(name: str, labels: Tensor, logits: Tensor) -> None:
         return
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= logits.shape[1]:
-        raise ValueError(f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes")
+        raise ValueError(
+            f"{name} has labels from {low} to {high}, but the model has {logits.shape[1]} classes"
+        )
 
 
 def with_modes(model: Model) -> list[nn.Module]:
     """The model's modules that can be in training mode: those of a frozen script cannot."""
-    return [m for m in model.modules() if hasattr(m, "training")] if isinstance(model, nn.Module) else []
+    return (
+        [m for m in model.modules() if hasattr(m, "training")]
+        if isinstance(model, nn.Module)
+        else []
+    )
 
 
 class _Lent(Generic[Thing]):
@@ -65,11 +71,16 @@ class _Lent(Generic[Thing]):
     """
 
     def __init__(
-        self, key: Callable[[Thing], object], read: Callable[[Thing], Any], write: Callable[[Thing, Any], None]
+        self,
+        key: Callable[[Thing], object],
+        read: Callable[[Thing], Any],
+        write: Callable[[Thing, Any], None],
     ) -> None:
         self._key, self._read, self._write = key, read, write
         self._lock = threading.Lock()
-        self._found: dict[object, tuple[Thing, Any]] = {}  # keeps the thing alive, so that no id is used twice
+        self._found: dict[
+            object, tuple[Thing, Any]
+        ] = {}  # keeps the thing alive, so that no id is used twice
         self._users: Counter[object] = Counter()
 
     def found(self, thing: Thing) -> Any:
@@ -117,8 +128,12 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-_modes = _Lent[nn.Module](id, lambda module: module.training, lambda module, mode: setattr(module, "training", mode))
-_flags = _Lent[Tensor](id, lambda p: p.requires_grad, lambda p, flag: setattr(p, "requires_grad", flag))
+_modes = _Lent[nn.Module](
+    id, lambda module: module.training, lambda module, mode: setattr(module, "training", mode)
+)
+_flags = _Lent[Tensor](
+    id, lambda p: p.requires_grad, lambda p, flag: setattr(p, "requires_grad", flag)
+)
 _random = _Lent[torch.device](str, _random_state, _set_random_state)
 
 

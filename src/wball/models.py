@@ -30,13 +30,21 @@ class Normalized(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: nn.Module, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+    def __init__(
+        self, model: nn.Module, mean: float | Sequence[float], std: float | Sequence[float]
+    ) -> None:
         super().__init__()
         centre, scale = (torch.as_tensor(v, dtype=torch.float32).reshape(-1) for v in (mean, std))
         if len(centre) != len(scale):
-            raise ValueError(f"mean has {len(centre)} channels and std has {len(scale)}; give one of each per channel")
-        if not bool((scale > 0).all()) or not bool(torch.isfinite(torch.cat([centre, scale])).all()):
-            raise ValueError(f"mean must be finite and std > 0 in every channel, got {mean} and {std}")
+            raise ValueError(
+                f"mean has {len(centre)} channels and std has {len(scale)}; give one of each per channel"
+            )
+        if not bool((scale > 0).all()) or not bool(
+            torch.isfinite(torch.cat([centre, scale])).all()
+        ):
+            raise ValueError(
+                f"mean must be finite and std > 0 in every channel, got {mean} and {std}"
+            )
         self.model = model
         self.register_buffer("mean", centre.view(1, -1, 1, 1), persistent=False)
         self.register_buffer("std", scale.view(1, -1, 1, 1), persistent=False)
@@ -78,7 +86,9 @@ class Binarize(nn.Module):
 class Binarized(nn.Module):
     """The paper's binarized defence: a threshold in front of an ordinary network."""
 
-    def __init__(self, model: nn.Module, threshold: float = 0.5, straight_through: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, threshold: float = 0.5, straight_through: bool = True
+    ) -> None:
         super().__init__()
         self.binarize, self.model = Binarize(threshold, straight_through), model
 
@@ -184,8 +194,12 @@ def merge_convolutions(model: nn.Sequential, x: Tensor) -> nn.Sequential:
     on = active.all(1)
     if bool((active.any(1) != on).any()):
         count = int((active.any(1) != on).sum())
-        raise ValueError(f"{count} of {len(on)} filters of the first convolution switch on these images: not linear")
-    whole = shallow(x.shape[1], x.shape[2], second.out_channels, hidden.out_features, kernel=10).to(x.device)
+        raise ValueError(
+            f"{count} of {len(on)} filters of the first convolution switch on these images: not linear"
+        )
+    whole = shallow(x.shape[1], x.shape[2], second.out_channels, hidden.out_features, kernel=10).to(
+        x.device
+    )
     into = first.weight * on.view(-1, 1, 1, 1)
     merged, _, _, one, _, two = whole
     assert isinstance(merged, nn.Conv2d) and merged.bias is not None
@@ -219,7 +233,9 @@ class BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 for small images: a stem without pooling, parameter names as in the usual public checkpoints."""
 
-    def __init__(self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3) -> None:
+    def __init__(
+        self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, stem, padding=stem // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -258,7 +274,9 @@ class PlainBlock(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
         with torch.no_grad():
-            self.shortcut.weight[range(outputs), [k % inputs for k in range(outputs)]] = 1 / stride**2
+            self.shortcut.weight[range(outputs), [k % inputs for k in range(outputs)]] = (
+                1 / stride**2
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.conv2(F.relu(self.conv1(x))) + self.shortcut(x))
@@ -299,7 +317,11 @@ class SmallResNet(nn.Module):
             modules[f"{first}.Ws.0"] = f"blocks.{block}.conv1"
             modules[f"{first + 2}.Ws.0"] = f"blocks.{block}.shortcut"
             modules[f"{first + 2}.Ws.2"] = f"blocks.{block}.conv2"
-        return {f"{theirs}.{leaf}": f"{ours}.{leaf}" for theirs, ours in modules.items() for leaf in ("weight", "bias")}
+        return {
+            f"{theirs}.{leaf}": f"{ours}.{leaf}"
+            for theirs, ours in modules.items()
+            for leaf in ("weight", "bias")
+        }
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,15 @@ class Moves(ABC):
     cost: Tensor  # (K, 1, 1) for stencils, (K, H, W) for matrices
     allowed: Tensor  # (K, H, W), bool: the move ends inside the image and has finite cost
 
-    costs: Sequence[float | Tensor]  # one at a time: what the k-th move costs, at every pixel or per pixel
-    reverse: Sequence[int | None]  # one at a time: the move that takes the k-th back, if there is one
-    rings: Sequence[Sequence[int]]  # one at a time: the moves of each distinct cost, the cheapest first
+    costs: Sequence[
+        float | Tensor
+    ]  # one at a time: what the k-th move costs, at every pixel or per pixel
+    reverse: Sequence[
+        int | None
+    ]  # one at a time: the move that takes the k-th back, if there is one
+    rings: Sequence[
+        Sequence[int]
+    ]  # one at a time: the moves of each distinct cost, the cheapest first
     ring_cost: Tensor  # (D, 1, 1, 1, 1) or (D, 1, 1, H, W): the cost of each ring
 
     def __len__(self) -> int:
@@ -140,7 +146,9 @@ class StencilMoves(Moves):
         self.costs = [cost for *_, cost in moves]
         self.radius = (max(abs(r) for r, _ in self.offsets), max(abs(c) for _, c in self.offsets))
         if self._moves[:1] != ((0, 0, 0.0),) or self.costs != sorted(self.costs):
-            raise ValueError(f"moves must begin with (0, 0, 0.0), the move that stays, and go on by cost, got {moves}")
+            raise ValueError(
+                f"moves must begin with (0, 0, 0.0), the move that stays, and go on by cost, got {moves}"
+            )
         index = {offset: k for k, offset in enumerate(self.offsets)}
         self.reverse = [index.get((-r, -c)) for r, c in self.offsets]
         self.distinct = sorted(set(self.costs))
@@ -159,7 +167,10 @@ class StencilMoves(Moves):
         return hash((self._moves, self.shape))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StencilMoves) and (self._moves, self.shape) == (other._moves, other.shape)
+        return isinstance(other, StencilMoves) and (self._moves, self.shape) == (
+            other._moves,
+            other.shape,
+        )
 
     def __iter__(self) -> Iterator[Move]:
         return iter(self._moves)
@@ -259,9 +270,13 @@ class StencilMoves(Moves):
 
         def convolved(values: Tensor) -> Tensor:
             channels = images * values.shape[1]
-            one_each = window.expand(-1, values.shape[1], -1, -1).reshape(channels, 1, rows, columns)
+            one_each = window.expand(-1, values.shape[1], -1, -1).reshape(
+                channels, 1, rows, columns
+            )
             joined = values.reshape(1, channels, *self.shape)
-            return F.conv2d(joined, one_each, padding=self.radius, groups=channels).view(values.shape)
+            return F.conv2d(joined, one_each, padding=self.radius, groups=channels).view(
+                values.shape
+            )
 
         return convolved
 
@@ -280,7 +295,9 @@ class StencilMoves(Moves):
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:
     """The places from which a step does not leave a row of this size, and where it leads from there."""
-    return slice(max(0, -step), max(0, size - max(0, step))), slice(max(0, step), max(0, size + min(0, step)))
+    return slice(max(0, -step), max(0, size - max(0, step))), slice(
+        max(0, step), max(0, size + min(0, step))
+    )
 
 
 class _StencilArrivals(Arrivals):
@@ -305,7 +322,9 @@ class DenseMoves(Moves):
         self.shape = shape
         self._matrix = matrix.to(device=like.device)
         finite = torch.isfinite(self._matrix)
-        by_target = torch.where(finite, self._matrix, torch.zeros_like(self._matrix)).T.reshape(-1, *shape)
+        by_target = torch.where(finite, self._matrix, torch.zeros_like(self._matrix)).T.reshape(
+            -1, *shape
+        )
         self.cost = by_target.to(like.dtype)
         self.allowed = finite.T.reshape(-1, *shape)
 
@@ -352,7 +371,9 @@ class DenseMoves(Moves):
 
     def opposite(self, arcs: Tensor) -> Tensor:
         square = arcs.flatten(3)
-        return torch.where(self.allowed, square.transpose(2, 3).reshape(arcs.shape), torch.zeros_like(arcs))
+        return torch.where(
+            self.allowed, square.transpose(2, 3).reshape(arcs.shape), torch.zeros_like(arcs)
+        )
 
     def stay(self) -> Tensor:
         n = len(self)
@@ -360,7 +381,9 @@ class DenseMoves(Moves):
 
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
         allowed, nothing = self._by_shift[1], torch.full_like(values, outside)
-        return lambda k: torch.where(allowed[k], values.flatten(-2).roll(-k, -1).view(values.shape), nothing)
+        return lambda k: torch.where(
+            allowed[k], values.flatten(-2).roll(-k, -1).view(values.shape), nothing
+        )
 
     def arrivals(self, like: Tensor) -> Arrivals:
         return _DenseArrivals(self._by_shift[1], like)

@@ -70,13 +70,18 @@ class StoredPlan(ABC):
     def put(self: AnyPlan, index: Tensor, part: AnyPlan) -> AnyPlan:
         """These plans with those of the images at ``index`` replaced."""
         pairs = zip(self.tensors(), part.tensors(), strict=True)
-        return self.with_tensors([mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs])
+        return self.with_tensors(
+            [mine.index_copy(0, index, theirs.to(mine)) for mine, theirs in pairs]
+        )
 
     def where(self: AnyPlan, mask: Tensor, other: AnyPlan) -> AnyPlan:
         """These plans for the images of the mask, those of ``other`` for the rest."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return self.with_tensors(
-            [torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, theirs.to(mine)) for mine, theirs in pairs]
+            [
+                torch.where(mask.view(-1, *[1] * (mine.ndim - 1)), mine, theirs.to(mine))
+                for mine, theirs in pairs
+            ]
         )
 
     @staticmethod
@@ -129,30 +134,55 @@ class FactoredPlan(StoredPlan):
 
     @classmethod
     def tempered(
-        cls, moves: Moves, x: Tensor, u: Tensor, psi: Tensor, tau: Tensor, keep: Tensor, give: Tensor
+        cls,
+        moves: Moves,
+        x: Tensor,
+        u: Tensor,
+        psi: Tensor,
+        tau: Tensor,
+        keep: Tensor,
+        give: Tensor,
     ) -> FactoredPlan:
         """The plan of a potential and a price in image units at temperature ``tau``; nothing moves where that is 0."""
         warm = tau.to(torch.float64) > 0
         heat = torch.where(warm, tau.to(torch.float64), 1.0)
         potentials = u.to(torch.float64) / heat.view(-1, 1, 1, 1)
-        return cls(moves, x, potentials, psi.to(torch.float64) / heat, keep, give, warm.to(torch.float64))
+        return cls(
+            moves, x, potentials, psi.to(torch.float64) / heat, keep, give, warm.to(torch.float64)
+        )
 
     def arcs(self) -> Tensor:
         """The mass on each move, ``(B, C, K, H, W)``, in float64."""
-        x, s, keep, give = (part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give))
-        moves, psi, scale = self.moves.like(x), self.psi.to(torch.float64), self.scale.to(torch.float64)
+        x, s, keep, give = (
+            part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give)
+        )
+        moves, psi, scale = (
+            self.moves.like(x),
+            self.psi.to(torch.float64),
+            self.scale.to(torch.float64),
+        )
         score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
         out = (scale.view(-1, 1, 1, 1) * x * give).unsqueeze(2)
         # A row that sends nothing need not have potentials that are numbers.
-        sent = torch.where(moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep))
-        home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(min=0)  # a difference: rounding only
+        sent = torch.where(
+            moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep)
+        )
+        home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(
+            min=0
+        )  # a difference: rounding only
         return torch.where(moves.stay(), home, sent)
 
     def net_cost(self) -> Tensor:
         """As of the plan written out, one move at a time: an attack that asks at every step spends most of it here."""
-        x, s, keep, give = (part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give))
-        moves, psi, scale = self.moves.like(x), self.psi.to(torch.float64), self.scale.to(torch.float64)
+        x, s, keep, give = (
+            part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give)
+        )
+        moves, psi, scale = (
+            self.moves.like(x),
+            self.psi.to(torch.float64),
+            self.scale.to(torch.float64),
+        )
         ends, kept = moves.ends(s, -torch.inf), moves.ends(keep, 0.0)
         sent = [ends(k) - psi.view(-1, 1, 1, 1) * moves.costs[k] for k in range(len(moves))]
         top = reduce(torch.maximum, sent)
@@ -165,7 +195,11 @@ class FactoredPlan(StoredPlan):
         total = torch.zeros_like(scale)
         for k in range(1, len(moves)):
             back = moves.reverse[k]
-            net = sent[k] if back is None else (sent[k] - moves.ends(sent[back], 0.0)(k)).clamp_(min=0)
+            net = (
+                sent[k]
+                if back is None
+                else (sent[k] - moves.ends(sent[back], 0.0)(k)).clamp_(min=0)
+            )
             total += (net * moves.costs[k]).flatten(1).sum(1)
         return total
 
@@ -210,7 +244,9 @@ class Plan(StoredPlan):
         """Every move scaled (by a factor per image, in [0, 1]), the rest staying: ``z = x + scale (z - x)``."""
         keep = scale.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
         stay = self.moves.stay()
-        home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(2, keepdim=True)
+        home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(
+            2, keepdim=True
+        )
         # Scaled, not reduced: at a scale of 1e-12 a difference would keep four digits of the budget.
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow * keep))
 
@@ -228,7 +264,11 @@ class Plan(StoredPlan):
     def within(self, budget: Tensor) -> Plan:
         """The plan, scaled towards the centre where it costs more than ``budget`` (per image)."""
         cost = self.cost()
-        scale = torch.where(cost > budget, budget / cost.clamp(min=torch.finfo(cost.dtype).tiny), torch.ones_like(cost))
+        scale = torch.where(
+            cost > budget,
+            budget / cost.clamp(min=torch.finfo(cost.dtype).tiny),
+            torch.ones_like(cost),
+        )
         return self.toward_centre(scale) if bool((scale < 1).any()) else self
 
     def _into_box(self, lo: float, hi: float) -> Plan:

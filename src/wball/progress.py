@@ -57,7 +57,12 @@ class Bar:
 
 @contextmanager
 def bar(
-    title: str, total: float | None = None, unit: str = "", *, show: bool = True, parts: bool = False
+    title: str,
+    total: float | None = None,
+    unit: str = "",
+    *,
+    show: bool = True,
+    parts: bool = False,
 ) -> Iterator[Bar]:
     """A bar with the time left, which vanishes from a terminal at its end. With ``parts``, attacks report to it."""
     if not show:
@@ -65,7 +70,13 @@ def bar(
         return
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

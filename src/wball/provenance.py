@@ -51,11 +51,17 @@ def commit() -> str:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
-        if git("ls-files", Path(__file__).name):  # an installed copy may lie inside somebody else's repository
-            return git("rev-parse", "HEAD") + (" with local changes" if git("status", "--porcelain", ".") else "")
+        if git(
+            "ls-files", Path(__file__).name
+        ):  # an installed copy may lie inside somebody else's repository
+            return git("rev-parse", "HEAD") + (
+                " with local changes" if git("status", "--porcelain", ".") else ""
+            )
     except (OSError, subprocess.CalledProcessError):
         pass
     return os.environ.get("WBALL_COMMIT", "unknown")
@@ -89,13 +95,19 @@ def fingerprint(*tensors: Tensor) -> str:
     for tensor in tensors:
         value = tensor.detach().to("cpu").contiguous()
         digest.update(f"{tuple(value.shape)} {value.dtype};".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        digest.update(
+            value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        )
     return digest.hexdigest()
 
 
 def describe_model(model: Any, name: str | None = None) -> dict[str, Any]:
     """Name, size and checksum of a model; a function that is no module has a name only."""
-    title = name or (type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__qualname__", "model"))
+    title = name or (
+        type(model).__name__
+        if isinstance(model, nn.Module)
+        else getattr(model, "__qualname__", "model")
+    )
     if not isinstance(model, nn.Module):
         return {"name": title, "parameters": None, "sha256": None}
     state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}

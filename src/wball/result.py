@@ -19,19 +19,17 @@ class Status(Enum):
 
     CONVERGED = "the duality gap and the residual are within the tolerance"
     MAX_ITER = "stopped at max_iter above the tolerance: the point is in the ball, but raise max_iter or loosen tol"
-    STALLED = (
-        "no further progress above the tolerance: the point is in the ball, but max_iter does not help; loosen tol"
-    )
-    TIME_LIMIT = (
-        "stopped at time_limit above the tolerance: the point is in the ball, but raise time_limit or loosen tol"
-    )
+    STALLED = "no further progress above the tolerance: the point is in the ball, but max_iter does not help; loosen tol"
+    TIME_LIMIT = "stopped at time_limit above the tolerance: the point is in the ball, but raise time_limit or loosen tol"
     EXACT = "closed form: nothing was iterated"
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
 
 
-def statuses(converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False) -> tuple[Status, ...]:
+def statuses(
+    converged: Tensor, stalled: Callable[[], Tensor] | None = None, late: bool = False
+) -> tuple[Status, ...]:
     """One status per image from masks of those that met the tolerance and of those that stopped before ``max_iter``.
 
     The latter is asked for only where some did not meet it. ``late``: time was up before all of them were done.
@@ -40,7 +38,9 @@ def statuses(converged: Tensor, stalled: Callable[[], Tensor] | None = None, lat
     if all(met):
         return (Status.CONVERGED,) * len(met)
     early = [False] * len(met) if stalled is None else stalled().tolist()
-    missed = (Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early)
+    missed = (
+        Status.TIME_LIMIT if late and e else Status.STALLED if e else Status.MAX_ITER for e in early
+    )
     return tuple(Status.CONVERGED if c else m for c, m in zip(met, missed, strict=True))
 
 
@@ -155,8 +155,14 @@ def joined_results(parts: Sequence[Result], write: Callable[[], StoredPlan]) -> 
             return Duals(torch.cat([v.beta for v in values]), torch.cat([v.psi for v in values]))
         return torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
 
-    every = {item.name: join(item.name) for item in fields(parts[0]) if item.name not in ("write", "kernel")}
-    return replace(parts[0], **every, write=write, kernel=joined_kernels(part.kernel for part in parts))
+    every = {
+        item.name: join(item.name)
+        for item in fields(parts[0])
+        if item.name not in ("write", "kernel")
+    }
+    return replace(
+        parts[0], **every, write=write, kernel=joined_kernels(part.kernel for part in parts)
+    )
 
 
 def joined_kernels(names: Iterable[str]) -> str:

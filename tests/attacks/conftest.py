@@ -29,7 +29,9 @@ def _distance(ball: WassersteinBall, x: Tensor, z: Tensor) -> float:
                     matrix[r * width + c, (r + dr) * width + c + dc] = cost
     matrix[~np.isfinite(matrix)] = 1e4
     total = 0.0
-    for a, b in zip(x.double().reshape(-1, height * width), z.double().reshape(-1, height * width), strict=True):
+    for a, b in zip(
+        x.double().reshape(-1, height * width), z.double().reshape(-1, height * width), strict=True
+    ):
         source, end = a.numpy(), b.numpy()
         if source.sum() > 0:
             i, j = source > 0, end > 0
@@ -52,10 +54,16 @@ def check_valid() -> Valid:
             assert ((z - x).abs().flatten(1).amax(1) <= eps + 1e-6).all()
             return
         mass = x.double().flatten(1).sum(1)
-        drift = (z.double() - x.double()).flatten(2).sum(2) if x.ndim == 4 else (z - x).double().sum(1, keepdim=True)
+        drift = (
+            (z.double() - x.double()).flatten(2).sum(2)
+            if x.ndim == 4
+            else (z - x).double().sum(1, keepdim=True)
+        )
         assert (drift.abs().amax(1) <= 1e-5 * mass + 1e-12).all()
         for i, budget in enumerate(ball.budget(x).tolist()):
-            assert _distance(ball, x[i], z[i]) <= budget * (1 + 1e-4) + 1e-7 * float(mass[i]), f"image {i}"
+            assert _distance(ball, x[i], z[i]) <= budget * (1 + 1e-4) + 1e-7 * float(mass[i]), (
+                f"image {i}"
+            )
 
     return check
 

@@ -27,7 +27,9 @@ def test_torchattacks(net: nn.Module, images: Tensor, labels: Tensor) -> None:
         TorchAttack(net, "pgd")
 
 
-def test_torchattacks_leaves_the_model_as_found(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_torchattacks_leaves_the_model_as_found(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     atk = TorchAttack(net.train(), ATTACK)
     atk.set_mode_targeted_by_label()
     statistics = [value.clone() for value in net.buffers()]
@@ -42,7 +44,13 @@ def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     from wball.attacks.adapters import art as adapter
 
     classifier = PyTorchClassifier(
-        net, nn.CrossEntropyLoss(), (1, 8, 8), 5, clip_values=(0, 1), preprocessing=(0.4, 0.5), device_type="cpu"
+        net,
+        nn.CrossEntropyLoss(),
+        (1, 8, 8),
+        5,
+        clip_values=(0, 1),
+        preprocessing=(0.4, 0.5),
+        device_type="cpu",
     )
     expected = ATTACK(Normalized(net, 0.4, 0.5), images, labels)
     attack = adapter.ArtAttack(classifier, ATTACK)
@@ -63,7 +71,8 @@ def test_art(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     towards = adapter.ArtAttack(classifier, ATTACK, targeted=True)
     towards.generate(images.numpy(), target.numpy())
     assert torch.equal(
-        torch.tensor(classifier.predict(towards.result.images.numpy()).argmax(1)) == target, towards.result.success
+        torch.tensor(classifier.predict(towards.result.images.numpy()).argmax(1)) == target,
+        towards.result.success,
     )
     assert attack.generate(images.numpy()).shape == images.shape
     with pytest.raises(ValueError, match="target"):
@@ -80,24 +89,32 @@ def test_foolbox(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     for eps, found, done, result in zip((0.1, 0.3), raw, success, attack.results, strict=True):
         expected = ATTACK.at(eps)(net, images, labels)
         torch.testing.assert_close(found, expected.images, atol=1e-5, rtol=0)
-        assert torch.equal(done, expected.success) and torch.equal(result.distance, expected.distance)
+        assert torch.equal(done, expected.success) and torch.equal(
+            result.distance, expected.distance
+        )
     assert torch.equal(clipped[1], raw[1])
     again, _, _ = attack(fmodel, images, labels, epsilons=np.array([0.1, 0.3]))
     assert torch.equal(again[1], raw[1])
     one, _, done = attack(fmodel, images, foolbox.criteria.Misclassification(labels), epsilons=None)
     assert torch.equal(one, raw[1]) and done.shape == (10,)
     target = (net(images).argmax(1) + 1) % 5
-    found, _, done = attack(fmodel, images, foolbox.criteria.TargetedMisclassification(target), epsilons=0.3)
+    found, _, done = attack(
+        fmodel, images, foolbox.criteria.TargetedMisclassification(target), epsilons=0.3
+    )
     assert torch.equal(net(found).argmax(1) == target, done)
     random = FoolboxAttack(DualAveraging(WassersteinBall(0.1), steps=3, random_start=5.0))
     _, _, once = random(fmodel, images, labels, epsilons=None)
     _, _, thrice = random.repeat(3)(fmodel, images, labels, epsilons=None)
     assert (thrice | ~once).all()
     ball = WassersteinBall(0.05)
-    ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False)).repeat(2)
+    ensemble = FoolboxAttack(StandardAttack(ball, version="fast", proofs=True, check=False)).repeat(
+        2
+    )
     ensemble(fmodel, images, labels, epsilons=None)
     (result,) = ensemble.results
     assert torch.equal(result.member >= 0, result.success)
     assert not audit(ball, images, result.images, plan=result.proof, exact="needed").exact.any()
     with pytest.raises(ValueError, match="bounds"):
-        attack(foolbox.PyTorchModel(net, bounds=(-1, 1), device="cpu"), images, labels, epsilons=0.1)
+        attack(
+            foolbox.PyTorchModel(net, bounds=(-1, 1), device="cpu"), images, labels, epsilons=0.1
+        )

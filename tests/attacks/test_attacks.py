@@ -38,13 +38,17 @@ BALL = WassersteinBall(0.3)
 
 ATTACKS: dict[str, Attack] = {
     "dual averaging": DualAveraging(BALL, steps=8),
-    "dual averaging, random start": DualAveraging(BALL, steps=5, random_start=5.0, objective="margin"),
+    "dual averaging, random start": DualAveraging(
+        BALL, steps=5, random_start=5.0, objective="margin"
+    ),
     "pgd": PGD(BALL, steps=3),
     "pgd, entropic, l2": PGD(BALL, steps=3, step="l2", step_size=0.5, reg=1e4, random_start=True),
     "pgd, conjugate step": PGD(BALL, steps=2, step="wasserstein", step_size=0.1),
     "frank-wolfe": FrankWolfe(BALL, steps=3),
     "frank-wolfe, exact": FrankWolfe(BALL, steps=2, reg=math.inf),
-    "frank-wolfe, line search": FrankWolfe(BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"),
+    "frank-wolfe, line search": FrankWolfe(
+        BALL, steps=2, rule="line-search", reg=300.0, objective="dlr"
+    ),
     "fast": StandardAttack(BALL, version="fast"),
     "score search": ScoreSearch(BALL, queries=250, directions=8),
     "decision search": DecisionSearch(WassersteinBall(1.0), queries=600, directions=15),
@@ -71,7 +75,9 @@ def assert_same(a: AttackResult, b: AttackResult, tol: float = 1e-5) -> None:
 
 
 @every_attack
-def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+def test_result(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
     attack = ATTACKS[name]
     images, labels, keep = chosen(name, images, labels)
     wrong, black = keep.index(WRONG), keep.index(BLACK)
@@ -84,25 +90,36 @@ def test_result(name: str, net: nn.Module, images: Tensor, labels: Tensor, check
     assert torch.equal(top != labels, result.success)
     assert int(result.success.sum()) > 1, "nothing was broken: the test shows nothing"
     assert result.success[wrong] and result.distance[wrong] == 0
-    assert result.status[wrong] is AttackStatus.ALREADY_WRONG and torch.equal(result.images[wrong], images[wrong])
-    assert (result.distance <= torch.as_tensor(attack.ball.eps, dtype=torch.float64) * (1 + 1e-6)).all()
+    assert result.status[wrong] is AttackStatus.ALREADY_WRONG and torch.equal(
+        result.images[wrong], images[wrong]
+    )
+    assert (
+        result.distance <= torch.as_tensor(attack.ball.eps, dtype=torch.float64) * (1 + 1e-6)
+    ).all()
     exact = attack.ball.distance(images, result.images)
     moving = images.flatten(1).sum(1) > 0
     assert (result.distance[moving] >= exact[moving].double() - 1e-5).all()
     served = dispatch.requested() if dispatch.requested() != "auto" else "cpu"
     if isinstance(attack.ball, WassersteinBall):  # entropic corners are torch's everywhere
-        assert served in result.kernel.split("+") and set(result.kernel.split("+")) <= {served, "torch"}
+        assert served in result.kernel.split("+") and set(result.kernel.split("+")) <= {
+            served,
+            "torch",
+        }
     else:
         assert result.kernel == "torch"
     if isinstance(attack.ball, WassersteinBall):
         assert torch.equal(result.images[black], images[black])  # a ball of one point
     for i, status in enumerate(result.status):
-        assert (status in (AttackStatus.FOUND, AttackStatus.ALREADY_WRONG)) == bool(result.success[i])
+        assert (status in (AttackStatus.FOUND, AttackStatus.ALREADY_WRONG)) == bool(
+            result.success[i]
+        )
     assert result.robust_accuracy == pytest.approx(1 - float(result.success.float().mean()))
 
 
 @every_attack
-def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+def test_targeted(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
     attack = ATTACKS[name]
     images, labels, _ = chosen(name, images, labels)
     with torch.no_grad():
@@ -114,7 +131,9 @@ def test_targeted(name: str, net: nn.Module, images: Tensor, labels: Tensor, che
     assert result.success.any()
 
 
-DRAWS = [name for name in ATTACKS if getattr(ATTACKS[name], "random_start", False) or "search" in name]
+DRAWS = [
+    name for name in ATTACKS if getattr(ATTACKS[name], "random_start", False) or "search" in name
+]
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in DRAWS])
@@ -131,7 +150,9 @@ def test_a_batch_is_a_loop(name: str, net: nn.Module, images: Tensor, labels: Te
 def test_same_seed_same_result(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = ATTACKS[name]
     images, labels, _ = chosen(name, images, labels)
-    results = [attack(net, images, labels, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
+    results = [
+        attack(net, images, labels, generator=torch.Generator().manual_seed(7)) for _ in range(2)
+    ]
     assert_same(*results, tol=0)
 
 
@@ -168,7 +189,9 @@ def test_model_is_left_as_found_when_it_fails(images: Tensor) -> None:
     assert model.training and torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_grad_and_inference_mode_around_the_call(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_no_grad_and_inference_mode_around_the_call(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     attack = ATTACKS["dual averaging"]
     plain = attack(net, images, labels)
     with torch.no_grad():
@@ -179,7 +202,9 @@ def test_no_grad_and_inference_mode_around_the_call(net: nn.Module, images: Tens
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe", "fast"])
-def test_radius_zero_returns_the_clean_images(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_radius_zero_returns_the_clean_images(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     images, labels, keep = chosen(name, images, labels)
     result = ATTACKS[name].at(0.0)(net, images, labels)
     torch.testing.assert_close(result.images, images, atol=1e-6, rtol=0)
@@ -187,7 +212,9 @@ def test_radius_zero_returns_the_clean_images(name: str, net: nn.Module, images:
 
 
 @pytest.mark.parametrize("name", ["dual averaging", "pgd", "frank-wolfe"])
-def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+def test_one_radius_per_image(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
     images, labels, keep = chosen(name, images, labels)
     eps = torch.linspace(0, 0.5, len(keep), dtype=torch.float64)
     attack = replace(ATTACKS[name].at(eps), batch_size=3)
@@ -198,7 +225,10 @@ def test_one_radius_per_image(name: str, net: nn.Module, images: Tensor, labels:
 
 
 def test_larger_radius_breaks_more(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    accuracy = [DualAveraging(BALL.at(eps), steps=20)(net, images, labels).robust_accuracy for eps in (0.02, 0.2, 0.8)]
+    accuracy = [
+        DualAveraging(BALL.at(eps), steps=20)(net, images, labels).robust_accuracy
+        for eps in (0.02, 0.2, 0.8)
+    ]
     assert accuracy[0] > accuracy[1] >= accuracy[2]
 
 
@@ -217,7 +247,9 @@ def test_exact_projections_start_from_the_duals_of_the_last(
     assert given == [False, True, True]
 
 
-def test_frank_wolfe_climbs_as_far_as_with_exact_corners(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_frank_wolfe_climbs_as_far_as_with_exact_corners(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """Corners that gain nearly what the farthest points gain; the same attack, in a small part of the time."""
     found, exact = (
         FrankWolfe(BALL, steps=12, reg=reg, until_success=False)(net, images[:8], labels[:8])
@@ -260,7 +292,9 @@ def test_other_balls(ball: WassersteinBall, check_valid: Valid) -> None:
     assert result.success.any()
 
 
-def test_double_and_half(net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+def test_double_and_half(
+    net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
     attack = ATTACKS["dual averaging"]
     double = attack(net.double(), images.double(), labels)
     assert double.images.dtype == torch.float64
@@ -270,7 +304,9 @@ def test_double_and_half(net: nn.Module, images: Tensor, labels: Tensor, check_v
     check_valid(BALL, half.float(), result.images)
 
 
-def test_until_success_false_raises_the_loss_further(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_until_success_false_raises_the_loss_further(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     first = DualAveraging(BALL, steps=20)(net, images, labels)
     hardest = DualAveraging(BALL, steps=20, until_success=False)(net, images, labels)
     broken = first.success & hardest.success
@@ -286,16 +322,24 @@ def test_loss_is_the_cross_entropy(net: nn.Module, images: Tensor, labels: Tenso
     torch.testing.assert_close(result.loss, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_confident_model_still_has_a_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_a_confident_model_still_has_a_gradient(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """Cross-entropy in float32 is flat for logits like these; what the attack climbs is not."""
     scaled = lambda z: 1e4 * net(z)
-    plain, confident = ATTACKS["dual averaging"](net, images, labels), ATTACKS["dual averaging"](scaled, images, labels)
+    plain, confident = (
+        ATTACKS["dual averaging"](net, images, labels),
+        ATTACKS["dual averaging"](scaled, images, labels),
+    )
     assert int(confident.success.sum()) >= int(plain.success.sum()) - 1
     assert AttackStatus.NO_GRADIENT not in confident.status[:3]
 
 
 def test_flat_and_broken_models_are_reported(images: Tensor, labels: Tensor) -> None:
-    flat = lambda z: (z.flatten(1)[:, :5] * 0.0) + nn.functional.one_hot(labels[:1], 5) * torch.ones(z.shape[0], 1)
+    flat = lambda z: (
+        (z.flatten(1)[:, :5] * 0.0)
+        + nn.functional.one_hot(labels[:1], 5) * torch.ones(z.shape[0], 1)
+    )
     y = labels[:1].expand(10)
     result = ATTACKS["dual averaging"](flat, images, y)
     assert not result.success.any()
@@ -325,7 +369,9 @@ def test_a_runner_up_is_chosen_on_the_clean_image() -> None:
     y, second = clean.topk(3, 1).indices[:, [0, 2]].T
     found = DualAveraging(BALL, steps=4, objective=RunnerUp(2), until_success=False)(net, x, y)
     logits = net(found.images).detach()
-    gained, before = (v.gather(1, second[:, None])[:, 0] - v.gather(1, y[:, None])[:, 0] for v in (logits, clean))
+    gained, before = (
+        v.gather(1, second[:, None])[:, 0] - v.gather(1, y[:, None])[:, 0] for v in (logits, clean)
+    )
     torch.testing.assert_close(found.loss, gained)
     assert bool((gained > before).all())
 
@@ -335,7 +381,9 @@ def test_an_ensemble_tells_what_its_best_member_found() -> None:
         success = torch.tensor([s is AttackStatus.FOUND for s in status])
         zero = torch.zeros(len(status), dtype=torch.float64)
         images = torch.tensor(loss).view(-1, 1, 1, 1)
-        return AttackResult(images, success, zero, torch.tensor(loss), torch.ones(len(status)), tuple(status), zero)
+        return AttackResult(
+            images, success, zero, torch.tensor(loss), torch.ones(len(status)), tuple(status), zero
+        )
 
     survived, masked, broken = AttackStatus.SURVIVED, AttackStatus.NO_GRADIENT, AttackStatus.FOUND
     first = told([survived, survived, masked, masked, survived], [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -350,7 +398,12 @@ def test_an_ensemble_tells_what_its_best_member_found() -> None:
 def test_the_line_search_takes_the_best_of_its_lengths() -> None:
     start, corner = torch.full((3, 1, 2, 2), 0.5), torch.full((3, 1, 2, 2), 1.5)
     goal = torch.tensor([0.76, 3.0, -1.0]).view(3, 1, 1, 1)
-    gamma = _line_search(lambda z: -(z - goal).square().flatten(1).sum(1), start.double(), corner.double(), start.dtype)
+    gamma = _line_search(
+        lambda z: -(z - goal).square().flatten(1).sum(1),
+        start.double(),
+        corner.double(),
+        start.dtype,
+    )
     assert gamma.tolist() == [0.25, 1.0, 1 / 64]
 
 
@@ -379,21 +432,28 @@ def test_model_and_images_may_differ_in_precision(
 ) -> None:
     net = net.to(dtype)
     result = ATTACKS["dual averaging"](net, images, labels)
-    assert result.images.dtype == torch.float32 and result.loss.dtype in (torch.float32, torch.float64)
+    assert result.images.dtype == torch.float32 and result.loss.dtype in (
+        torch.float32,
+        torch.float64,
+    )
     assert result.status[0] is AttackStatus.FOUND
     with torch.no_grad():
         assert torch.equal(net(result.images.to(dtype)).argmax(1) != labels, result.success)
     check_valid(BALL, images, result.images)
 
 
-def test_a_model_without_a_graph_has_no_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_a_model_without_a_graph_has_no_gradient(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     for name in ("dual averaging", "pgd", "frank-wolfe", "linf pgd"):
         attack = ATTACKS[name].at(1e-6)  # where no start is lucky
         assert attack(net, images[:1], labels[:1]).status == (AttackStatus.SURVIVED,)
         result = attack(torch.no_grad()(net), images[:1], labels[:1])
         assert not result.success.any() and result.status == (AttackStatus.NO_GRADIENT,)
         # a model that always answers right cannot be fooled by a lucky start
-        result = ATTACKS[name](lambda z: torch.eye(5)[labels[0]].repeat(len(z), 1), images[:1], labels[:1])
+        result = ATTACKS[name](
+            lambda z: torch.eye(5)[labels[0]].repeat(len(z), 1), images[:1], labels[:1]
+        )
         assert not result.success.any() and result.status == (AttackStatus.NO_GRADIENT,)
 
 
@@ -416,7 +476,11 @@ def test_empty_batch(net: nn.Module) -> None:
     for attack in (ATTACKS["dual averaging"], ATTACKS["fast"], ATTACKS["linf pgd"]):
         result = attack(net, torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long))
         assert result.kernel == "none"
-        assert result.images.shape == (0, 1, 8, 8) and result.status == () and result.robust_accuracy == 1.0
+        assert (
+            result.images.shape == (0, 1, 8, 8)
+            and result.status == ()
+            and result.robust_accuracy == 1.0
+        )
 
 
 def test_progress_bar_is_silent_unless_asked(
@@ -437,18 +501,32 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: DualAveraging(BALL)(net, x, y[:3]), "one class per image"),
         (lambda net, x, y: DualAveraging(BALL)(net, x * 255, y), "outside"),
         (lambda net, x, y: DualAveraging(BALL.at([0.1, 0.2]))(net, x, y), "2 values for 10 images"),
-        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y), "floating-point logits"),
         (
-            lambda net, x, y: DualAveraging(BALL)(lambda z: net(z)[:, :, None].expand(-1, -1, 2), x, y),
+            lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).argmax(1), x, y),
+            "floating-point logits",
+        ),
+        (
+            lambda net, x, y: DualAveraging(BALL)(
+                lambda z: net(z)[:, :, None].expand(-1, -1, 2), x, y
+            ),
             "logits of shape",
         ),
-        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).amax(1), x, y), "the model has 2 classes"),
+        (
+            lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).amax(1), x, y),
+            "the model has 2 classes",
+        ),
         (lambda net, x, y: DualAveraging(BALL)(net, x, y, target=y[:2]), "target"),
         (lambda net, x, y: DualAveraging(BALL)(net, x.numpy(), y), "torch.as_tensor"),
         (lambda net, x, y: DualAveraging(BALL)(net, x, y, generator=3), "torch.Generator, got 3"),
         (lambda net, x, y: DualAveraging(BALL)("net", x, y), "callable"),
-        (lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).long(), x, y), "floating-point logits"),
-        (lambda net, x, y: DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, x, y), "one value per image"),
+        (
+            lambda net, x, y: DualAveraging(BALL)(lambda z: net(z).long(), x, y),
+            "floating-point logits",
+        ),
+        (
+            lambda net, x, y: DualAveraging(BALL, objective=lambda o, y, t: o.mean())(net, x, y),
+            "one value per image",
+        ),
         (lambda net, x, y: DualAveraging(LinfBall(0.1)), "WassersteinBall"),
         (lambda net, x, y: DualAveraging(BALL, steps=0), "steps"),
         (lambda net, x, y: ScoreSearch(BALL, queries=10), "queries"),
@@ -463,7 +541,10 @@ def test_progress_bar_is_silent_unless_asked(
         (lambda net, x, y: PGD.paper("imagenet"), "dataset"),
         (lambda net, x, y: FrankWolfe(BALL, rule="newton"), "rule"),
         (lambda net, x, y: FrankWolfe(BALL, tol=0.0), "tol"),
-        (lambda net, x, y: PGD(BALL, mode="papper"), 'mode must be "exact" or "paper", got .papper'),
+        (
+            lambda net, x, y: PGD(BALL, mode="papper"),
+            'mode must be "exact" or "paper", got .papper',
+        ),
         (lambda net, x, y: PGD(BALL, max_iter=0), "max_iter"),
         (lambda net, x, y: PGD(BALL, growth=1.1), "GrowingRadius"),
         (lambda net, x, y: PGD(0.1), "ball must be .* got 0.1"),

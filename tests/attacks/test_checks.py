@@ -23,7 +23,10 @@ def test_a_sound_model_raises_nothing(net: nn.Module, images: Tensor, labels: Te
     ("wrap", "category"),
     [
         (lambda net: lambda z: net(z).softmax(1), checks.ProbabilitiesWarning),
-        (lambda net: lambda z: net(z) + 0.1 * torch.randn(z.shape[0], 1), checks.RandomModelWarning),
+        (
+            lambda net: lambda z: net(z) + 0.1 * torch.randn(z.shape[0], 1),
+            checks.RandomModelWarning,
+        ),
         (lambda net: lambda z: net((z > 0.5).float()), checks.ZeroGradientWarning),
         (lambda net: lambda z: net(z.detach()), checks.ZeroGradientWarning),
         (lambda net: lambda z: net(z) / 0.0, checks.NonFiniteWarning),
@@ -45,7 +48,9 @@ def test_each_warning(
     assert category in found
 
 
-def test_standard_attack_checks_unless_told_not_to(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_standard_attack_checks_unless_told_not_to(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     net.train()
     ball = WassersteinBall(0.05)
     with pytest.warns(checks.TrainModeWarning):

@@ -39,21 +39,33 @@ def test_answers_that_are_not_finite(net: nn.Module, images: Tensor, labels: Ten
 def test_a_loss_that_still_rises(
     net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moving = torch.tensor([k for k in range(10) if k not in (3, 7)])  # black and white images have nothing to move
+    moving = torch.tensor(
+        [k for k in range(10) if k not in (3, 7)]
+    )  # black and white images have nothing to move
     x, y, ball = images[moving], labels[moving], WassersteinBall(0.1)
     short = DualAveraging(ball, steps=100, step_size=3e-3)(net, x, y)
     long = DualAveraging(ball, steps=100)(net, x, y)
-    assert short.rising is not None and int(short.rising.sum()) >= 2 and not bool((short.rising & short.success).any())
+    assert (
+        short.rising is not None
+        and int(short.rising.sum()) >= 2
+        and not bool((short.rising & short.success).any())
+    )
     assert long.rising is not None and int(long.rising.sum()) == 0
     for step_size, serious in ((3e-3, ["loss-still-rising"]), (3.0, [])):
-        monkeypatch.setitem(standard.MEMBERS, "fast", (_Member("cross-entropy", step_size=step_size),))
+        monkeypatch.setitem(
+            standard.MEMBERS, "fast", (_Member("cross-entropy", step_size=step_size),)
+        )
         assert _codes(StandardAttack(ball, version="fast", check=False), net, x, y) == serious
 
 
 def test_more_is_tried_on_images_that_are_almost_broken_only(
     net: nn.Module, images: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(standard.MEMBERS, "fast", (_Member("margin", steps=5), _Member("margin", steps=7, near=True)))
+    monkeypatch.setitem(
+        standard.MEMBERS,
+        "fast",
+        (_Member("margin", steps=5), _Member("margin", steps=7, near=True)),
+    )
     with torch.no_grad():
         clean = objectives.margin(net(images), labels)
     seen = 0
@@ -82,9 +94,15 @@ def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
     ball = WassersteinBall(1e-4)
     for random, draws in ((False, DRAWS), (True, 0)):
         asked.clear()
-        monkeypatch.setitem(standard.MEMBERS, "fast", (_Member("margin", steps=1), _Member("dlr", 3, 2, smoothed=0.2)))
+        monkeypatch.setitem(
+            standard.MEMBERS,
+            "fast",
+            (_Member("margin", steps=1), _Member("dlr", 3, 2, smoothed=0.2)),
+        )
         view = replace(plain_view(model), random=random)
-        result = StandardAttack(ball, version="fast", check=False, view=view)(model, images[:1], labels[:1])
+        result = StandardAttack(ball, version="fast", check=False, view=view)(
+            model, images[:1], labels[:1]
+        )
         assert len(asked) >= 1 + 2 * draws and not bool(result.success.any())
         far = [float((z - images[:1]).abs().max()) > 0.1 for z in asked]
         assert sum(far) == 2 * draws, "random models are averaged anyway"
@@ -101,7 +119,9 @@ def test_survivors_of_a_full_ball(net: nn.Module, images: Tensor, labels: Tensor
     assert control.missed_in_full_ball(strong, view, net, images, labels, ~everyone).of == 0
 
 
-def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_examples_by_a_hair_are_improved_and_count(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """A batch of another size rounds otherwise: what is wrong by 1e-7 of the logits may be right there."""
     found = DualAveraging(WassersteinBall(0.3), steps=40)(net, images, labels)
     assert int(found.success.sum()) >= 7
@@ -126,7 +146,9 @@ def test_examples_by_a_hair_are_improved_and_count(net: nn.Module, images: Tenso
     assert bool((ahead > standard.CLEARLY * margin.abs().amax(1)).all())
 
 
-def test_what_is_an_example_in_some_batches_only_is_not_claimed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_what_is_an_example_in_some_batches_only_is_not_claimed(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """An evaluation on a GPU asked for the class of claimed examples in a batch of another size, and it was right."""
     with torch.no_grad():
         y = net(images).argmax(1)
@@ -158,7 +180,9 @@ def test_version_two_adds_members_to_version_one() -> None:
     assert second[: len(first)] == first and not any(member.from_best for member in first)
     more = second[len(first) :]
     assert [member.from_best for member in more] == [True, True, False, *[False] * 3, True]
-    assert [member.near for member in more] == [False] * 4 + [True] * 3 and not any(member.near for member in first)
+    assert [member.near for member in more] == [False] * 4 + [True] * 3 and not any(
+        member.near for member in first
+    )
 
 
 def test_members_begin_at_the_best_attempt_so_far(
@@ -169,7 +193,9 @@ def test_members_begin_at_the_best_attempt_so_far(
     for from_best in (False, True):
         members = (begin, _Member("margin", step_size=0.1, steps=1, from_best=from_best))
         monkeypatch.setitem(standard.MEMBERS, "fast", members)
-        monkeypatch.setattr(standard, "_is_better", lambda best, index, found: torch.ones_like(found.success))
+        monkeypatch.setattr(
+            standard, "_is_better", lambda best, index, found: torch.ones_like(found.success)
+        )
         found = StandardAttack(BALL, version="fast", check=False)(net, images, labels)
         assert found.member is not None
         ends.append(found.loss[~found.success])

@@ -27,14 +27,19 @@ def stored(images: Tensor) -> Tensor:
     ],
     ids=lambda attack: type(attack).__name__,
 )
-def test_examples_survive_storage(attack: Attack, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_examples_survive_storage(
+    attack: Attack, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     images = stored(images)
     result = attack(net, images, labels)
     again = stored(result.images)
     assert torch.equal(again, result.images)
     assert audit(attack.ball, images, again).all_valid
     assert torch.equal(net(again).argmax(1) != labels, result.success)
-    assert int(result.success.sum()) >= int(replace(attack, levels=None)(net, images, labels).success.sum()) - 1
+    assert (
+        int(result.success.sum())
+        >= int(replace(attack, levels=None)(net, images, labels).success.sum()) - 1
+    )
     if isinstance(attack.ball, WassersteinBall):
         whole = (result.images * 255).round().flatten(1).sum(1)
         assert torch.equal(whole, (images * 255).round().flatten(1).sum(1))

@@ -98,16 +98,26 @@ MASKS: dict[str, Wrap] = {
     "clamped": lambda net: lambda z: net(z).clamp(-1e-3, 1e-3) + 1e-5 * net(z),
     "labels": lambda net: lambda z: F.one_hot(net(z).argmax(1), 5).float(),
     "saturated sigmoid": lambda net: lambda z: torch.sigmoid(300 * net(z)),
-    "labels from NumPy": lambda net: lambda z: torch.from_numpy(np.eye(5)[net(z).detach().numpy().argmax(1)]).float(),
+    "labels from NumPy": lambda net: (
+        lambda z: torch.from_numpy(np.eye(5)[net(z).detach().numpy().argmax(1)]).float()
+    ),
     "NumPy": lambda net: lambda z: net(torch.from_numpy(np.round(z.detach().numpy() * 16) / 16)),
     "NumPy, image by image": _one_by_one,
     "table": lambda net: lambda z: net(torch.linspace(0, 1, 32)[(z * 31).round().long()]),
-    "falling table": lambda net: lambda z: net(torch.linspace(1, 0, 32)[((1 - z) * 31).round().long()]),
-    "buckets": lambda net: lambda z: net(torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15),
-    "quantised tensors": lambda net: lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize()),
+    "falling table": lambda net: (
+        lambda z: net(torch.linspace(1, 0, 32)[((1 - z) * 31).round().long()])
+    ),
+    "buckets": lambda net: (
+        lambda z: net(torch.bucketize(z, torch.linspace(0, 1, 17)[1:-1]).float() / 15)
+    ),
+    "quantised tensors": lambda net: (
+        lambda z: net(torch.quantize_per_tensor(z, 1 / 32, 0, torch.quint8).dequantize())
+    ),
     "ranks": lambda net: lambda z: net(z).argsort(1).argsort(1).float(),
     "bits of bytes": lambda net: lambda z: net(((z * 255).int() & 0xE0).float() / 255),
-    "bits of floats": lambda net: lambda z: net((z.view(torch.int32) & -(2**21)).view(torch.float32)),
+    "bits of floats": lambda net: (
+        lambda z: net((z.view(torch.int32) & -(2**21)).view(torch.float32))
+    ),
     "one-hot code": lambda net: (
         lambda z: net(F.one_hot((z * 15).round().long(), 16).float() @ torch.linspace(0, 1, 16))
     ),
@@ -116,7 +126,15 @@ MASKS: dict[str, Wrap] = {
     "inference mode": _inferred,
     "powers": lambda net: lambda z: net(z) ** 9,
 }
-OTHER_SCORES = ("saturated", "saturated sigmoid", "clamped", "labels", "labels from NumPy", "ranks", "powers")
+OTHER_SCORES = (
+    "saturated",
+    "saturated sigmoid",
+    "clamped",
+    "labels",
+    "labels from NumPy",
+    "ranks",
+    "powers",
+)
 """Masks whose outputs are replaced by the scores behind them."""
 
 
@@ -165,7 +183,9 @@ def test_detours_lead_around_what_stand_ins_do_not_know(
     assert found.reliable and audit(ball, images, found.images).all_valid
 
 
-def test_sigmoids_at_the_end_are_climbed_by_their_arguments(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_sigmoids_at_the_end_are_climbed_by_their_arguments(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """Their gradient predicts what they do, but what they do says little far from their middle."""
     view = best_view(lambda z: torch.sigmoid(net(z).double()), images, labels, WassersteinBall(0.1))
     assert isinstance(view.model, StandIns) and view.is_useful
@@ -173,7 +193,9 @@ def test_sigmoids_at_the_end_are_climbed_by_their_arguments(net: nn.Module, imag
         torch.testing.assert_close(view.model(images).float(), net(images))
 
 
-@pytest.mark.parametrize("bound", [torch.tanh, lambda s: F.hardsigmoid(s / 4), lambda s: (5 * s).clamp(-4, 4)])
+@pytest.mark.parametrize(
+    "bound", [torch.tanh, lambda s: F.hardsigmoid(s / 4), lambda s: (5 * s).clamp(-4, 4)]
+)
 def test_other_bounded_outputs_are_climbed_by_what_is_behind_them(
     bound: Callable[[Tensor], Tensor], net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
@@ -182,7 +204,9 @@ def test_other_bounded_outputs_are_climbed_by_what_is_behind_them(
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-4, 1e30])
-def test_logits_of_any_scale_are_climbed(factor: float, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_logits_of_any_scale_are_climbed(
+    factor: float, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """The cross-entropy of logits that hardly differ rounds to a constant."""
     ball, model = WassersteinBall(0.3), lambda z: factor * net(z)
     view = best_view(model, images, labels, ball)
@@ -217,10 +241,23 @@ def test_a_view_is_chosen_once_for_all_radii(
     model = MASKS["8 bits"](net)
     minimal_radius(model, images, labels, attack, hi=0.3, rounds=1)
     assert len(chosen) == 1
-    evaluate(model, images, labels, WassersteinBall(0.3), [0.1, 0.3], "fast", batch_size=6, progress=False)
+    evaluate(
+        model,
+        images,
+        labels,
+        WassersteinBall(0.3),
+        [0.1, 0.3],
+        "fast",
+        batch_size=6,
+        progress=False,
+    )
     assert len(chosen) == 1 + 2, "one for each of two batches"
     prepared = attack.prepared(model, images, labels)
-    assert len(chosen) == 4 and prepared.prepared(model, images, labels) is prepared and prepared == attack
+    assert (
+        len(chosen) == 4
+        and prepared.prepared(model, images, labels) is prepared
+        and prepared == attack
+    )
     assert torch.equal(prepared(model, images, labels).images, attack(model, images, labels).images)
 
 
@@ -248,10 +285,14 @@ def test_a_model_that_rounds_otherwise_in_other_batches_is_not_random(
     net: nn.Module, images: Tensor, labels: Tensor
 ) -> None:
     """As half precision on a GPU does."""
-    assert not best_view(lambda z: net(z) + 0.01 * len(z), images, labels, WassersteinBall(0.1)).random
+    assert not best_view(
+        lambda z: net(z) + 0.01 * len(z), images, labels, WassersteinBall(0.1)
+    ).random
 
 
-def test_stand_ins_serve_where_only_a_part_has_no_gradient(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_stand_ins_serve_where_only_a_part_has_no_gradient(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """The own gradient of a filter with detached weights is good, but not the whole one."""
 
     def model(z: Tensor) -> Tensor:
@@ -267,7 +308,9 @@ def test_all_networks_of_a_vote_are_climbed(hard: bool, net: nn.Module, images: 
     other = copy.deepcopy(net)
     for p in other.parameters():
         p.data *= 1 + 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    kind = (lambda s: F.one_hot(s.argmax(1), 5).float()) if hard else (lambda s: (1e4 * s).softmax(1))
+    kind = (
+        (lambda s: F.one_hot(s.argmax(1), 5).float()) if hard else (lambda s: (1e4 * s).softmax(1))
+    )
     with torch.no_grad():
         same = images[net(images).argmax(1) == other(images).argmax(1)]
     view = StandIns(lambda z: kind(net(z)) + kind(other(z)))
@@ -279,16 +322,26 @@ def test_all_networks_of_a_vote_are_climbed(hard: bool, net: nn.Module, images: 
     alone = [F.cosine_similarity(gradient.flatten(1), part.flatten(1)) for part in parts]
     assert all(float(cosine.max()) < 1 - 1e-4 for cosine in alone), "not one of them alone"
     plane = torch.stack(parts).flatten(2).transpose(0, 1)  # (B, 2, pixels)
-    explained = torch.linalg.lstsq(plane.transpose(1, 2), gradient.flatten(1)[..., None]).solution.squeeze(-1)
+    explained = torch.linalg.lstsq(
+        plane.transpose(1, 2), gradient.flatten(1)[..., None]
+    ).solution.squeeze(-1)
     assert bool((explained > 0).all())
 
 
-def test_a_search_asks_a_model_in_inference_mode(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    found = ScoreSearch(WassersteinBall(0.3), queries=60, progress=False)(_inferred(net), images, labels)
-    assert torch.equal(found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(net, images, labels).images)
+def test_a_search_asks_a_model_in_inference_mode(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    found = ScoreSearch(WassersteinBall(0.3), queries=60, progress=False)(
+        _inferred(net), images, labels
+    )
+    assert torch.equal(
+        found.images, ScoreSearch(WassersteinBall(0.3), queries=60)(net, images, labels).images
+    )
 
 
-def test_models_that_switch_at_random_are_noticed(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_models_that_switch_at_random_are_noticed(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """One of two answers each time: two questions would miss it half of the time."""
     torch.manual_seed(3)
     switching = lambda z: net(z) if torch.rand(()) < 0.5 else net(z * 0.9)
@@ -296,7 +349,9 @@ def test_models_that_switch_at_random_are_noticed(net: nn.Module, images: Tensor
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_stand_ins_have_the_models_values_and_a_gradient(name: str, net: nn.Module, images: Tensor) -> None:
+def test_stand_ins_have_the_models_values_and_a_gradient(
+    name: str, net: nn.Module, images: Tensor
+) -> None:
     model = MASKS[name](net)
     z = images[:3].clone().requires_grad_(True)
     scores = StandIns(model)(z)
@@ -323,7 +378,9 @@ def test_scores_that_leave_a_gpu_are_found(net: nn.Module, images: Tensor) -> No
 
 
 @pytest.mark.parametrize("name", ["8 bits", "threshold", "saturated", "no graph", "unique values"])
-def test_the_standard_attack_sees_through(name: str, net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_the_standard_attack_sees_through(
+    name: str, net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     ball, model = WassersteinBall(0.3), MASKS[name](net)
     with torch.no_grad():
         y = model(images.clone()).argmax(1)
@@ -363,7 +420,9 @@ def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, imag
     assert not attack(outside, images, y).reliable
 
 
-def test_a_model_that_only_names_a_class_is_searched_by_labels(net: nn.Module, images: Tensor) -> None:
+def test_a_model_that_only_names_a_class_is_searched_by_labels(
+    net: nn.Module, images: Tensor
+) -> None:
     compiled = torch.jit.trace(net, images)
 
     def labels_only(z: Tensor) -> Tensor:
@@ -375,16 +434,26 @@ def test_a_model_that_only_names_a_class_is_searched_by_labels(net: nn.Module, i
     assert view.labels_only and not view.is_useful
     attack = StandardAttack(WassersteinBall(0.5))
     assert isinstance(attack.members(labels_only=view.labels_only)[-1], DecisionSearch)
-    result = DecisionSearch(WassersteinBall(0.5), queries=1000, directions=20)(labels_only, images, y)
+    result = DecisionSearch(WassersteinBall(0.5), queries=1000, directions=20)(
+        labels_only, images, y
+    )
     assert int(result.success.sum()) >= 4 and audit(attack.ball, images, result.images).all_valid
     assert int(result.queries.max()) <= 1000
 
 
-def test_random_answers_are_averaged_and_judged_by_majority(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_random_answers_are_averaged_and_judged_by_majority(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     noisy = lambda z: net(z + 0.05 * torch.randn_like(z))
-    result = StandardAttack(WassersteinBall(0.3), version="fast", check=False)(noisy, images, labels)
+    result = StandardAttack(WassersteinBall(0.3), version="fast", check=False)(
+        noisy, images, labels
+    )
     assert not result.reliable and "random-answers" in [f.code for f in result.findings]
-    again = torch.stack([noisy(result.images).argmax(1) != labels for _ in range(ANSWERS)]).float().mean(0)
+    again = (
+        torch.stack([noisy(result.images).argmax(1) != labels for _ in range(ANSWERS)])
+        .float()
+        .mean(0)
+    )
     assert result.success.sum() >= 7 and float(again[result.success].mean()) > 0.7
 
 

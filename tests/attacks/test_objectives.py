@@ -22,10 +22,14 @@ T = torch.tensor([1, 2, 3, 4, 0, 2])
 def test_cross_entropy_is_an_increasing_function_of_the_usual_one(logits: torch.Tensor) -> None:
     usual = F.cross_entropy(logits, Y, reduction="none")
     score = objectives.cross_entropy(logits, Y)
-    torch.testing.assert_close(objectives.report(objectives.cross_entropy, score, targeted=False), usual)
+    torch.testing.assert_close(
+        objectives.report(objectives.cross_entropy, score, targeted=False), usual
+    )
     towards = objectives.cross_entropy(logits, Y, T)
     usual = -F.cross_entropy(logits, T, reduction="none")
-    torch.testing.assert_close(objectives.report(objectives.cross_entropy, towards, targeted=True), usual)
+    torch.testing.assert_close(
+        objectives.report(objectives.cross_entropy, towards, targeted=True), usual
+    )
 
 
 def test_cross_entropy_has_the_direction_of_the_usual_gradient(logits: torch.Tensor) -> None:

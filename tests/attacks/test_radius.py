@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wball import PGD, DualAveraging, GridCost, LinfBall, StandardAttack, WassersteinBall, minimal_radius
+from wball import (
+    PGD,
+    DualAveraging,
+    GridCost,
+    LinfBall,
+    StandardAttack,
+    WassersteinBall,
+    minimal_radius,
+)
 from wball.attacks import GrowingRadius
 from wball.attacks.standard import MEMBERS
 
@@ -26,14 +34,18 @@ def test_growing_radius_schedule() -> None:
             GrowingRadius(**bad)
 
 
-def test_pgd_with_growing_radius_gives_a_curve(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_pgd_with_growing_radius_gives_a_curve(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     attack = PGD(LinfBall(0.01), steps=30, step_size=0.02, growth=GrowingRadius(1.5, 3))
     result = attack(net, images, labels)
     assert result.success.sum() > 3
     change = (result.images - images).flatten(1).abs().amax(1)
     assert (change <= result.radius + 1e-6).all()
     curve = [result.accuracy_at(eps) for eps in (0.0, 0.01, 0.05, 0.1, 1.0)]
-    assert curve == sorted(curve, reverse=True) and curve[0] == pytest.approx(0.9) and curve[-1] < 0.7
+    assert (
+        curve == sorted(curve, reverse=True) and curve[0] == pytest.approx(0.9) and curve[-1] < 0.7
+    )
 
 
 def test_paper_presets() -> None:
@@ -55,7 +67,9 @@ def test_paper_attack_has_no_ball(net: nn.Module, images: Tensor, labels: Tensor
     keep = torch.tensor([0, 1, 2, 4])
     result = PGD.paper("mnist", steps=4)(net, images[keep], labels[keep])
     moved = result.n_steps > 0
-    assert result.distance[result.success & moved].isnan().all()  # its points lie in no ball, so none is claimed
+    assert (
+        result.distance[result.success & moved].isnan().all()
+    )  # its points lie in no ball, so none is claimed
     assert (result.images >= 0).all() and (result.images <= 1).all()
 
 
@@ -79,7 +93,9 @@ def test_minimal_radius_is_proved_and_consistent(
 
 def test_more_rounds_only_improve(net: nn.Module, images: Tensor, labels: Tensor) -> None:
     attack = DualAveraging(BALL, steps=10)
-    radii = [minimal_radius(net, images, labels, attack, 0.0, 0.5, rounds=r).radius for r in (0, 2, 4)]
+    radii = [
+        minimal_radius(net, images, labels, attack, 0.0, 0.5, rounds=r).radius for r in (0, 2, 4)
+    ]
     assert (radii[1] <= radii[0]).all() and (radii[2] <= radii[1]).all()
     finite = radii[0].isfinite() & (radii[0] > 0)
     assert radii[2][finite].mean() < radii[0][finite].mean()
@@ -94,14 +110,18 @@ def test_minimal_radius_of_a_linear_model_on_linf() -> None:
     with torch.no_grad():
         logits = flat(x)
         y = logits.argmax(1)
-        exact = (logits[:, 0] - logits[:, 1]).abs() / (model.weight[0] - model.weight[1]).abs().sum()
+        exact = (logits[:, 0] - logits[:, 1]).abs() / (
+            model.weight[0] - model.weight[1]
+        ).abs().sum()
     found = minimal_radius(flat, x, y, PGD(LinfBall(0.1), steps=10), 0.0, 0.3, rounds=10, tol=1e-3)
     near = exact < 0.25
     assert near.any()
     torch.testing.assert_close(found.radius[near], exact[near].double(), rtol=5e-3, atol=1e-4)
 
 
-def test_pulling_back_stops_short_of_what_is_not_a_number(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_pulling_back_stops_short_of_what_is_not_a_number(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     """A model that overflows near the image is not fooled there."""
 
     def fragile(z: Tensor) -> Tensor:
@@ -120,7 +140,10 @@ def test_minimal_radius_of_an_attack_that_leaves_its_radius() -> None:
     found = minimal_radius(lambda z: z.flatten(1), x, y, attack, 0.0, 0.01)
     assert not found.success.any() and found.radius.isinf().all()
     found = minimal_radius(lambda z: z.flatten(1), x, y, attack, 0.0, 0.4)
-    assert found.success.all() and float(attack.ball.distance(x, found.images)) <= float(found.radius) + 1e-6
+    assert (
+        found.success.all()
+        and float(attack.ball.distance(x, found.images)) <= float(found.radius) + 1e-6
+    )
 
 
 def test_minimal_radius_needs_distances(net: nn.Module, images: Tensor, labels: Tensor) -> None:
@@ -150,7 +173,10 @@ def test_standard_breaks_what_its_members_break(
     assert torch.equal(result.member >= 0, result.success)
     assert (result.success | ~alone.success).all()
     survivors = ~result.success
-    every, near = sum(m.n_gradients for m in members), sum(m.steps for m in MEMBERS["standard"] if m.near)
+    every, near = (
+        sum(m.n_gradients for m in members),
+        sum(m.steps for m in MEMBERS["standard"] if m.near),
+    )
     steps = result.n_steps[survivors & (images.flatten(1).sum(1) > 0)]
     assert survivors.any() and ((steps == every) | (steps == every - near)).all()
     with torch.no_grad():
@@ -158,7 +184,9 @@ def test_standard_breaks_what_its_members_break(
     torch.testing.assert_close(result.loss, loss, atol=1e-4, rtol=1e-4)
 
 
-def test_standard_on_another_ball(net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid) -> None:
+def test_standard_on_another_ball(
+    net: nn.Module, images: Tensor, labels: Tensor, check_valid: Valid
+) -> None:
     ball = LinfBall(0.05)
     result = StandardAttack(ball, version="fast")(net, images, labels)
     check_valid(ball, images, result.images)
@@ -168,9 +196,16 @@ def test_standard_on_another_ball(net: nn.Module, images: Tensor, labels: Tensor
 def test_versions_are_fixed() -> None:
     """A named ensemble must not depend on settings: changing a member is a new version."""
     names = [(m.objective, m.n_gradients) for m in StandardAttack(BALL).members()]
-    assert names == [(m.objective, m.n_gradients) for m in replace(StandardAttack(BALL), batch_size=7).members()]
+    assert names == [
+        (m.objective, m.n_gradients) for m in replace(StandardAttack(BALL), batch_size=7).members()
+    ]
     first = StandardAttack(BALL, version="standard-1").members()
     assert names[:18] == [(m.objective, m.n_gradients) for m in first] and len(names) == 26
     assert sum(m.n_gradients for m in first) == 1310
-    assert len(StandardAttack(BALL).members(classes=3)) < len(StandardAttack(BALL).members(classes=10))
-    assert not any(str(m.objective).startswith("runner-up") for m in StandardAttack(BALL).members(targeted=True))
+    assert len(StandardAttack(BALL).members(classes=3)) < len(
+        StandardAttack(BALL).members(classes=10)
+    )
+    assert not any(
+        str(m.objective).startswith("runner-up")
+        for m in StandardAttack(BALL).members(targeted=True)
+    )

@@ -49,12 +49,20 @@ def same(a: AttackResult, b: AttackResult) -> None:
     assert (a.status, a.kernel) == (b.status, b.kernel)
     assert (a.proof is None) == (b.proof is None)
     if a.proof is not None and b.proof is not None:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(a.proof.tensors(), b.proof.tensors(), strict=True))
+        assert all(
+            torch.equal(mine, theirs)
+            for mine, theirs in zip(a.proof.tensors(), b.proof.tensors(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_recorded_attack_returns_what_the_attack_returns(
-    name: str, net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorded = ATTACKS[name](net, images, labels)
     made, used = replays
@@ -65,7 +73,11 @@ def test_a_recorded_attack_returns_what_the_attack_returns(
 
 
 def test_gradients_averaged_over_the_attacks_noise_are_recorded(
-    net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Noise of their own was drawn from a generator that no recording knew: on a GPU such steps were never recorded."""
     attack = DualAveraging(WassersteinBall(0.3), steps=20)
@@ -106,7 +118,11 @@ def test_a_failed_recording_gives_memory_and_randomness_back() -> None:
 
 
 def test_images_that_are_done_leave_a_recorded_batch(
-    net: nn.Module, images: Tensor, labels: Tensor, replays: list[int], monkeypatch: pytest.MonkeyPatch
+    net: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each smaller batch is recorded anew, and only once half of the images are done, as on a GPU."""
     attack = DualAveraging(WassersteinBall(0.3), steps=40, step_size=0.2)
@@ -138,9 +154,13 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.usefixtures("replays")
-def test_a_recording_that_does_something_else_is_refused(net: nn.Module, images: Tensor, labels: Tensor) -> None:
+def test_a_recording_that_does_something_else_is_refused(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
     attack = DualAveraging(WassersteinBall(0.3), steps=12, until_success=False)
-    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph.*a replay differs from the step itself"):
+    with pytest.warns(
+        RuntimeWarning, match="not replayed as a CUDA graph.*a replay differs from the step itself"
+    ):
         refused = attack(Forgetful(net, 5), images, labels)
     assert refused.success.shape == labels.shape
     with warnings.catch_warnings():
@@ -182,15 +202,24 @@ def test_graphs_on_a_gpu(
     net, x, y = net.cuda(), images.cuda().repeat(8, 1, 1, 1), labels.cuda().repeat(8)
     graphs: list[object] = []
     record = recording.cuda_graph
-    monkeypatch.setitem(recording.RECORDERS, "cuda", lambda *given: graphs.append(given) or record(*given))
+    monkeypatch.setitem(
+        recording.RECORDERS, "cuda", lambda *given: graphs.append(given) or record(*given)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         recorded = ATTACKS[name](net, x, y)
     assert graphs or name in ("linf", "growing")
-    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph") if graphs else warnings.catch_warnings():
+    with (
+        pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph")
+        if graphs
+        else warnings.catch_warnings()
+    ):
         reading = ATTACKS[name](Reading(net), x, y)
     monkeypatch.delitem(recording.RECORDERS, "cuda")
     plain = ATTACKS[name](net, x, y)
     for result in (recorded, reading):
         assert float((result.success == plain.success).double().mean()) >= 0.95
-        assert float(((result.images - plain.images).flatten(1).abs().amax(1) <= 1e-3).double().mean()) >= 0.9
+        assert (
+            float(((result.images - plain.images).flatten(1).abs().amax(1) <= 1e-3).double().mean())
+            >= 0.9
+        )

@@ -48,7 +48,10 @@ def test_distance_matches_clarabel(kind: str) -> None:
         want = reference_distance(p.ball, p.x, z.clamp(min=0))
         assert float(report.distance) == pytest.approx(want, rel=1e-6, abs=1e-6), p.label
         assert report.all_valid, f"{p.label}: {report}"
-        assert not audit(p.ball.at(float(report.distance) * (1 - 3e-4)), p.x, z).all_valid or want < 1e-6
+        assert (
+            not audit(p.ball.at(float(report.distance) * (1 - 3e-4)), p.x, z).all_valid
+            or want < 1e-6
+        )
 
 
 @settings(max_examples=120)
@@ -66,10 +69,14 @@ def test_agrees_with_the_solver_it_shares_nothing_with() -> None:
         p = random_problem(seed, kind=KINDS[seed % 3])
         z = reference_support(p.ball, p.x, p.g).point.float()
         report = audit(p.ball, p.x.float(), z)
-        assert float(report.distance) == pytest.approx(float(p.ball.distance(p.x.float(), z)), rel=1e-9, abs=1e-12)
+        assert float(report.distance) == pytest.approx(
+            float(p.ball.distance(p.x.float(), z)), rel=1e-9, abs=1e-12
+        )
 
 
-@pytest.mark.parametrize("file", ["audit.py", "differences.py", "flows.py", "transport.py", "violations.py"])
+@pytest.mark.parametrize(
+    "file", ["audit.py", "differences.py", "flows.py", "transport.py", "violations.py"]
+)
 def test_imports_nothing_it_checks(file: str) -> None:
     source = Path(wball.__file__).parent.joinpath("auditing", file).read_text()
     imported = set()
@@ -105,7 +112,15 @@ def test_contains_is_the_audits_answer(kind: str) -> None:
     for seed in range(6):
         p = random_problem(seed, kind=kind)
         on = reference_support(p.ball, p.x, p.g).point
-        points = [p.x, on, on.float(), p.x + 3 * (on - p.x), on * (1 + 2e-5), on + 1e-3, torch.full_like(on, math.nan)]
+        points = [
+            p.x,
+            on,
+            on.float(),
+            p.x + 3 * (on - p.x),
+            on * (1 + 2e-5),
+            on + 1e-3,
+            torch.full_like(on, math.nan),
+        ]
         for z in points:
             assert p.ball.contains(p.x, z).tolist() == audit(p.ball, p.x, z).valid.tolist()
 
@@ -117,9 +132,14 @@ def test_contains_names_what_is_wrong_with_its_arguments(ball: Any) -> None:
         ball.contains(None, None)
     with pytest.raises(TypeError, match=r"^z must be a floating-point torch.Tensor, got NoneType"):
         ball.contains(x, None)
-    with pytest.raises(ValueError, match=r"^z must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"^z must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)"
+    ):
         ball.contains(x, x[:1])
-    with pytest.raises(TypeError, match=r"^ball must be a threat model such as WassersteinBall or LinfBall, got str"):
+    with pytest.raises(
+        TypeError,
+        match=r"^ball must be a threat model such as WassersteinBall or LinfBall, got str",
+    ):
         audit("ball", x, x)  # type: ignore[arg-type]
 
 
@@ -289,7 +309,9 @@ def test_a_plan_is_proof_and_a_wrong_plan_is_not(monkeypatch: pytest.MonkeyPatch
     assert not report.exact.any()
     assert float(report.distance) == pytest.approx(exact, rel=1e-9)
     assert "upper bound by a checked plan" in report.summary()
-    assert audit(ball, x.float(), z.float(), plan=good.float(), exact="needed").exact.tolist() == [False]
+    assert audit(ball, x.float(), z.float(), plan=good.float(), exact="needed").exact.tolist() == [
+        False
+    ]
 
     cheap = torch.zeros_like(good)  # "everything stays": costs nothing, does not arrive at z
     cheap[:, :, 0] = x
@@ -309,7 +331,9 @@ def test_a_plan_is_proof_and_a_wrong_plan_is_not(monkeypatch: pytest.MonkeyPatch
         assert float(report.distance) == pytest.approx(exact, rel=1e-9)
         assert not audit(ball.at(0.05), x, z, plan=wrong, exact="needed").all_valid
 
-    report = audit(ball, x, z, plan=good + swap, exact="needed")  # a valid plan, but it costs too much
+    report = audit(
+        ball, x, z, plan=good + swap, exact="needed"
+    )  # a valid plan, but it costs too much
     assert report.all_valid
     assert report.exact.tolist() == [True]
     with pytest.raises(ValueError, match="plan must list its moves"):
@@ -324,10 +348,20 @@ def test_exact_on_a_sample() -> None:
     report = audit(ball, xs, zs, plan=flow, exact="sample", sample=3, generator=generator)
     assert int(report.exact.sum()) == 3
     assert report.all_valid
-    again = audit(ball, xs, zs, plan=flow, exact="sample", sample=3, generator=torch.Generator().manual_seed(0))
+    again = audit(
+        ball,
+        xs,
+        zs,
+        plan=flow,
+        exact="sample",
+        sample=3,
+        generator=torch.Generator().manual_seed(0),
+    )
     assert torch.equal(report.exact, again.exact)
     assert audit(ball, xs, zs, plan=flow).exact.all()
-    assert audit(ball, xs, zs, exact="sample", sample=3).exact.all()  # without plans nothing else is proof
+    assert audit(
+        ball, xs, zs, exact="sample", sample=3
+    ).exact.all()  # without plans nothing else is proof
 
 
 def test_dense_plans() -> None:

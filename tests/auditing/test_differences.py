@@ -103,7 +103,10 @@ def test_a_wrong_answer_of_the_flow_solver_is_noticed(monkeypatch: pytest.Monkey
     ball, x = WassersteinBall(0.01), smooth(4)
     z = moved(ball, x, 5)
     inner = ot.emd
-    worse = {"plan": lambda plan, log: (plan * 0.9, log), "prices": lambda plan, log: (plan, log | {"u": 0 * log["u"]})}
+    worse = {
+        "plan": lambda plan, log: (plan * 0.9, log),
+        "prices": lambda plan, log: (plan, log | {"u": 0 * log["u"]}),
+    }
     a, b = (t.double().numpy().ravel() for t in (x, z))
     moves = ListedMoves(ball.cost, SIDE, SIDE)
     assert match_differences(moves, a, b) is not None
@@ -120,7 +123,9 @@ def test_any_prices_bound_the_distance_from_below() -> None:
     least = match(moves, a, b).cost
     for size in (0.1, 1.0, 10.0):
         prices, island = size * random.standard_normal(len(a)), random.integers(0, 40, len(a))
-        assert differences._lower_bound(moves, a, b, a - b, prices, island, 0.0) <= least * (1 + 1e-9)
+        assert differences._lower_bound(moves, a, b, a - b, prices, island, 0.0) <= least * (
+            1 + 1e-9
+        )
 
 
 def test_one_pixel_rounded_is_no_distance() -> None:
@@ -136,7 +141,9 @@ def leftovers(count: int, spare: np.ndarray, seed: int = 0) -> np.ndarray:
     """Rounding at a few pixels, which adds up to nothing."""
     random = np.random.default_rng(seed)
     left = np.zeros(len(spare))
-    left[random.permutation(np.flatnonzero(spare > 0))[:count]] = 1e-8 * random.standard_normal(count)
+    left[random.permutation(np.flatnonzero(spare > 0))[:count]] = 1e-8 * random.standard_normal(
+        count
+    )
     left[left != 0] -= left.sum() / count
     return left
 
@@ -171,7 +178,9 @@ def test_straight_ways_turn_where_pixels_have_mass() -> None:
     assert cost == pytest.approx(40e-6)
     assert np.array_equal(sent.reshape(SIDE, SIDE) > 0, way)
     spare[20, 5] = 0.0
-    assert np.array_equal(differences._carry_straight(moves, spare.ravel(), left.ravel())[2], left.ravel())
+    assert np.array_equal(
+        differences._carry_straight(moves, spare.ravel(), left.ravel())[2], left.ravel()
+    )
 
 
 def test_large_images_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ BALLS = {
     "one way": WassersteinBall(0.1, ONE_WAY),
     "absolute, no box": WassersteinBall(2.0, GridCost(5), mass="absolute", box=None),
     "narrow box": WassersteinBall(0.2, box=(0.2, 0.8)),
-    "matrix": WassersteinBall(0.4, DenseCost((torch.arange(30.0)[:, None] - torch.arange(30.0)).abs())),
+    "matrix": WassersteinBall(
+        0.4, DenseCost((torch.arange(30.0)[:, None] - torch.arange(30.0)).abs())
+    ),
 }
 
 
@@ -44,7 +46,9 @@ def images(ball: WassersteinBall, count: int = 5, channels: int = 2, seed: int =
 MOVES = GridCost().arcs(5, 6, torch.zeros(()))
 
 
-def climbed(ball: WassersteinBall, steps: int = 12, **settings: object) -> tuple[Tensor, wball.AttackResult]:
+def climbed(
+    ball: WassersteinBall, steps: int = 12, **settings: object
+) -> tuple[Tensor, wball.AttackResult]:
     """The result of an attack on a random linear model, with its proof."""
     x = images(ball)
     torch.manual_seed(1)
@@ -57,14 +61,18 @@ def formula(cost: GroundCost, x: Tensor, proof: FactoredPlan) -> tuple[np.ndarra
     """Plan matrix (without what stays) and point of one channel, written down pixel by pixel."""
     height, width = x.shape
     n = height * width
-    s, keep, give = (v.double().flatten().numpy() for v in (proof.potentials, proof.keep, proof.give))
+    s, keep, give = (
+        v.double().flatten().numpy() for v in (proof.potentials, proof.keep, proof.give)
+    )
     psi, share, mass = float(proof.psi), float(proof.scale), x.double().flatten().numpy()
     prices = np.full((n, n), math.inf)
     for i, j, c in arc_list(cost, height, width):
         prices[i, j] = c
     plan = np.zeros((n, n))
     for i in range(n):
-        score = np.array([s[j] - psi * prices[i, j] if prices[i, j] < math.inf else -math.inf for j in range(n)])
+        score = np.array(
+            [s[j] - psi * prices[i, j] if prices[i, j] < math.inf else -math.inf for j in range(n)]
+        )
         weight = np.exp(score - score.max())
         plan[i] = share * mass[i] * give[i] * keep * weight / weight.sum()
         plan[i, i] = 0.0
@@ -95,7 +103,9 @@ def test_an_attack_hands_over_proofs(name: str, monkeypatch: pytest.MonkeyPatch)
     ids=lambda attack: f"{type(attack).__name__} {attack.ball.cost}",
 )
 @pytest.mark.parametrize("until_success", [True, False])
-def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, until_success: bool) -> None:
+def test_other_attacks_list_their_plans(
+    attack: wball.PGD | wball.FrankWolfe, until_success: bool
+) -> None:
     assert isinstance(attack.ball, WassersteinBall)
     x = images(attack.ball)
     torch.manual_seed(1)
@@ -106,8 +116,12 @@ def test_other_attacks_list_their_plans(attack: wball.PGD | wball.FrankWolfe, un
     assert isinstance(found.proof, Plan)
     report = audit(attack.ball, x, found.images, plan=found.proof, exact="needed")
     assert report.all_valid and not report.exact.any()
-    assert bool((report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all())
-    torch.testing.assert_close(replace(attack, until_success=until_success)(model, x, y).images, found.images)
+    assert bool(
+        (report.distance >= audit(attack.ball, x, found.images).distance * (1 - 1e-6) - 1e-7).all()
+    )
+    torch.testing.assert_close(
+        replace(attack, until_success=until_success)(model, x, y).images, found.images
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 9), (3, 7, 1), (1, 1, 1), (9,)], ids=str)
@@ -141,7 +155,9 @@ def test_attacks_that_have_no_plan_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["torch", "cpu"])
-@pytest.mark.parametrize("settings", [{"random_start": 3.0}, {"steps": 60, "step_size": 10.0}, {"steps": 1}])
+@pytest.mark.parametrize(
+    "settings", [{"random_start": 3.0}, {"steps": 60, "step_size": 10.0}, {"steps": 1}]
+)
 def test_from_every_kernel_and_at_any_sharpness(
     kernel: str, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +175,9 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3))
     y = model(x).argmax(1)
     y[3] = (y[3] + 1) % 3
-    attack = wball.StandardAttack(ball.at(0.05), version="fast", check=False, batch_size=5, proofs=True)
+    attack = wball.StandardAttack(
+        ball.at(0.05), version="fast", check=False, batch_size=5, proofs=True
+    )
     found = attack(model, x, y)
     assert 2 < int(found.success.sum()) < 12
     assert isinstance(found.proof, FactoredPlan)
@@ -167,7 +185,9 @@ def test_ensembles_batches_and_images_that_are_already_wrong() -> None:
     assert report.all_valid and not report.exact.any()
     assert float(report.distance[3]) == 0.0
     assert replace(attack, proofs=False)(model, x, y).proof is None
-    torch.testing.assert_close(replace(attack, proofs=False)(model, x, y).images, found.images, rtol=0, atol=0)
+    torch.testing.assert_close(
+        replace(attack, proofs=False)(model, x, y).images, found.images, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["grid", "squared", "one way", "matrix"])
@@ -235,7 +255,9 @@ def test_proofs_of_another_point_or_centre_prove_nothing() -> None:
     ):
         assert not proved(x, z, wrong).any()
     report = audit(ball, x, z, plan=proof.take(torch.tensor([1, 2, 3, 4, 0])), exact="needed")
-    assert report.exact.all() and report.all_valid  # no proof is no verdict: the problems were solved
+    assert (
+        report.exact.all() and report.all_valid
+    )  # no proof is no verdict: the problems were solved
 
 
 def test_no_pixel_may_send_more_than_it_has() -> None:
@@ -245,7 +267,9 @@ def test_no_pixel_may_send_more_than_it_has() -> None:
     z = torch.zeros_like(x)
     z[..., 4] = 1.0
     cost = StencilCost(((1.0, 0.0, 1.0),))
-    chain = torch.zeros(1, 1, 3, 1, 5, dtype=torch.float64)  # stay, left, right: one pixel at a time, four times
+    chain = torch.zeros(
+        1, 1, 3, 1, 5, dtype=torch.float64
+    )  # stay, left, right: one pixel at a time, four times
     chain[0, 0, 2, 0, :4] = 1.0
     assert proved_distance(cost, x, z, chain).isinf().all()
     dear = torch.tensor([[[[60.0, 40.0, 20.0, 0.0, -20.0]]]], dtype=torch.float64).flip(3)
@@ -272,8 +296,21 @@ def test_shapes_are_checked_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyP
     assert isinstance(proof, FactoredPlan)
     whole = audit(ball, x, found.images, plan=proof, exact="needed").distance
     monkeypatch.setitem(proved_distance.__globals__["AT_ONCE"], "cpu", 1)
-    torch.testing.assert_close(audit(ball, x, found.images, plan=proof, exact="needed").distance, whole)
-    assert len(audit(ball, x[:0], found.images[:0], plan=proof.take(torch.zeros(0).long()), exact="needed")) == 0
+    torch.testing.assert_close(
+        audit(ball, x, found.images, plan=proof, exact="needed").distance, whole
+    )
+    assert (
+        len(
+            audit(
+                ball,
+                x[:0],
+                found.images[:0],
+                plan=proof.take(torch.zeros(0).long()),
+                exact="needed",
+            )
+        )
+        == 0
+    )
     with pytest.raises(ValueError, match=r"plan\.keep must have shape"):
         audit(ball, x, found.images, plan=replace(proof, keep=proof.keep[:, :1]), exact="needed")
     with pytest.raises(TypeError, match="plan must be arcs"):
@@ -299,7 +336,9 @@ def test_proofs_are_taken_put_and_chosen_per_image() -> None:
 def test_nothing_that_is_given_changes(cost: GroundCost) -> None:
     x = torch.rand(2, 1, 5, 6, dtype=torch.float64)
     proof = replace(
-        FactoredPlan.identity(cost.arcs(5, 6, x), x), potentials=torch.randn_like(x), scale=torch.ones(2).double()
+        FactoredPlan.identity(cost.arcs(5, 6, x), x),
+        potentials=torch.randn_like(x),
+        scale=torch.ones(2).double(),
     )
     given = [x, *(getattr(proof, name) for name in ("potentials", "psi", "keep", "give", "scale"))]
     before = [values.clone() for values in given]
@@ -313,7 +352,9 @@ def test_on_a_gpu() -> None:
     ball = BALLS["grid"]
     x = images(ball).cuda()
     model = nn.Sequential(nn.Flatten(), nn.Linear(60, 3)).cuda()
-    found = wball.DualAveraging(ball, steps=60, until_success=False, proofs=True)(model, x, model(x).argmax(1))
+    found = wball.DualAveraging(ball, steps=60, until_success=False, proofs=True)(
+        model, x, model(x).argmax(1)
+    )
     report = audit(ball, x, found.images, plan=found.proof, exact="needed")
     assert report.all_valid and not report.exact.any()
     exact = audit(ball, x.cpu(), found.images.cpu()).distance
@@ -322,5 +363,7 @@ def test_on_a_gpu() -> None:
 
 def test_imports_nothing_it_checks() -> None:
     source = Path(wball.__file__).parent.joinpath("auditing", "proof.py").read_text()
-    imported = {f"{node.module}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
+    imported = {
+        f"{node.module}" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)
+    }
     assert {name for name in imported if name.startswith("wball")} == {"wball.cost", "wball.plan"}

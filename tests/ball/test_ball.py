@@ -37,7 +37,12 @@ def test_bad_images_are_refused(
         (image(1.5), image(), ValueError, r"x has pixels from 1.5 to 1.5, outside \[0, 1\]"),
         (image(-0.1), image(), ValueError, "normalise inside the model"),
         (image()[0], image()[0], ValueError, r"shape \(B, C, H, W\).*\[None\]"),
-        (image(), image()[:1], ValueError, r"must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)"),
+        (
+            image(),
+            image()[:1],
+            ValueError,
+            r"must have the shape of x, \(2, 1, 4, 4\), got \(1, 1, 4, 4\)",
+        ),
         ((255 * image()).to(torch.uint8), image(), TypeError, r"float\(\) / 255"),
         (image().tolist(), image(), TypeError, "must be a torch.Tensor"),  # type: ignore[list-item]
         (torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 0, 4), ValueError, "empty image"),
@@ -150,7 +155,10 @@ def test_half_precision_in_the_linf_ball() -> None:
     ball = wball.LinfBall(torch.tensor([0.0, 0.01, 0.1, 0.3]))
     for point in (ball.support(x, w).point, ball.project(x, w).point, ball.sample(x)):
         assert point.dtype == torch.float32 and not point.requires_grad
-        assert ball.contains(x, point.to(torch.float32)).all() and wball.audit(ball, x, point).all_valid
+        assert (
+            ball.contains(x, point.to(torch.float32)).all()
+            and wball.audit(ball, x, point).all_valid
+        )
 
 
 def test_the_linf_ball_counts_its_radii() -> None:

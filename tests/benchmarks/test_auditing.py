@@ -14,7 +14,9 @@ import wball
 from benchmarks import auditing
 
 
-def test_both_ways_are_timed_for_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_are_timed_for_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that counts solved transport problems: none by plan, one an image by exact transport."""
     solved = []
 
@@ -41,7 +43,9 @@ def test_both_ways_are_timed_for_every_size(tmp_path: Path, monkeypatch: pytest.
 def test_an_example_that_fails_its_audit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     name, x, eps = next(auditing.images(()))
     monkeypatch.setattr(
-        wball.DualAveraging, "__call__", lambda self, model, x, y: SimpleNamespace(images=x / 2, proof=None)
+        wball.DualAveraging,
+        "__call__",
+        lambda self, model, x, y: SimpleNamespace(images=x / 2, proof=None),
     )
     with pytest.raises(AssertionError):
         auditing.row(name, x[:2], eps, "linear")

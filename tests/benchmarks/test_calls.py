@@ -10,7 +10,9 @@ from benchmarks.calls import main
 from benchmarks.origin import environment
 
 
-def test_commands_name_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_name_no_folder_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     images, weights = tmp_path / "images", tmp_path / "weights"
     monkeypatch.setattr("sys.argv", ["bench", "--models", str(weights), "--data", str(images)])
     command = environment("cpu", images)["command"]
@@ -19,7 +21,20 @@ def test_commands_name_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch
 
 def test_calls_are_timed_and_judged(tmp_path: Path) -> None:
     out = tmp_path / "calls.json"
-    few = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1", "--seconds", "0.01"]
+    few = [
+        "--device",
+        "cpu",
+        "--images",
+        "2",
+        "--digits",
+        "2",
+        "--steps",
+        "2",
+        "--proofs",
+        "1",
+        "--seconds",
+        "0.01",
+    ]
     main([*few, "--model", "mnist-certified", "--only", "mnist x 2", "--out", str(out)])
     found = json.loads(out.read_text())
     rows = {row["call"].partition(",")[0]: row for row in found["rows"]}
@@ -32,7 +47,20 @@ def test_calls_are_timed_and_judged(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "calls.json"
-    few = ["--device", "cpu", "--images", "2", "--digits", "2", "--proofs", "1", "--seconds", "0.01", "--out", str(out)]
+    few = [
+        "--device",
+        "cpu",
+        "--images",
+        "2",
+        "--digits",
+        "2",
+        "--proofs",
+        "1",
+        "--seconds",
+        "0.01",
+        "--out",
+        str(out),
+    ]
     few += ["--model", "mnist-certified", "--resume", "--only"]
     main([*few, "sample, mnist"])
     (before,) = json.loads(out.read_text())["rows"]
@@ -44,7 +72,20 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_attacks_and_certificates_are_among_them(tmp_path: Path) -> None:
     out = tmp_path / "calls.json"
-    few = ["--device", "cpu", "--images", "1", "--digits", "2", "--steps", "2", "--proofs", "1", "--seconds", "0.01"]
+    few = [
+        "--device",
+        "cpu",
+        "--images",
+        "1",
+        "--digits",
+        "2",
+        "--steps",
+        "2",
+        "--proofs",
+        "1",
+        "--seconds",
+        "0.01",
+    ]
     for only in ("DualAveraging", "certify"):
         main([*few, "--model", "mnist-certified", "--only", only, "--out", str(out)])
         (row,) = json.loads(out.read_text())["rows"]

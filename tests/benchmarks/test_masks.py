@@ -28,9 +28,21 @@ def test_rows_say_what_was_found_and_are_measured_once(tmp_path: Path) -> None:
     before = json.loads(out.read_text())["rows"]
     masks.main([*few, "rounding to 1/255", "reversed gradients"])
     found = json.loads(out.read_text())
-    assert [row["mask"] for row in found["rows"]] == ["none", "rounding to 1/255", "reversed gradients"]
-    assert [found["rows"][0], found["rows"][2]] == before, "rows of an earlier run stay, with their times and commits"
-    assert all(row["opened"] and not row["fooled"] and row["robust"] <= row["clean"] for row in found["rows"])
-    assert "stand-in-gradients" in found["rows"][1]["findings"] and str(tmp_path) not in out.read_text()
+    assert [row["mask"] for row in found["rows"]] == [
+        "none",
+        "rounding to 1/255",
+        "reversed gradients",
+    ]
+    assert [found["rows"][0], found["rows"][2]] == before, (
+        "rows of an earlier run stay, with their times and commits"
+    )
+    assert all(
+        row["opened"] and not row["fooled"] and row["robust"] <= row["clean"]
+        for row in found["rows"]
+    )
+    assert (
+        "stand-in-gradients" in found["rows"][1]["findings"]
+        and str(tmp_path) not in out.read_text()
+    )
     with pytest.raises(SystemExit, match="made with images 6, not 7"):
         masks.main(["--images", "7", "--device", "cpu", "--out", str(out)])

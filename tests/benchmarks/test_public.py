@@ -25,7 +25,18 @@ def test_rows_say_what_each_version_left(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(wball, "load_model", stands_in)
     monkeypatch.setattr(wball, "load_dataset", digits)
     out = tmp_path / "public.json"
-    few = ["--images", "3", "--only", "1", "--device", "cpu", "--data", str(tmp_path), "--out", str(out)]
+    few = [
+        "--images",
+        "3",
+        "--only",
+        "1",
+        "--device",
+        "cpu",
+        "--data",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
     public.main([*few, "--zoo", "0", "--models", str(tmp_path / "weights")])
     found = json.loads(out.read_text())
     assert [row["version"] for row in found["rows"]] == ["standard-1", "standard"]

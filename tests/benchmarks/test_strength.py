@@ -22,7 +22,11 @@ def test_the_adversary_of_training_is_among_them() -> None:
 
 def test_shares_are_those_of_the_attacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def two(eps: float) -> dict[str, Attack]:
-        every = {name: attack for name, attack in adversaries(eps).items() if name in ("12 steps of 5 nats", few)}
+        every = {
+            name: attack
+            for name, attack in adversaries(eps).items()
+            if name in ("12 steps of 5 nats", few)
+        }
         assert len(every) == 2
         return every
 
@@ -35,5 +39,7 @@ def test_shares_are_those_of_the_attacks(tmp_path: Path, monkeypatch: pytest.Mon
     images = adversaries(0.1)[few](load_model("mnist-standard"), x, y).images
     left = (load_model("mnist-standard")(images).argmax(1) == y).float().mean()
     assert found["images"] == 24 and 0 < float(left) < 1
-    assert {row["adversary"]: row["withstand"] for row in found["rows"]}[few] == pytest.approx(float(left))
+    assert {row["adversary"]: row["withstand"] for row in found["rows"]}[few] == pytest.approx(
+        float(left)
+    )
     assert str(tmp_path) not in out.read_text() and found["environment"]["commit"]

@@ -43,9 +43,20 @@ def test_command(careless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(validity, "load_dataset", sample)
     monkeypatch.setattr(validity, "KINDS", (kind.__name__,))
     monkeypatch.setattr(validity, "attacks", lambda data, count: [("attack", attack, count)])
-    arguments = ["--data", str(tmp_path), "--sets", "mnist", "--workers", "1", "--out", str(tmp_path / "out" / "v")]
+    arguments = [
+        "--data",
+        str(tmp_path),
+        "--sets",
+        "mnist",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "out" / "v"),
+    ]
     if careless:
-        with pytest.raises(SystemExit, match="4 images are not in their ball"):  # one at each radius
+        with pytest.raises(
+            SystemExit, match="4 images are not in their ball"
+        ):  # one at each radius
             validity.main([*arguments, "--device", "cpu"])
     else:
         validity.main([*arguments, "--device", "cpu"])
@@ -56,7 +67,10 @@ def test_command(careless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (row["claimed_too_little"] > 0) == careless
         assert careless or 0.9 < row["largest_distance_over_eps"] <= 1.0001
     text = (tmp_path / "out" / "v.md").read_text()
-    assert f"16 images audited, {4 * careless} failures" in text and ("mass is off" in text) == careless
+    assert (
+        f"16 images audited, {4 * careless} failures" in text
+        and ("mass is off" in text) == careless
+    )
     assert str(tmp_path) not in json.dumps(written["environment"])
 
 

@@ -53,7 +53,10 @@ class _Program:
         data = [(v, i, k) for i, row in enumerate(self.rows) for k, v in row.items()]
         values, i, k = zip(*data, strict=True)
         matrix = csr_array((values, (i, k)), shape=(len(self.rows), len(self.low)))
-        for presolve in (True, False):  # HiGHS sometimes fails to bring a solution back through its presolve
+        for presolve in (
+            True,
+            False,
+        ):  # HiGHS sometimes fails to bring a solution back through its presolve
             result = milp(
                 cost,
                 constraints=LinearConstraint(matrix, self.row_low, self.row_high),
@@ -119,7 +122,9 @@ def worst_plan(
     return value, plan
 
 
-def box_margin(layers: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray, y: int, eps: float) -> float:
+def box_margin(
+    layers: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray, y: int, eps: float
+) -> float:
     """The same over ``|z - x| <= eps`` with pixels in ``[0, 1]``; ``x`` is flat."""
     low, high = np.maximum(x - eps, 0.0), np.minimum(x + eps, 1.0)
     program = _Program()
@@ -147,7 +152,9 @@ def _worst_class(
             program.constrain({**terms, v: -1.0}, -bias[k], -bias[k])
             out.append(v)
         if depth == len(layers) - 1:
-            found = (program.minimise({out[y]: 1.0, out[k]: -1.0}) for k in range(len(out)) if k != y)
+            found = (
+                program.minimise({out[y]: 1.0, out[k]: -1.0}) for k in range(len(out)) if k != y
+            )
             return min(found, key=lambda pair: pair[0])
         active = []
         for k, v in enumerate(out):
@@ -163,7 +170,9 @@ def _worst_class(
 def affine_maps(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
     """Weights and biases of a chain of linear layers."""
     return [
-        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy())
+        for m in net
+        if isinstance(m, nn.Linear)
     ]
 
 
@@ -180,7 +189,9 @@ def tiny(seed: int) -> tuple[nn.Sequential, Tensor, Tensor, float]:
     for before, after in pairwise(widths):
         layer = nn.Linear(before, after)
         with torch.no_grad():
-            layer.weight.copy_(torch.randn(after, before, generator=draw) * 1.5 * (2 / before) ** 0.5)
+            layer.weight.copy_(
+                torch.randn(after, before, generator=draw) * 1.5 * (2 / before) ** 0.5
+            )
             layer.bias.copy_(0.3 * torch.randn(after, generator=draw))
         net.extend([nn.ReLU(), layer] if len(net) > 1 else [layer])
     x = torch.rand(1, 1, side, side, generator=draw)

@@ -24,7 +24,9 @@ WASSERSTEIN: dict[str, dict[str, Any]] = {
 }
 
 
-def dense_net(channels: int, side: int, hidden: tuple[int, ...], classes: int, seed: int) -> nn.Sequential:
+def dense_net(
+    channels: int, side: int, hidden: tuple[int, ...], classes: int, seed: int
+) -> nn.Sequential:
     torch.manual_seed(seed)
     sizes = [channels * side * side, *hidden, classes]
     parts: list[nn.Module] = [nn.Flatten()]
@@ -35,20 +37,28 @@ def dense_net(channels: int, side: int, hidden: tuple[int, ...], classes: int, s
 
 def chain(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
     return [
-        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy()) for m in net if isinstance(m, nn.Linear)
+        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy())
+        for m in net
+        if isinstance(m, nn.Linear)
     ]
 
 
 def images(count: int, channels: int, side: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand((count, channels, side, side), generator=generator)
-    return torch.where(torch.rand(x.shape, generator=generator) < 0.3, torch.zeros_like(x), x.sqrt())
+    return torch.where(
+        torch.rand(x.shape, generator=generator) < 0.3, torch.zeros_like(x), x.sqrt()
+    )
 
 
-def referee(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall, cost: np.ndarray) -> list[float]:
+def referee(
+    net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall, cost: np.ndarray
+) -> list[float]:
     budgets = ball.budget(x).tolist()
     return [
-        exact_margin(chain(net), x[i].double().flatten(1).numpy(), int(y[i]), cost, budgets[i], ball.box)
+        exact_margin(
+            chain(net), x[i].double().flatten(1).numpy(), int(y[i]), cost, budgets[i], ball.box
+        )
         for i in range(x.shape[0])
     ]
 
@@ -67,7 +77,9 @@ def test_below_the_exact_minimum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("box", [(0.0, 1.0), None])
-def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(box: tuple[float, float] | None) -> None:
+def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(
+    box: tuple[float, float] | None,
+) -> None:
     net = dense_net(1, 3, (6,), 3, 1)
     with torch.no_grad():
         net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, 9.0]))
@@ -118,7 +130,11 @@ def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
     table = tuple(tuple(math.hypot(r, c) for c in range(-2, 3)) for r in range(-2, 3))
     margins = [
         certify(net, x, y, wball.WassersteinBall(0.2, cost)).margin
-        for cost in (wball.GridCost(5), wball.StencilCost(table), wball.DenseCost(torch.tensor(euclidean(3, 3))))
+        for cost in (
+            wball.GridCost(5),
+            wball.StencilCost(table),
+            wball.DenseCost(torch.tensor(euclidean(3, 3))),
+        )
     ]
     torch.testing.assert_close(margins[0], margins[1], atol=1e-6, rtol=0)
     torch.testing.assert_close(margins[0], margins[2], atol=1e-6, rtol=0)
@@ -132,7 +148,9 @@ class Residual(nn.Module):
         self.register_buffer("mean", torch.tensor([0.4, 0.5]).view(1, 2, 1, 1))
         self.stem = nn.Conv2d(2, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
-        self.left = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), nn.LeakyReLU(0.1), nn.Dropout(0.5))
+        self.left = nn.Sequential(
+            nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), nn.LeakyReLU(0.1), nn.Dropout(0.5)
+        )
         self.right = nn.Conv2d(4, 4, 1, stride=2)
         self.wide = nn.Conv2d(4, 3, 2, dilation=2)
         self.pool = nn.MaxPool2d(2, stride=1)
@@ -179,7 +197,11 @@ def test_no_point_of_the_ball_beats_the_bound(kind: str, name: str) -> None:
             gaps = gap(net(z), y)
             lowest = torch.minimum(lowest, gaps.detach().double())
             (g,) = torch.autograd.grad(gaps.sum(), z)
-            z = far_point(x, -g, eps) if step % 2 == 0 else 0.5 * (z.detach() + far_point(x, -g, eps))
+            z = (
+                far_point(x, -g, eps)
+                if step % 2 == 0
+                else 0.5 * (z.detach() + far_point(x, -g, eps))
+            )
         assert bool((margin <= lowest + 1e-5).all()), (eps, margin, lowest)
 
 
@@ -218,7 +240,9 @@ def test_over_a_ball_of_next_to_nothing_bounds_are_the_network(kind: str) -> Non
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_floating_point():
                 tensor.data.uniform_(0.2, 1.5)  # fresh normalisations would do nothing
-    net = nn.Sequential(front, nn.Flatten(), nn.Linear(front(x).flatten(1).shape[1], 5), nn.ReLU(), nn.Linear(5, 3))
+    net = nn.Sequential(
+        front, nn.Flatten(), nn.Linear(front(x).flatten(1).shape[1], 5), nn.ReLU(), nn.Linear(5, 3)
+    )
     y = net.eval()(x).argmax(1)
     true = gap(net.double()(x.double()), y).detach()
     for name in ("interval", "dual", "crown", "anchored"):
@@ -249,7 +273,9 @@ def far_point(x: Tensor, g: Tensor, eps: float) -> Tensor:
             if left <= 0 or gain[k, c, r, s] <= 0:
                 break
             to = [(r + 1, s), (r - 1, s), (r, s + 1), (r, s - 1)][k]
-            amount = min(left, float(z[b, c, r, s]), 1 - float(z[b, c, to[0], to[1]]), float(x[b, c, r, s]))
+            amount = min(
+                left, float(z[b, c, r, s]), 1 - float(z[b, c, to[0], to[1]]), float(x[b, c, r, s])
+            )
             z[b, c, r, s] -= amount
             z[b, c, to[0], to[1]] += amount
             left -= amount
@@ -283,7 +309,9 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
     net, x = conv_net(3), images(2, 1, 16, 3)
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.05)
-    margin = {name: certify(net, x, y, ball, **settings).margin for name, settings in WASSERSTEIN.items()}
+    margin = {
+        name: certify(net, x, y, ball, **settings).margin for name, settings in WASSERSTEIN.items()
+    }
     assert bool((margin["interval"] < margin["crown"]).all())
     assert bool((margin["dual"] <= margin["crown"] + 1e-3).all())
     assert bool((margin["anchored"] >= margin["crown"]).all())
@@ -376,7 +404,9 @@ def test_unsupported_modules_are_named() -> None:
 @pytest.mark.parametrize("filters", [2, 3, 4])
 def test_filters_that_are_alike_are_no_batch_of_constants(filters: int) -> None:
     """A convolution of three equal filters, as many as the images of the recorded run, was refused."""
-    net = nn.Sequential(nn.Conv2d(1, filters, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * filters, 2))
+    net = nn.Sequential(
+        nn.Conv2d(1, filters, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * filters, 2)
+    )
     nn.init.ones_(net[0].weight)  # type: ignore[arg-type]
     x = torch.rand(1, 1, 4, 4)
     assert bool(certify(net, x, net(x).argmax(1), wball.WassersteinBall(1e-7)).certified.all())
@@ -394,14 +424,22 @@ def test_wrappers_are_looked_into() -> None:
 def test_the_memory_format_does_not_matter(name: str) -> None:
     torch.manual_seed(0)
     first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, stride=2)
-    net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3))
+    net = nn.Sequential(
+        first, nn.ReLU(), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3)
+    )
     x = images(2, 2, 6, 6)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
     plain = certify(net, x, y, ball, **WASSERSTEIN[name]).margin
     last = torch.channels_last
-    for images_in, model_in in ((last, torch.contiguous_format), (torch.contiguous_format, last), (last, last)):
+    for images_in, model_in in (
+        (last, torch.contiguous_format),
+        (torch.contiguous_format, last),
+        (last, last),
+    ):
         net.to(memory_format=model_in)
-        margin = certify(net, x.contiguous(memory_format=images_in), y, ball, **WASSERSTEIN[name]).margin
+        margin = certify(
+            net, x.contiguous(memory_format=images_in), y, ball, **WASSERSTEIN[name]
+        ).margin
         torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)
 
 
@@ -425,7 +463,9 @@ def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
 def test_a_hook_that_changes_little_is_seen() -> None:
     net, x = conv_net(3), images(2, 1, 16, 3)
     y = net(x).argmax(1)
-    net[-1].register_forward_hook(lambda _, __, out: 1.01 * out)  # another function, one percent away
+    net[-1].register_forward_hook(
+        lambda _, __, out: 1.01 * out
+    )  # another function, one percent away
     with pytest.raises(UnsupportedModule, match="forward hook"):
         certify(net, x, y, wball.WassersteinBall(0.01))
 
@@ -458,8 +498,16 @@ def test_certified_radius_is_certified_and_bracketed() -> None:
     radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, method="crown")
     assert float(radius[3]) == 0.0
     assert bool((radius[:3] > 0).all())
-    assert bool(certify(net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), method="crown").certified.all())
-    assert not bool(certify(net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), method="crown").certified.any())
+    assert bool(
+        certify(
+            net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), method="crown"
+        ).certified.all()
+    )
+    assert not bool(
+        certify(
+            net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), method="crown"
+        ).certified.any()
+    )
 
 
 def test_certified_radius_of_anchored_bounds_is_what_certify_finds() -> None:
@@ -508,7 +556,11 @@ class Careless(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.first, self.second = kind, nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.kind, self.first, self.second = (
+            kind,
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+        )
         self.over, self.head = nn.ReLU(inplace=True), nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -562,4 +614,9 @@ def test_what_is_changed_in_place_is_read_as_it_is_then(kind: str) -> None:
 def test_what_symbols_do_not_show_is_refused(kind: str, message: str) -> None:
     torch.manual_seed(0)
     with pytest.raises(UnsupportedModule, match=message):
-        certify(Careless(kind), images(3, 1, 4, 1), torch.zeros(3, dtype=torch.long), wball.WassersteinBall(0.0))
+        certify(
+            Careless(kind),
+            images(3, 1, 4, 1),
+            torch.zeros(3, dtype=torch.long),
+            wball.WassersteinBall(0.0),
+        )

@@ -34,7 +34,9 @@ class Varied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.over(self.norm(self.first((x - 0.2) / 0.4)))
         h = F.leaky_relu(self.second(h) + h, 0.1)
-        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1).permute(0, 1, 3, 2)
+        h = torch.cat([F.max_pool2d(h, 2), F.avg_pool2d(F.pad(h, (1, 1, 1, 1)), 3, 3)], 1).permute(
+            0, 1, 3, 2
+        )
         return self.head(h.flatten(1))
 
 
@@ -86,21 +88,30 @@ def test_claims_are_confirmed_where_they_are_true(seed: int) -> None:
 
 def _exact(net: nn.Sequential, x: Tensor, label: int, ball: wball.WassersteinBall) -> float:
     side, budget = x.shape[-1], float(ball.budget(x[None])[0])
-    return exact_margin(chain(net), x.double().flatten(1).numpy(), label, euclidean(side, side), budget, ball.box)
+    return exact_margin(
+        chain(net), x.double().flatten(1).numpy(), label, euclidean(side, side), budget, ball.box
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_checker_is_never_above_the_exact_minimum(seed: int) -> None:
     channels, side = (1, 3) if seed % 2 else (2, 2)
-    net, x = dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed), images(2, channels, side, seed)
+    net, x = (
+        dense_net(channels, side, (6, 5) if seed % 3 else (8,), 3, seed),
+        images(2, channels, side, seed),
+    )
     y, ball = net(x).argmax(1), wball.WassersteinBall(torch.tensor([0.1, 0.5]))
     for k in range(2):
         one, label = ball.take(torch.tensor([k])), int(y[k])
         exact = _exact(net, x[k], label, one)
         whole = Checker(read(net, x[:1]), domain(one, x[k], "full"))
         assert float(whole.margins(label).amin()) <= exact + 1e-7
-        by_cases = min(Cases(whole, label, other).margin(()) for other in range(3) if other != label)
-        assert by_cases <= 0 or by_cases <= exact + 1e-7  # what is not above 0 is the bound of one part
+        by_cases = min(
+            Cases(whole, label, other).margin(()) for other in range(3) if other != label
+        )
+        assert (
+            by_cases <= 0 or by_cases <= exact + 1e-7
+        )  # what is not above 0 is the bound of one part
 
 
 def test_a_black_image_has_one_point() -> None:
@@ -113,7 +124,10 @@ def test_a_black_image_has_one_point() -> None:
 @pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, nn.Hardtanh])
 def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), curve(), nn.Linear(8, 3)), images(2, 1, 4, 1)
+    net, x = (
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 8), curve(), nn.Linear(8, 3)),
+        images(2, 1, 4, 1),
+    )
     y = net(x).argmax(1)
     for ball in (wball.WassersteinBall(0.05), wball.LinfBall(0.02)):
         at = ball.at(0.99 * certified_radius(net, x, y, ball, rounds=6))
@@ -123,10 +137,19 @@ def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
 @pytest.mark.parametrize("curve", ["sigmoid", "tanh", "gelu", "silu", "clamp"])
 def test_lines_of_the_checker_hold_everywhere(curve: str) -> None:
     torch.manual_seed(0)
-    function = {"clamp": lambda v: v.clamp(-0.5, 2)}.get(curve) or getattr(F, curve, None) or getattr(torch, curve)
+    function = (
+        {"clamp": lambda v: v.clamp(-0.5, 2)}.get(curve)
+        or getattr(F, curve, None)
+        or getattr(torch, curve)
+    )
     low = torch.randn(200, dtype=torch.float64) * 4
-    high = low + torch.rand(200, dtype=torch.float64) ** 3 * torch.tensor([1e-6, 1.0, 10.0, 300.0]).repeat(50)
-    found, (least, most) = lines(curve, (-0.5, 2.0), low, high), values_between(curve, (-0.5, 2.0), low, high)
+    high = low + torch.rand(200, dtype=torch.float64) ** 3 * torch.tensor(
+        [1e-6, 1.0, 10.0, 300.0]
+    ).repeat(50)
+    found, (least, most) = (
+        lines(curve, (-0.5, 2.0), low, high),
+        values_between(curve, (-0.5, 2.0), low, high),
+    )
     for share in torch.linspace(0, 1, 401, dtype=torch.float64):
         v = low + share * (high - low)
         value = function(v)
@@ -140,7 +163,10 @@ class Wrapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(1, 2, 3, padding=2, padding_mode="circular"), nn.Linear(72, 3)
+        self.conv, self.head = (
+            nn.Conv2d(1, 2, 3, padding=2, padding_mode="circular"),
+            nn.Linear(72, 3),
+        )
         self.left = nn.Parameter(torch.randn(6, 6) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +194,9 @@ def _answers(net: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ball", [wball.WassersteinBall(0.05), wball.LinfBall(0.02)])
-def test_proofs_by_branch_and_bound_are_proved_again(ball: wball.WassersteinBall | wball.LinfBall) -> None:
+def test_proofs_by_branch_and_bound_are_proved_again(
+    ball: wball.WassersteinBall | wball.LinfBall,
+) -> None:
     net, x = dense_net(1, 3, (8, 6), 3, 3), images(3, 1, 3, 3)
     y = net(x).argmax(1)
     at = ball.at(1.3 * certified_radius(net, x, y, ball, rounds=8))
@@ -211,7 +239,9 @@ def test_curves_and_pooling_are_cut_until_they_are_proved(method: str) -> None:
     torch.manual_seed(5)
     net, x = Looped().eval(), images(3, 1, 2, 5)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05, wball.GridCost(3))
-    at = ball.at(certified_radius(net, x, y, ball, "dual" if method == "dual" else "crown", rounds=8))
+    at = ball.at(
+        certified_radius(net, x, y, ball, "dual" if method == "dual" else "crown", rounds=8)
+    )
     at = at.at(at.eps * (1.05 if method == "complete" else 1.0))
     proof = certify(net, x, y, at, method, time_limit=5.0)  # type: ignore[arg-type]
     assert bool(proof.certified.any())
@@ -242,7 +272,9 @@ def test_a_model_without_gradients_is_decided_by_bounds() -> None:
 
 def test_large_layers_are_proved_again() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 24**2, 2))
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 24**2, 2)
+    )
     x = torch.zeros(1, 1, 24, 24)
     x[0, 0, 3:5, 3:5] = 1.0
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)

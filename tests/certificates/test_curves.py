@@ -45,7 +45,9 @@ def test_lines_of_curves_hold_without_bounds() -> None:
                 holds(lines, low, up, curve.function(v), v)
 
 
-@pytest.mark.parametrize("ends", [(0.0, 6.0), (-1.0, 1.0), (0.2, float("inf")), (-float("inf"), 0.5)])
+@pytest.mark.parametrize(
+    "ends", [(0.0, 6.0), (-1.0, 1.0), (0.2, float("inf")), (-float("inf"), 0.5)]
+)
 def test_lines_of_clamps_hold_on_the_interval(ends: tuple[float, float]) -> None:
     low, up = intervals()
     lines = clamped_lines(ends, low, up)
@@ -68,8 +70,16 @@ def network(kind: str) -> nn.Module:
     torch.manual_seed(1)
     if kind == "clamp":
         return Clamped().eval()
-    layer = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "relu6": nn.ReLU6}[kind]
-    conv = nn.Sequential(nn.Conv2d(1, 4, 2), layer(), nn.Flatten(), nn.Linear(16, 8), layer(), nn.Linear(8, 3))
+    layer = {
+        "sigmoid": nn.Sigmoid,
+        "tanh": nn.Tanh,
+        "gelu": nn.GELU,
+        "silu": nn.SiLU,
+        "relu6": nn.ReLU6,
+    }[kind]
+    conv = nn.Sequential(
+        nn.Conv2d(1, 4, 2), layer(), nn.Flatten(), nn.Linear(16, 8), layer(), nn.Linear(8, 3)
+    )
     return conv.eval()
 
 
@@ -91,7 +101,9 @@ def test_no_point_of_the_ball_is_below_the_bound(kind: str, threat: wball.Ball) 
 
 
 def test_an_approximate_gelu_is_refused() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(9, 4), nn.GELU(approximate="tanh"), nn.Linear(4, 2)).eval()
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(9, 4), nn.GELU(approximate="tanh"), nn.Linear(4, 2)
+    ).eval()
     with pytest.raises(UnsupportedModule, match="approximation"):
         certify(net, torch.rand(1, 1, 3, 3), torch.tensor([0]), wball.WassersteinBall(0.1))
     assert F.gelu is CURVES["gelu"].function

@@ -19,7 +19,9 @@ def many_units_at_zero(side: int, clean: float) -> tuple[nn.Sequential, Tensor, 
         conv.bias.zero_()
     net = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear((side // 2) ** 2, 2))
     with torch.no_grad():
-        net[3].weight.copy_(torch.stack([-torch.ones((side // 2) ** 2), torch.zeros((side // 2) ** 2)]))
+        net[3].weight.copy_(
+            torch.stack([-torch.ones((side // 2) ** 2), torch.zeros((side // 2) ** 2)])
+        )
         net[3].bias.copy_(torch.tensor([clean, 0.0]))
     return net.eval(), x, torch.tensor([0])
 
@@ -54,7 +56,12 @@ def test_bounds_that_anchors_do_not_use_may_be_left_out() -> None:
     """Lower bounds of units below 0 at the image: the margins stay as they are, and other bounds too."""
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(100, 30), nn.LeakyReLU(0.1), nn.Linear(30, 3)
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(100, 30),
+        nn.LeakyReLU(0.1),
+        nn.Linear(30, 3),
     ).double()
     x = torch.rand(2, 1, 10, 10, dtype=torch.float64)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
@@ -66,7 +73,9 @@ def test_bounds_that_anchors_do_not_use_may_be_left_out() -> None:
         relaxation = problem.relaxation(ball.input_set(x, "full"), "anchored", 1.0)
         bounds = relaxation.bound_all(2, problem.like)
         for position in graph.relaxed():
-            relaxation.bound_layer(position, bounds, 2, problem.like, anchored=True, sparing=sparing)
+            relaxation.bound_layer(
+                position, bounds, 2, problem.like, anchored=True, sparing=sparing
+            )
         found.append(relaxation.margins(y, bounds, problem.like, anchored=True))
         left.append(sum(float(low.sum()) for low in bounds.lower.values()))
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)

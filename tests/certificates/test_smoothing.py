@@ -9,7 +9,13 @@ import torch
 from scipy.stats import binom
 from torch import Tensor, nn
 
-from wball.certificates.smoothing import FlowSmoothing, divergence, flow_noise, laplace_radius, lower_confidence
+from wball.certificates.smoothing import (
+    FlowSmoothing,
+    divergence,
+    flow_noise,
+    laplace_radius,
+    lower_confidence,
+)
 
 
 def test_noise_keeps_every_channels_mass_and_scales_with_it() -> None:
@@ -33,8 +39,12 @@ def test_divergence_moves_mass_the_way_the_flow_points() -> None:
     torch.testing.assert_close(divergence(right, down)[0, 0], expected)
 
 
-@pytest.mark.parametrize(("successes", "trials", "alpha"), [(90, 100, 0.01), (7, 10, 0.05), (999, 1000, 0.001)])
-def test_lower_confidence_is_where_the_binomial_tail_is_alpha(successes: int, trials: int, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("successes", "trials", "alpha"), [(90, 100, 0.01), (7, 10, 0.05), (999, 1000, 0.001)]
+)
+def test_lower_confidence_is_where_the_binomial_tail_is_alpha(
+    successes: int, trials: int, alpha: float
+) -> None:
     p = lower_confidence(successes, trials, alpha)
     assert binom.sf(successes - 1, trials, p) == pytest.approx(alpha, rel=1e-6)
     assert lower_confidence(0, trials, alpha) == 0.0
@@ -59,11 +69,15 @@ def test_the_radius_is_tight_where_the_smoothed_classifier_is_known() -> None:
     assert laplace_radius(probability, scale) == pytest.approx(distance / math.sqrt(2), rel=1e-12)
     x = torch.tensor([[[[0.5, 0.5]]]])
     smoothed = FlowSmoothing(Threshold(0.5 - distance), scale, "manhattan")
-    result = smoothed.certify(x, samples=20_000, alpha=0.01, generator=torch.Generator().manual_seed(1))
+    result = smoothed.certify(
+        x, samples=20_000, alpha=0.01, generator=torch.Generator().manual_seed(1)
+    )
     assert result.prediction.tolist() == [1]
     assert not bool(result.abstained)
     assert 0.9 * distance < float(result.radius) < distance
-    assert bool(result.certified(torch.tensor([1]), 0.02)) and not bool(result.certified(torch.tensor([0])))
+    assert bool(result.certified(torch.tensor([1]), 0.02)) and not bool(
+        result.certified(torch.tensor([0]))
+    )
 
 
 def test_an_even_vote_is_an_abstention() -> None:
@@ -121,8 +135,14 @@ def test_no_images_half_precision_and_what_are_no_images() -> None:
 def test_any_precision_is_served_and_negative_mass_is_refused() -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), torch.rand(2, 1, 4, 4)
-    for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64), (torch.float16,) * 2):
-        found = FlowSmoothing(net.to(model_in), 0.01).certify(x.to(images_in), samples=50, select=10)
+    for images_in, model_in in (
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float16,) * 2,
+    ):
+        found = FlowSmoothing(net.to(model_in), 0.01).certify(
+            x.to(images_in), samples=50, select=10
+        )
         assert found.radius.dtype is torch.float64 and found.prediction.shape == (2,)
     with pytest.raises(ValueError, match="pixels from"):
         FlowSmoothing(net, 0.01).certify(x - 0.5, samples=10)

@@ -107,7 +107,9 @@ def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["crown", "anchored"])
-def test_anchors_that_do_not_fit_only_loosen_the_bound(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anchors_that_do_not_fit_only_loosen_the_bound(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = trained(small_net(0), 0.02)
     x, y = digits(6)
     ball = wball.WassersteinBall(0.05)
@@ -120,7 +122,9 @@ def test_anchors_that_do_not_fit_only_loosen_the_bound(method: Method, monkeypat
     assert not bool((some.certified & attacked(net, x, y, ball)).any())
 
 
-def exactly_feasible(plan: np.ndarray, x: np.ndarray, cost: np.ndarray, budget: float) -> list[list[Fraction]]:
+def exactly_feasible(
+    plan: np.ndarray, x: np.ndarray, cost: np.ndarray, budget: float
+) -> list[list[Fraction]]:
     """The image of a solver's plan in rational arithmetic, moved towards ``x`` until it is in ball and box exactly."""
     spent, moved = Fraction(0), []
     for mass, rows in zip(x, plan, strict=True):
@@ -135,7 +139,11 @@ def exactly_feasible(plan: np.ndarray, x: np.ndarray, cost: np.ndarray, budget: 
         moved.append(z)
     shrink = [Fraction(1)] + ([Fraction(budget) / spent] if spent > budget else [])
     for mass, z in zip(x, moved, strict=True):
-        shrink += [(1 - Fraction(float(m))) / (v - Fraction(float(m))) for m, v in zip(mass, z, strict=True) if v > 1]
+        shrink += [
+            (1 - Fraction(float(m))) / (v - Fraction(float(m)))
+            for m, v in zip(mass, z, strict=True)
+            if v > 1
+        ]
     t = min(shrink)
     return [
         [(1 - t) * Fraction(float(m)) + t * v for m, v in zip(*pair, strict=True)]
@@ -171,7 +179,9 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
         z = exactly_feasible(plan, flat, cost, budget)
         truth = exact_gap(layers, [v for channel in z for v in channel], int(y))
         for method in ("anchored", "alpha-crown"):
-            bound = certify(net, x, y, ball, method, steps=5 if method == "alpha-crown" else None).margin  # type: ignore[arg-type]
+            bound = certify(
+                net, x, y, ball, method, steps=5 if method == "alpha-crown" else None
+            ).margin  # type: ignore[arg-type]
             assert Fraction(float(bound)) <= truth, (seed, float(bound), float(truth))
             closest = min(closest, float(truth) - float(bound))
     assert closest < 1e-6  # and the test is sharp: somewhere the bound is the minimum
@@ -187,7 +197,8 @@ def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
         (_, b1), (second, b2) = chain(net)
         hidden = [max(Fraction(0), Fraction(float(b))) for b in b1]
         logits = [
-            Fraction(float(b)) + sum(Fraction(float(w)) * h for w, h in zip(row, hidden, strict=True))
+            Fraction(float(b))
+            + sum(Fraction(float(w)) * h for w, h in zip(row, hidden, strict=True))
             for row, b in zip(second, b2, strict=True)
         ]
         exact = min(logits[int(y)] - v for k, v in enumerate(logits) if k != int(y))
@@ -220,7 +231,10 @@ class Residual(nn.Module):
     def __init__(self, leak: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.stem, self.inner = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.stem, self.inner = (
+            nn.Conv2d(1, 6, 3, padding=1),
+            nn.Conv2d(6, 6, 3, padding=1, bias=False),
+        )
         self.norm, self.down = nn.BatchNorm2d(6), nn.Conv2d(6, 8, 3, stride=2, groups=2)
         self.head = nn.Linear(8 * 6 * 6, 10)
         self.act = nn.LeakyReLU(leak)
@@ -253,7 +267,10 @@ def test_a_rough_maximum_is_never_too_small(p: float) -> None:
     source = wball.WassersteinBall(0.02, wball.GridCost(p=p)).input_set(x, "full")
     image = torch.arange(16) % 2
     dense = Rows(torch.randn((16, 1, 14, 14), dtype=torch.float64, generator=draw), image)
-    corner = (torch.randint(0, 11, (16,), generator=draw), torch.randint(0, 11, (16,), generator=draw))
+    corner = (
+        torch.randint(0, 11, (16,), generator=draw),
+        torch.randint(0, 11, (16,), generator=draw),
+    )
     for rows in (dense, Rows(dense.coeff[..., :4, :4].contiguous(), image, corner)):
         rough = source.rough(rows)
         assert rough is not None
@@ -272,18 +289,31 @@ def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPat
     bound_units = relaxation.Relaxation._bound_units
 
     def counted(  # type: ignore[no-untyped-def]
-        self: relaxation.Relaxation, position: int, bounds: relaxation.Bounds, every: Tensor, *args, **kwargs
+        self: relaxation.Relaxation,
+        position: int,
+        bounds: relaxation.Bounds,
+        every: Tensor,
+        *args,
+        **kwargs,
     ):
-        counts.append(every.shape[0] if isinstance(self.graph.ops[position], relaxation.MaxPool) else 0)
+        counts.append(
+            every.shape[0] if isinstance(self.graph.ops[position], relaxation.MaxPool) else 0
+        )
         return bound_units(self, position, bounds, every, *args, **kwargs)
 
     monkeypatch.setattr(relaxation.Relaxation, "_bound_units", counted)
     few = certify(net, x, y, ball).margin
-    assert 0 < sum(counts) < 2 * 2 * 256 / 2  # both sides of all units of both images, in one pass of two
+    assert (
+        0 < sum(counts) < 2 * 2 * 256 / 2
+    )  # both sides of all units of both images, in one pass of two
     every = lambda self, op, position, bounds: torch.arange(bounds.lower[position].numel())
     monkeypatch.setattr(relaxation.Relaxation, "_contenders", every)
     assert bool((few >= certify(net, x, y, ball).margin - 1e-5).all())
-    logits = net(wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images).detach().double()
+    logits = (
+        net(wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images)
+        .detach()
+        .double()
+    )
     others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
     assert bool((few <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
 
@@ -308,7 +338,8 @@ def test_charges_of_a_small_image_are_its_transposed_convolution() -> None:
     whole = F.conv_transpose2d(weights, shared.kernel)
     around = shared.radius + 1
     torch.testing.assert_close(
-        shared._over_the_image(weights, shared.kernel), whole[..., around : around + 5, around : around + 4]
+        shared._over_the_image(weights, shared.kernel),
+        whole[..., around : around + 5, around : around + 4],
     )
     assert shared._matrices
 

@@ -34,7 +34,9 @@ def images(count: int = 4, side: int = 4) -> Tensor:
     return torch.rand((count, 1, side, side), generator=torch.Generator().manual_seed(0))
 
 
-def refused(model: nn.Module, match: str | None = None, ball: Any = BALL, x: Tensor | None = None) -> None:
+def refused(
+    model: nn.Module, match: str | None = None, ball: Any = BALL, x: Tensor | None = None
+) -> None:
     x = images() if x is None else x
     with pytest.raises(UnsupportedModule, match=match):
         certify(model, x, torch.zeros(x.shape[0], dtype=torch.long), ball)
@@ -46,7 +48,9 @@ def followed(net: nn.Module) -> None:
     logits = net(x).detach().double()
     y = logits.argmax(1)
     clean = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    torch.testing.assert_close(certify(net, x, y, wball.WassersteinBall(0.0)).margin, clean, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        certify(net, x, y, wball.WassersteinBall(0.0)).margin, clean, atol=1e-5, rtol=0
+    )
 
 
 def flip(module: nn.Module, given: Any, out: Tensor) -> Tensor:
@@ -61,11 +65,16 @@ def test_probes_are_far_points_and_need_no_exact_solver(monkeypatch: pytest.Monk
         ball, direction = wball.WassersteinBall(eps), torch.randn(x.shape)
         far, most = trust._ends(ball, x, direction), ball.support(x, direction).value
         assert bool(ball.contains(x, far).all())
-        gained, possible = (direction * (far - x)).sum((1, 2, 3)), most - (direction * x).sum((1, 2, 3))
+        gained, possible = (
+            (direction * (far - x)).sum((1, 2, 3)),
+            most - (direction * x).sum((1, 2, 3)),
+        )
         assert bool((gained >= 0.9 * possible).all())
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
     monkeypatch.setitem(dispatch.OPERATIONS, "proximal_newton", {})
-    assert bool(certify(net, images(), net(images()).argmax(1), wball.WassersteinBall(1e-6)).certified.any())
+    assert bool(
+        certify(net, images(), net(images()).argmax(1), wball.WassersteinBall(1e-6)).certified.any()
+    )
 
 
 # ---- arguments
@@ -79,7 +88,9 @@ def test_average_pooling_with_a_negative_divisor_is_refused(divisor: int, kind: 
             super().__init__()
             self.rest = dense(side=3)
             padded = kind.startswith("padded")
-            settings: dict[str, Any] = {"count_include_pad": False, "ceil_mode": True} if padded else {}
+            settings: dict[str, Any] = (
+                {"count_include_pad": False, "ceil_mode": True} if padded else {}
+            )
             self.pool = nn.AvgPool2d(2, 1, divisor_override=divisor, **settings)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -224,7 +235,9 @@ def test_a_patched_forward_is_refused(place: str) -> None:
     net = nn.Sequential(dense())
     module = {"root": net, "relu": net[0][2], "container": net[0]}[place]
     plain = module.forward
-    module.forward = lambda h: plain(h) * torch.where(h.flatten(1).amax(1) > 1, -1.0, 1.0).view(-1, *[1] * (h.ndim - 1))
+    module.forward = lambda h: (
+        plain(h) * torch.where(h.flatten(1).amax(1) > 1, -1.0, 1.0).view(-1, *[1] * (h.ndim - 1))
+    )
     refused(net, "patched 'forward'")
 
 
@@ -285,7 +298,9 @@ HARMLESS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "old weight norm": old_weight_norm,
     "old spectral norm": nn.utils.spectral_norm,
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    "pruned twice": lambda layer: prune.random_unstructured(prune.l1_unstructured(layer, "weight", 2), "weight", 2),
+    "pruned twice": lambda layer: prune.random_unstructured(
+        prune.l1_unstructured(layer, "weight", 2), "weight", 2
+    ),
 }
 
 
@@ -499,7 +514,11 @@ def test_deep_networks_pass_the_comparison() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float64):
         net = nn.Sequential(
-            *[part for _ in range(12) for part in (nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), nn.ReLU())]
+            *[
+                part
+                for _ in range(12)
+                for part in (nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), nn.ReLU())
+            ]
         )
         net.append(nn.Flatten()).append(nn.Linear(16, 3)).to(dtype)
         for module in net:
@@ -528,7 +547,9 @@ def test_models_with_broken_weights_certify_nothing(bad: float, method: Any) -> 
     with torch.no_grad():
         net[1].weight[0, 0] = bad
     for ball in (wball.WassersteinBall(0.1), BALL):
-        assert not bool(certify(net, x, torch.zeros(4, dtype=torch.long), ball, method).certified.any())
+        assert not bool(
+            certify(net, x, torch.zeros(4, dtype=torch.long), ball, method).certified.any()
+        )
 
 
 def test_the_documentation_lists_what_is_supported() -> None:

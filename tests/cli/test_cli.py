@@ -109,9 +109,13 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, out, err
 
 
-def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_writes_results_examples_and_a_report(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("jinja2")
-    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK, "--out", "o")
+    code, out, _ = said(
+        capsys, "evaluate", "mine.py:halves", "--data", "mine.py:data", *QUICK, "--out", "o"
+    )
     assert code == 0
     assert "halves on 9 images" in out and "audit:" in out and "mass fraction x px" in out
     result = load_evaluation(here / "o")
@@ -121,25 +125,45 @@ def test_evaluate_writes_results_examples_and_a_report(here: Path, capsys: pytes
     assert tensors["adversarial"].shape == tensors["original"].shape
     # the same command again reads the result back
     before = (here / "o" / "results.json").stat().st_mtime_ns
-    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "--json")
+    code, out, _ = said(
+        capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "--json"
+    )
     assert code == 0 and (here / "o" / "results.json").stat().st_mtime_ns == before
     (content,) = json.loads(out)
     assert content["model"] == "halves" and content["curve"][0]["accuracy"] == 1.0
-    code, out, _ = said(capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "-q")
+    code, out, _ = said(
+        capsys, "evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "-o", "o", "-q"
+    )
     assert (code, out) == (0, "")
 
 
-def test_several_models_and_commands_on_their_results(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_models_and_commands_on_their_results(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
     models = ["mine.py:halves", "mine.py:other"]
-    line = ["evaluate", *models, "-d", "mine.py:data", *QUICK, "--minimal", "--no-report", "--out", "two"]
+    line = [
+        "evaluate",
+        *models,
+        "-d",
+        "mine.py:data",
+        *QUICK,
+        "--minimal",
+        "--no-report",
+        "--out",
+        "two",
+    ]
     assert said(capsys, *line)[0] == 0
     assert not (here / "two" / "report.html").exists()
-    code, out, _ = said(capsys, "report", "two/halves", "two/other", "--out", "r.html", "--title", "A & <b>")
+    code, out, _ = said(
+        capsys, "report", "two/halves", "two/other", "--out", "r.html", "--title", "A & <b>"
+    )
     assert code == 0 and "r.html" in out
     assert "A &amp; &lt;b&gt;" in (here / "r.html").read_text()
-    code, out, _ = said(capsys, "figures", "two/halves", "two/other", "--out", "f", "--format", "png")
+    code, out, _ = said(
+        capsys, "figures", "two/halves", "two/other", "--out", "f", "--format", "png"
+    )
     assert code == 0
     assert (here / "f" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert (here / "f" / "examples-halves.png").exists()
@@ -169,17 +193,31 @@ def test_models_are_files(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     torch.export.save(program, here / "program.pt2")
     torch.save({"state_dict": net.state_dict()}, here / "state.pth")
     wball.save_weights(net, here / "state.safetensors")
-    (here / "one.py").write_text("from mine import halves as made\n\ndef model():\n    return made()\n")
+    (here / "one.py").write_text(
+        "from mine import halves as made\n\ndef model():\n    return made()\n"
+    )
     models = ["script.pt", "program.pt2", "state.pth", "state.safetensors", "one.py"]
     for model in models:
         more = ["--architecture", "mine.py:other"] if model.startswith("state") else []
-        code, out, err = said(capsys, "attack", model, "-d", "mine.py:data", "--eps", "0.3", "--json", *more)
+        code, out, err = said(
+            capsys, "attack", model, "-d", "mine.py:data", "--eps", "0.3", "--json", *more
+        )
         assert code == 0, err
         content = json.loads(out)
         assert content["model"] == Path(model).stem and sum(content["success"]) > 0, model
     # two checkpoints of one architecture in one command, with names
-    line = ["evaluate", "state.pth", "state.safetensors", "--architecture", "mine.py:other", "-d", "mine.py:data"]
-    code, out, _ = said(capsys, *line, *QUICK, "--no-report", "-o", "two", "--name", "a", "--name", "b", "--json")
+    line = [
+        "evaluate",
+        "state.pth",
+        "state.safetensors",
+        "--architecture",
+        "mine.py:other",
+        "-d",
+        "mine.py:data",
+    ]
+    code, out, _ = said(
+        capsys, *line, *QUICK, "--no-report", "-o", "two", "--name", "a", "--name", "b", "--json"
+    )
     assert code == 0 and [r["model"] for r in json.loads(out)] == ["a", "b"]
     first, second = (load_evaluation(here / "two" / name) for name in "ab")
     assert first.summary() == second.summary() and first.clean_accuracy == 1.0
@@ -188,7 +226,17 @@ def test_models_are_files(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_normalisation_in_front_of_a_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["attack", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.001", "--first", "4", "--json"]
+    line = [
+        "attack",
+        "mine.py:halves",
+        "-d",
+        "mine.py:data",
+        "--eps",
+        "0.001",
+        "--first",
+        "4",
+        "--json",
+    ]
     plain = json.loads(said(capsys, *line)[1])
     shifted = json.loads(said(capsys, *line, "--mean", "0.5", "--std", "0.5")[1])
     assert plain["read_as"] == shifted["read_as"]  # a linear model without bias of zero-sum weights
@@ -201,14 +249,27 @@ def test_a_limit_draws_from_every_class(here: Path, capsys: pytest.CaptureFixtur
     assert torch.equal(chosen, choices.stratified_sample(y, 10, 0))
     assert not torch.equal(chosen, choices.stratified_sample(y, 10, 1))
     assert len(choices.stratified_sample(y, 7, 3).unique()) == 7
-    code, out, _ = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--limit", "4", "--seed", "5")
+    code, out, _ = said(
+        capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--limit", "4", "--seed", "5"
+    )
     assert code == 0 and "a stratified sample of 4 of 9 (seed 5)" in " ".join(out.split())
     code, out, _ = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--first", "4")
     assert code == 0 and "the first 4" in " ".join(out.split())
 
 
 def test_radii_suit_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", "--attack", "dual-averaging", "--steps", "5", "-o", "o"]
+    line = [
+        "evaluate",
+        "mine.py:halves",
+        "-d",
+        "mine.py:data",
+        "--attack",
+        "dual-averaging",
+        "--steps",
+        "5",
+        "-o",
+        "o",
+    ]
     code, out, _ = said(capsys, *line, "--no-report")
     assert code == 0 and "chosen by a quick search; --eps sets them" in out
     result = load_evaluation(here / "o")
@@ -216,7 +277,11 @@ def test_radii_suit_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(f"{r:.2g}" == f"{r:g}" for r in result.radii)
     # the same command reads the result back with the radii that are there
     code, out, _ = said(capsys, *line, "--no-report")
-    assert code == 0 and "read from o: this evaluation was finished before" in out and "quick search" not in out
+    assert (
+        code == 0
+        and "read from o: this evaluation was finished before" in out
+        and "quick search" not in out
+    )
 
 
 def test_a_model_at_chance_gets_a_hint(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +289,9 @@ def test_a_model_at_chance_gets_a_hint(here: Path, capsys: pytest.CaptureFixture
         "import torch\nfrom torch import nn\n"
         "def model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))\n"
     )
-    _, _, err = said(capsys, "evaluate", "far.py", *QUICK, "--limit", "20", "--no-report", "-o", "o")
+    _, _, err = said(
+        capsys, "evaluate", "far.py", *QUICK, "--limit", "20", "--no-report", "-o", "o"
+    )
     assert "clean accuracy is only" in err and "--mean" in err
 
 
@@ -234,7 +301,16 @@ def test_terminal_escapes_are_written_out(here: Path, capsys: pytest.CaptureFixt
     assert code == 2 and "\x1b" not in err + out and "a\\x1b[2J\\x07b" in err
     code, out, err = said(capsys, "attack", "mine.py:halves", "--data", evil)
     assert code == 2 and "\x1b" not in err + out
-    line = ["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "-o", f"o{evil}"]
+    line = [
+        "evaluate",
+        "mine.py:halves",
+        "-d",
+        "mine.py:data",
+        *QUICK,
+        "--no-report",
+        "-o",
+        f"o{evil}",
+    ]
     code, out, err = said(capsys, *line, "--name", evil)
     assert code == 0 and "\x1b" not in out + err
     code, out, err = said(capsys, "attack", "raising.onnx")
@@ -248,9 +324,15 @@ def test_a_requirement_decides(here: Path, capsys: pytest.CaptureFixture[str]) -
     reliable = not content["warnings"]
     assert content["passed"] is reliable and code == (0 if reliable else 6)
     code, out, _ = said(capsys, *line, "--require", "0.3:1.0", "--require", "0:0.1")
-    assert code == (7 if reliable else 6) and "FAILED halves" in out and "robust accuracy of at least 100 %" in out
+    assert (
+        code == (7 if reliable else 6)
+        and "FAILED halves" in out
+        and "robust accuracy of at least 100 %" in out
+    )
     page = (here / "o" / "report.html").read_text(encoding="utf-8")
-    assert 'class="decision bad"' in page and "robust accuracy of at least 100 % at radius 0.3" in page
+    assert (
+        'class="decision bad"' in page and "robust accuracy of at least 100 % at radius 0.3" in page
+    )
     code, _, err = said(capsys, *line, "--require", "much")
     assert code == 2 and "requirement 'much' must be RADIUS" in err
 
@@ -267,13 +349,23 @@ def test_attack_shows_each_image(here: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_certify(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["certify", "mine.py:halves", "-d", "mine.py:data", "--eps", "0.001,5", "--method", "crown", "--json"]
+    line = [
+        "certify",
+        "mine.py:halves",
+        "-d",
+        "mine.py:data",
+        "--eps",
+        "0.001,5",
+        "--method",
+        "crown",
+        "--json",
+    ]
     code, out, _ = said(capsys, *line)
     small, large = json.loads(out)["radii"]
     assert code == 0 and small["certified"] > large["certified"] == 0.0
-    assert said(capsys, *line, "--out", "c.json")[1] == out and json.loads((here / "c.json").read_text()) == json.loads(
-        out
-    )
+    assert said(capsys, *line, "--out", "c.json")[1] == out and json.loads(
+        (here / "c.json").read_text()
+    ) == json.loads(out)
 
 
 def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,18 +382,28 @@ def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out.strip()) == (0, wball.__version__)
 
 
-def test_reproduce_writes_data_figures_and_a_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reproduce_writes_data_figures_and_a_page(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     code, out, _ = said(capsys, "reproduce")
     assert code == 0 and "six-pixels" in out and "Figure 1" in out
-    code, out, _ = said(capsys, "reproduce", "six-pixels", "--quick", "--device", "cpu", "--out", "r")
+    code, out, _ = said(
+        capsys, "reproduce", "six-pixels", "--quick", "--device", "cpu", "--out", "r"
+    )
     assert code == 0 and "moved by one pixel" in out
-    assert {p.name for p in (here / "r").glob("*.*")} == {"six-pixels.json", "six-pixels.pdf", "six-pixels.png"}
+    assert {p.name for p in (here / "r").glob("*.*")} == {
+        "six-pixels.json",
+        "six-pixels.pdf",
+        "six-pixels.png",
+    }
     (here / "r" / "six-pixels.png").unlink()
     assert said(capsys, "reproduce", "all", "--figures-only", "--out", "r")[0] == 0
     assert (here / "r" / "six-pixels.png").is_file()
     assert said(capsys, "reproduce", "page", "--out", "r", "--page", "page.md")[0] == 0
-    assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in (here / "page.md").read_text(encoding="utf-8")
+    assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in (here / "page.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_bench_runs_the_checkouts_benchmarks(
@@ -313,18 +415,25 @@ def test_bench_runs_the_checkouts_benchmarks(
     code, _, err = said(capsys, "bench")
     assert code == 2 and "clone" in err and err.count("\n") == 1
     words: list[str] = []
-    fakes = {name: ModuleType(name) for name in ("benchmarks", "benchmarks.__main__", "benchmarks.oracle")}
+    fakes = {
+        name: ModuleType(name)
+        for name in ("benchmarks", "benchmarks.__main__", "benchmarks.oracle")
+    }
     fakes["benchmarks.__main__"].main = words.extend  # type: ignore[attr-defined]
     for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, name, fake)
     assert said(capsys, "bench", "--device", "cpu", "--quick", "--seed", "3")[0] == 0
     assert words == ["--device", "cpu", "--seconds", "2.0", "--seed", "3", "--quick"]
     words.clear()
-    assert said(capsys, "bench", "--device", "cpu", "--root=elsewhere")[0] == 0  # the option's old name
+    assert (
+        said(capsys, "bench", "--device", "cpu", "--root=elsewhere")[0] == 0
+    )  # the option's old name
     assert words[-2:] == ["--data", "elsewhere"]
 
 
-@pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands])  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    "command", [c.name or c.callback.__name__ for c in app.registered_commands]
+)  # type: ignore[union-attr]
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, command, "--help")
     assert code == 0 and "Usage: wball " + command in out
@@ -332,7 +441,9 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         assert word not in out
 
 
-def test_train_takes_your_own_model_and_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_takes_your_own_model_and_data(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(60) % 2
     x = 0.2 * torch.rand(60, 1, 6, 6, generator=generator)
@@ -342,14 +453,39 @@ def test_train_takes_your_own_model_and_data(here: Path, capsys: pytest.CaptureF
     (here / "own.py").write_text(
         "from torch import nn\n\n\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(36, 2))\n"
     )
-    command = ["train", "mnist-standard", "--model", "own.py:net", "--data", "train.npz", "--test-data", "test.npz"]
-    few = ["--epochs", "6", "--device", "cpu", "--set", "batch_size=10", "--set", "optimisation.lr=0.1"]
+    command = [
+        "train",
+        "mnist-standard",
+        "--model",
+        "own.py:net",
+        "--data",
+        "train.npz",
+        "--test-data",
+        "test.npz",
+    ]
+    few = [
+        "--epochs",
+        "6",
+        "--device",
+        "cpu",
+        "--set",
+        "batch_size=10",
+        "--set",
+        "optimisation.lr=0.1",
+    ]
     code, out, _ = said(capsys, *command, *few, "--out", "out", "--name", "halves")
     card = json.loads((here / "out/halves.json").read_text())
     assert code == 0 and out.splitlines()[-1] == "written: out/halves.safetensors"
     assert card["dataset"] == card["architecture"] == "own" and card["clean_accuracy"] == 1.0
     code, _, err = said(
-        capsys, "evaluate", "own.py:net", "--weights", "out/halves.safetensors", "-d", "test.npz", *QUICK
+        capsys,
+        "evaluate",
+        "own.py:net",
+        "--weights",
+        "out/halves.safetensors",
+        "-d",
+        "test.npz",
+        *QUICK,
     )
     assert code == 0, err
     for wrong, words in (
@@ -365,8 +501,21 @@ def test_train_says_each_epoch_and_writes_the_model(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = wball.load_sample("mnist")
-    monkeypatch.setattr("wball.data.load_dataset", lambda name, root, split, device: (x[:50], y[:50]))
-    command = ["train", "mnist-adversarial", "--epochs", "2", "--limit", "40", "--device", "cpu", "--name", "mine"]
+    monkeypatch.setattr(
+        "wball.data.load_dataset", lambda name, root, split, device: (x[:50], y[:50])
+    )
+    command = [
+        "train",
+        "mnist-adversarial",
+        "--epochs",
+        "2",
+        "--limit",
+        "40",
+        "--device",
+        "cpu",
+        "--name",
+        "mine",
+    ]
     for change in (
         "architecture=mnist-cnn",
         "batch_size=20",
@@ -377,17 +526,40 @@ def test_train_says_each_epoch_and_writes_the_model(
     ):
         command += ["--set", change]
     code, out, _ = said(capsys, *command, "--out", "out")
-    first, second = (json.loads(row) for row in (here / "out/metrics.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(row) for row in (here / "out/metrics.jsonl").read_text().splitlines()
+    )
     lines = out.splitlines()
     assert code == 0 and len(lines) == 3 and lines[2] == "written: out/mine.safetensors"
-    assert lines[0].startswith("epoch   1") and "clean" not in lines[0] and "clean_accuracy" not in first
-    assert f"clean {100 * second['clean_accuracy']:.2f} %  eps 0.1: {100 * second['robust_accuracy_0.1']:.1f} %" in out
+    assert (
+        lines[0].startswith("epoch   1")
+        and "clean" not in lines[0]
+        and "clean_accuracy" not in first
+    )
+    assert (
+        f"clean {100 * second['clean_accuracy']:.2f} %  eps 0.1: {100 * second['robust_accuracy_0.1']:.1f} %"
+        in out
+    )
     assert f"mean radius {second['mean_radius']:.3f}" in lines[1] and second["step"] == 4
     card = json.loads((here / "out/mine.json").read_text())
-    assert card["training"]["batch_size"] == 20 and card["training"]["optimisation"]["bf16"] is False
-    model = wball.load_weights(wball.build_model(card["architecture"]), here / "out/mine.safetensors").eval()
-    assert float((model(x[:50]).argmax(1) == y[:50]).double().mean()) == pytest.approx(card["clean_accuracy"])
-    taught = ["--teacher", "mnist-cnn=out/mine.safetensors", "--set", "loss.teacher=0.5", "--out", "quiet", "--quiet"]
+    assert (
+        card["training"]["batch_size"] == 20 and card["training"]["optimisation"]["bf16"] is False
+    )
+    model = wball.load_weights(
+        wball.build_model(card["architecture"]), here / "out/mine.safetensors"
+    ).eval()
+    assert float((model(x[:50]).argmax(1) == y[:50]).double().mean()) == pytest.approx(
+        card["clean_accuracy"]
+    )
+    taught = [
+        "--teacher",
+        "mnist-cnn=out/mine.safetensors",
+        "--set",
+        "loss.teacher=0.5",
+        "--out",
+        "quiet",
+        "--quiet",
+    ]
     assert said(capsys, *command, *taught) == (0, "", "")
     assert json.loads((here / "quiet/mine.json").read_text())["training"]["loss"]["teacher"] == 0.5
 
@@ -399,26 +571,68 @@ BAD = {
     "unknown model": (["evaluate", "mnist-standart"], "did you mean mnist-standard?"),
     "architecture without weights": (["evaluate", "mnist-cnn"], "--weights"),
     "missing weights": (["evaluate", "mnist-cnn", "--weights", "none.pth"], "no weights file"),
-    "truncated weights": (["evaluate", "mnist-cnn", "--weights", "cut.safetensors"], "cut.safetensors"),
-    "wrong architecture": (["evaluate", "cifar10-resnet18", "--weights", "mnist.safetensors"], "do not fit"),
-    "weights for a zoo model": (["evaluate", "mnist-standard", "--weights", "mnist.safetensors"], "comes with weights"),
+    "truncated weights": (
+        ["evaluate", "mnist-cnn", "--weights", "cut.safetensors"],
+        "cut.safetensors",
+    ),
+    "wrong architecture": (
+        ["evaluate", "cifar10-resnet18", "--weights", "mnist.safetensors"],
+        "do not fit",
+    ),
+    "weights for a zoo model": (
+        ["evaluate", "mnist-standard", "--weights", "mnist.safetensors"],
+        "comes with weights",
+    ),
     "no such file": (["evaluate", "nothing.py:net"], "nothing.py"),
     "no such module": (["evaluate", "no.such.module:net"], "cannot import"),
     "no such function": (["evaluate", "mine.py:halvs"], "did you mean halves?"),
     "not a model": (["evaluate", "mine.py:broken"], "not callable"),
-    "a function that raises": (["evaluate", "mine.py:raises"], "mine.py:raises: the call raised RuntimeError: no"),
-    "data that raise": (["evaluate", "mine.py:halves", "--data", "mine.py:raises"], "the call raised RuntimeError"),
-    "a module that raises": (["evaluate", "raising.py:net"], "cannot import raising.py (SyntaxError"),
-    "a function that ends the process": (["evaluate", "mine.py:leaves"], "the call raised SystemExit: 3"),
-    "a module that ends the process": (["evaluate", "leaving.py:net"], "cannot import leaving.py (SystemExit: 4)"),
-    "a model that raises": (["evaluate", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
-    "an attack on it": (["attack", "mine.py:Stumbles", "--data", "mine.py:data"], "KeyError: 'weights'"),
-    "data that raise later": (["attack", "mine.py:halves", "--data", "mine.py:unreadable"], "reading it raised KeyE"),
-    "huge seed": (["attack", "mine.py:halves", "--data", "mine.py:data", "--seed", str(2**63)], "--seed"),
+    "a function that raises": (
+        ["evaluate", "mine.py:raises"],
+        "mine.py:raises: the call raised RuntimeError: no",
+    ),
+    "data that raise": (
+        ["evaluate", "mine.py:halves", "--data", "mine.py:raises"],
+        "the call raised RuntimeError",
+    ),
+    "a module that raises": (
+        ["evaluate", "raising.py:net"],
+        "cannot import raising.py (SyntaxError",
+    ),
+    "a function that ends the process": (
+        ["evaluate", "mine.py:leaves"],
+        "the call raised SystemExit: 3",
+    ),
+    "a module that ends the process": (
+        ["evaluate", "leaving.py:net"],
+        "cannot import leaving.py (SystemExit: 4)",
+    ),
+    "a model that raises": (
+        ["evaluate", "mine.py:Stumbles", "--data", "mine.py:data"],
+        "KeyError: 'weights'",
+    ),
+    "an attack on it": (
+        ["attack", "mine.py:Stumbles", "--data", "mine.py:data"],
+        "KeyError: 'weights'",
+    ),
+    "data that raise later": (
+        ["attack", "mine.py:halves", "--data", "mine.py:unreadable"],
+        "reading it raised KeyE",
+    ),
+    "huge seed": (
+        ["attack", "mine.py:halves", "--data", "mine.py:data", "--seed", str(2**63)],
+        "--seed",
+    ),
     "no such data": (["evaluate", "mnist-standard", "--data", "nowhere"], "--data nowhere"),
     "data not downloaded": (["evaluate", "mnist-standard", "--data", "mnist"], "wball data mnist"),
-    "labels out of range": (["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"], "2 classes"),
-    "wrong shape": (["evaluate", "mnist-standard", "--data", "mine.py:data"], "does not take images of shape"),
+    "labels out of range": (
+        ["evaluate", "mine.py:halves", "--data", "mine.py:labels_out_of_range"],
+        "2 classes",
+    ),
+    "wrong shape": (
+        ["evaluate", "mnist-standard", "--data", "mine.py:data"],
+        "does not take images of shape",
+    ),
     "bad radius": (["evaluate", "mnist-standard", "--eps", "0.1,b"], "--eps"),
     "negative radius": (["evaluate", "mnist-standard", "--eps", "-0.1"], "above 0"),
     "even window": (["evaluate", "mnist-standard", "--window", "4"], "odd"),
@@ -428,18 +642,33 @@ BAD = {
     "bad split": (["evaluate", "mnist-standard", "--split", "all"], "--split"),
     "bad device": (["evaluate", "mnist-standard", "--device", "tpu"], "--device tpu"),
     "zero images": (["evaluate", "mnist-standard", "--limit", "0"], "--limit"),
-    "out is a file": (["evaluate", "mine.py:halves", "--data", "mine.py:data", "--out", "mine.py"], "is a file"),
+    "out is a file": (
+        ["evaluate", "mine.py:halves", "--data", "mine.py:data", "--out", "mine.py"],
+        "is a file",
+    ),
     "no results": (["report", "."], "results.json"),
-    "bad method": (["certify", "mine.py:halves", "-d", "mine.py:data", "--method", "guess"], "method"),
+    "bad method": (
+        ["certify", "mine.py:halves", "-d", "mine.py:data", "--method", "guess"],
+        "method",
+    ),
     "bad data set": (["data", "imagenet"], "imagenet"),
     "bad preset": (["train", "nothing"], "mnist-standard"),
     "bad recipe": (["reproduce", "everything"], "mnist-curves"),
     "recipe without data": (["reproduce", "cifar10-curves", "--out", "r"], "wball data cifar10"),
     "recipe on no device": (["reproduce", "six-pixels", "--device", "tpu"], "tpu"),
-    "data below a file": (["data", "mnist", "--root", "mine.py"], "mine.py/mnist: is a file, but a folder is needed"),
-    "figures below a file": (["figures", "done", "--out", "mine.py"], "mine.py: is a file, but a folder is needed"),
+    "data below a file": (
+        ["data", "mnist", "--root", "mine.py"],
+        "mine.py/mnist: is a file, but a folder is needed",
+    ),
+    "figures below a file": (
+        ["figures", "done", "--out", "mine.py"],
+        "mine.py: is a file, but a folder is needed",
+    ),
     "weights without a network": (["evaluate", "mnist.safetensors"], "--architecture"),
-    "a network of another kind": (["evaluate", "mnist.safetensors", "--architecture", "resnet"], "mnist-cnn"),
+    "a network of another kind": (
+        ["evaluate", "mnist.safetensors", "--architecture", "resnet"],
+        "mnist-cnn",
+    ),
     "no model file": (["evaluate", "none.onnx"], "no model file none.onnx"),
     "no ONNX": (["attack", "raising.onnx"], "raising.onnx cannot be read as a model"),
     "no exported program": (["attack", "raising.pt2"], "raising.pt2 cannot be read as a model"),
@@ -447,23 +676,51 @@ BAD = {
     "no model in a file": (["evaluate", "nothing_in.py"], "defines no model"),
     "half a normalisation": (["evaluate", "mine.py:halves", "--mean", "0.5"], "--std"),
     "bad normalisation": (["evaluate", "mine.py:halves", "--mean", "a", "--std", "1"], "--mean a"),
-    "too few names": (["evaluate", "mine.py:halves", "mine.py:other", "--name", "a"], "--name is given 1 times"),
-    "one name for two": (["evaluate", "mine.py:halves", "mine.py:other", "--name", "a", "--name", "a"], "called a"),
-    "both kinds of limit": (["attack", "mnist-standard", "--limit", "3", "--first", "3"], "--first"),
+    "too few names": (
+        ["evaluate", "mine.py:halves", "mine.py:other", "--name", "a"],
+        "--name is given 1 times",
+    ),
+    "one name for two": (
+        ["evaluate", "mine.py:halves", "mine.py:other", "--name", "a", "--name", "a"],
+        "called a",
+    ),
+    "both kinds of limit": (
+        ["attack", "mnist-standard", "--limit", "3", "--first", "3"],
+        "--first",
+    ),
     "bad file for certificates": (["certify", "mine.py:halves", "--out", "c.txt"], ".json"),
-    "bad file for images": (["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"], ".safetensors"),
+    "bad file for images": (
+        ["attack", "mine.py:halves", "-d", "mine.py:data", "--out", "z.png"],
+        ".safetensors",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_get_one_line(
+    case: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = here / "mnist.safetensors"
     if "safetensors" in " ".join(BAD[case][0]):
         wball.save_weights(wball.build_model("mnist-cnn"), whole)
         (here / "cut.safetensors").write_bytes(whole.read_bytes()[:1000])
     arguments, expected = BAD[case]
     if "done" in arguments:
-        assert main(["evaluate", "mine.py:halves", "-d", "mine.py:data", *QUICK, "--no-report", "-qo", "done"]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    "mine.py:halves",
+                    "-d",
+                    "mine.py:data",
+                    *QUICK,
+                    "--no-report",
+                    "-qo",
+                    "done",
+                ]
+            )
+            == 0
+        )
     code, out, err = said(capsys, *arguments)
     assert code == 2
     assert "Traceback" not in out and err.count("\n") == 1 and err.startswith("wball: ")
@@ -471,7 +728,9 @@ def test_bad_arguments_get_one_line(case: str, here: Path, capsys: pytest.Captur
     assert not (here / "out").exists()
 
 
-def test_a_models_file_may_import_what_lies_beside_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_models_file_may_import_what_lies_beside_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "far").mkdir()
     (here / "far" / "beside.py").write_text(MINE)
     (here / "far" / "uses.py").write_text("from beside import halves as net, data")
@@ -480,9 +739,13 @@ def test_a_models_file_may_import_what_lies_beside_it(here: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["evaluate", "attack", "certify"])
-def test_json_is_alone_on_stdout(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_alone_on_stdout(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = [*QUICK, "--no-report", "--out", "o"] if command == "evaluate" else ["--eps", "0.1"]
-    code, out, err = said(capsys, command, "mine.py:Talks", "--data", "mine.py:data", "--json", *more)
+    code, out, err = said(
+        capsys, command, "mine.py:Talks", "--data", "mine.py:data", "--json", *more
+    )
     assert code == 0 and json.loads(out) and "hello" in err
 
 
@@ -491,12 +754,20 @@ def test_names_are_no_markup(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     for label in ("a", "b"):
         (here / "set [bold]" / label).mkdir(parents=True)
         image.new("L", (6, 6), 99).save(here / "set [bold]" / label / "1.png")
-    for command, more in (("evaluate", [*QUICK, "--no-report", "-o", "o"]), ("attack", []), ("certify", [])):
+    for command, more in (
+        ("evaluate", [*QUICK, "--no-report", "-o", "o"]),
+        ("attack", []),
+        ("certify", []),
+    ):
         code, out, _ = said(capsys, command, "mine.py:halves", "-d", "set [bold]", "--grey", *more)
-        assert code == 0 and out.count("images of set [bold]") == (2 if command == "evaluate" else 1)
+        assert code == 0 and out.count("images of set [bold]") == (
+            2 if command == "evaluate" else 1
+        )
     x, y = torch.rand(2, 1, 6, 6), torch.zeros(2, dtype=torch.long)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
-    result = wball.evaluate(model, x, y, wball.WassersteinBall(0.1), attack="fast", name="a[/b]", progress=True)
+    result = wball.evaluate(
+        model, x, y, wball.WassersteinBall(0.1), attack="fast", name="a[/b]", progress=True
+    )
     stream = io.StringIO()
     Console(file=stream).print(result.table())
     assert "a[/b]" in stream.getvalue() and "a[/b]" in capsys.readouterr().err
@@ -511,7 +782,9 @@ def test_without_the_packages_of_the_report(
             patch.setitem(sys.modules, name, None)
             code, _, err = said(capsys, *line)
             assert code == 0 and (here / "o" / "results.json").is_file()
-            assert err.startswith("wball: there will be no report.html: reports need jinja2 and Pillow")
+            assert err.startswith(
+                "wball: there will be no report.html: reports need jinja2 and Pillow"
+            )
             assert f"{name} is missing: pip install wball[report]" in err
             code, _, err = said(capsys, "report", "o")
             assert code == 2 and err.count("\n") == 1 and "pip install wball[report]" in err
@@ -519,19 +792,29 @@ def test_without_the_packages_of_the_report(
 
 
 def test_warnings_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = said(capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--attack", "fast", "-n", "1")
-    assert code == 0 and err.count("\n") == 1 and err.startswith("wball: warning: the model has 2 classes")
+    code, _, err = said(
+        capsys, "attack", "mine.py:halves", "-d", "mine.py:data", "--attack", "fast", "-n", "1"
+    )
+    assert (
+        code == 0
+        and err.count("\n") == 1
+        and err.startswith("wball: warning: the model has 2 classes")
+    )
 
 
 def test_a_model_that_ends_the_process(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "attack", "mine.py:Leaves", "--limit", "2")[0] == 1, "no success: nothing was attacked"
+    assert said(capsys, "attack", "mine.py:Leaves", "--limit", "2")[0] == 1, (
+        "no success: nothing was attacked"
+    )
 
 
 @pytest.mark.slow
 def test_a_reader_that_had_enough() -> None:
     line = [sys.executable, "-m", "wball.cli", "models"]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -544,10 +827,28 @@ def test_a_locale_without_letters(here: Path) -> None:
     for label in ("漢字", "é"):
         (here / "bilder ü" / label).mkdir(parents=True)
         image.new("L", (6, 6), 99).save(here / "bilder ü" / label / "1.png")
-    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:halves", "-d", "bilder ü", "--grey", *QUICK]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    line = [
+        sys.executable,
+        "-m",
+        "wball.cli",
+        "evaluate",
+        "mine.py:halves",
+        "-d",
+        "bilder ü",
+        "--grey",
+        *QUICK,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCES),
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+    }
     done = subprocess.run(
-        [*line, "-o", "o"], cwd=here, env=environment | {"PYTHONUTF8": "0", "PYTHONIOENCODING": ""}, capture_output=True
+        [*line, "-o", "o"],
+        cwd=here,
+        env=environment | {"PYTHONUTF8": "0", "PYTHONIOENCODING": ""},
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr
     page = (here / "o" / "report.html").read_text(encoding="utf-8")
@@ -584,7 +885,9 @@ def test_claims_that_fail_the_audit_have_an_exit_code(
 ) -> None:
     from wball.evaluation import check
 
-    def strict(ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object) -> wball.AuditReport:
+    def strict(
+        ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object
+    ) -> wball.AuditReport:
         return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
 
     monkeypatch.setattr(check, "audit", strict)
@@ -601,12 +904,26 @@ def test_unexpected_errors_are_one_line_too(
 
     monkeypatch.setattr("wball.zoo.list_models", fail)
     code, _, err = said(capsys, "models")
-    assert code == 70 and err == "wball: unexpected ZeroDivisionError: surprise (WBALL_DEBUG=1 shows where)\n"
+    assert (
+        code == 70
+        and err == "wball: unexpected ZeroDivisionError: surprise (WBALL_DEBUG=1 shows where)\n"
+    )
 
 
 @pytest.mark.slow
 def test_interrupted_by_the_keyboard(here: Path) -> None:
-    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", *QUICK, "--out", "o"]
+    line = [
+        sys.executable,
+        "-m",
+        "wball.cli",
+        "evaluate",
+        "mine.py:slow",
+        "-d",
+        "mine.py:data",
+        *QUICK,
+        "--out",
+        "o",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
 
     def listen() -> None:  # a test run in the background of a shell has inherited a deaf ear
@@ -626,6 +943,10 @@ def test_interrupted_by_the_keyboard(here: Path) -> None:
 
 @pytest.mark.slow
 def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys; from wball.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from wball.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL
+    )

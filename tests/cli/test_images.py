@@ -43,19 +43,28 @@ def evaluate(photos: Path, out: str, *words: str) -> int:
     return main([*line, *words])
 
 
-def test_folders_are_resized_cropped_and_streamed(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_resized_cropped_and_streamed(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut = ("--resize", "9", "--crop", "8")
     assert evaluate(photos, "memory", *cut) in (0, 6)
     monkeypatch.setattr("wball.cli.choices.IN_MEMORY", 0)
     assert evaluate(photos, "stream", *cut) in (0, 6)
     memory, stream = (load_evaluation(photos.parent / name) for name in ("memory", "stream"))
-    assert {**memory.to_dict(), "provenance": None} == {**stream.to_dict(), "provenance": None}  # but for the command
+    assert {**memory.to_dict(), "provenance": None} == {
+        **stream.to_dict(),
+        "provenance": None,
+    }  # but for the command
     assert torch.equal(memory.examples["adversarial"], stream.examples["adversarial"])
-    assert memory.settings["data"]["classes"] == ["n01", "n02"] and memory.settings["data"]["shape"] == [3, 8, 8]
+    assert memory.settings["data"]["classes"] == ["n01", "n02"] and memory.settings["data"][
+        "shape"
+    ] == [3, 8, 8]
     assert evaluate(photos, "some", *cut, "--limit", "4") in (0, 6)
 
 
-def test_bad_files_end_the_command_or_are_counted(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files_end_the_command_or_are_counted(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = photos / "n02" / "broken.png"
     bad.write_bytes((photos / "n02" / "0.png").read_bytes()[:200])
     cut = ("--resize", "9", "--crop", "8")
@@ -80,7 +89,10 @@ def test_arrays_in_a_file(photos: Path) -> None:
 
 def test_arrays_with_channels_last_are_read_as_what_they_are(photos: Path) -> None:
     """As Keras stores them; the model was told of images with 8 channels."""
-    pixels, labels = np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8), np.uint8), np.arange(6) % 2
+    pixels, labels = (
+        np.random.default_rng(0).integers(0, 256, (6, 3, 8, 8), np.uint8),
+        np.arange(6) % 2,
+    )
     first, last = photos.parent / "first.npz", photos.parent / "last.npz"
     np.savez(first, x=pixels, y=labels)
     np.savez(last, x_test=pixels.transpose(0, 2, 3, 1), y_test=labels)

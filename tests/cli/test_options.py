@@ -15,7 +15,9 @@ from wball.cli.evaluate import evaluate
 from wball.cli.options import DataChoice, GroundCost, ModelFiles
 
 
-@pytest.mark.parametrize("command", [attack, certify, evaluate], ids=lambda command: command.__name__)
+@pytest.mark.parametrize(
+    "command", [attack, certify, evaluate], ids=lambda command: command.__name__
+)
 @pytest.mark.parametrize("group", [ModelFiles, DataChoice, GroundCost])
 def test_a_group_stands_for_all_of_its_options(command: object, group: type) -> None:
     assert commands.app is not None
@@ -27,11 +29,23 @@ def test_a_group_stands_for_all_of_its_options(command: object, group: type) -> 
 
 def test_every_option_is_written_once() -> None:
     """A command that spells out an option of the common ones would drift from the others."""
-    common = {"--data", "--data-dir", "--limit", "--first", "--resize", "--crop", "--grey", "--skip-bad", "--overwrite"}
+    common = {
+        "--data",
+        "--data-dir",
+        "--limit",
+        "--first",
+        "--resize",
+        "--crop",
+        "--grey",
+        "--skip-bad",
+        "--overwrite",
+    }
     for path in Path(options.__file__).parent.glob("*.py"):
         text = path.read_text(encoding="utf-8")
         again = {name for name in common if f'"{name}",' in text}
-        assert path.name in ("options.py", "train.py", "leaderboard.py", "reproduce.py") or not again, (
+        assert (
+            path.name in ("options.py", "train.py", "leaderboard.py", "reproduce.py") or not again
+        ), (
             path.name,
             again,
         )
@@ -39,4 +53,7 @@ def test_every_option_is_written_once() -> None:
 
 def test_a_few_images_unless_more_are_asked_for() -> None:
     assert DataChoice().or_first(10).limit == 10
-    assert DataChoice(limit=3).or_first(10).limit == 3 and DataChoice(first=3).or_first(10).limit is None
+    assert (
+        DataChoice(limit=3).or_first(10).limit == 3
+        and DataChoice(first=3).or_first(10).limit is None
+    )

@@ -18,7 +18,9 @@ def test_augmentation_is_a_crop_of_the_padded_image() -> None:
     seen = set()
     for image, source in zip(out, padded, strict=True):
         options = {
-            (r, c, flip): source[:, r : r + 6, c : c + 7].flip(2) if flip else source[:, r : r + 6, c : c + 7]
+            (r, c, flip): source[:, r : r + 6, c : c + 7].flip(2)
+            if flip
+            else source[:, r : r + 6, c : c + 7]
             for r in range(5)
             for c in range(5)
             for flip in (False, True)

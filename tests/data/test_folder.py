@@ -24,13 +24,19 @@ def save_image(path: Path, array: np.ndarray) -> None:
 
 def test_folder(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    arrays = {f"{c}/{i}.png": rng.integers(0, 256, (6, 5, 3), np.uint8) for c in ("cat", "dog") for i in range(2)}
+    arrays = {
+        f"{c}/{i}.png": rng.integers(0, 256, (6, 5, 3), np.uint8)
+        for c in ("cat", "dog")
+        for i in range(2)
+    }
     for name, array in arrays.items():
         save_image(tmp_path / name, array)
     (tmp_path / "cat" / "notes.txt").write_text("not an image")
     x, y, classes = load_folder(tmp_path)
     assert classes == ("cat", "dog") and y.tolist() == [0, 0, 1, 1] and x.shape == (4, 3, 6, 5)
-    np.testing.assert_array_equal((x[3] * 255).round().numpy().transpose(1, 2, 0), arrays["dog/1.png"])
+    np.testing.assert_array_equal(
+        (x[3] * 255).round().numpy().transpose(1, 2, 0), arrays["dog/1.png"]
+    )
     assert load_folder(tmp_path, size=(8, 9), grey=True)[0].shape == (4, 1, 8, 9)
     save_image(tmp_path / "dog" / "9.png", arrays["dog/1.png"][:3])
     with pytest.raises(ValueError, match=r"3 x 5.*6 x 5.*size="):
@@ -49,7 +55,11 @@ def test_folder_of_images_with_more_than_eight_bits(tmp_path: Path) -> None:
     save_image(tmp_path / "float" / "a" / "0.tiff", exact.astype(np.float32) / 255)
     with pytest.raises(ValueError, match=r"0\.tiff has pixels of 32 bits"):
         load_folder(tmp_path / "float")
-    for size, message in (("8", "size must be a number"), ((1, 2, 3), "size must be a number"), (2.0, "size must be")):
+    for size, message in (
+        ("8", "size must be a number"),
+        ((1, 2, 3), "size must be a number"),
+        (2.0, "size must be"),
+    ):
         with pytest.raises(TypeError, match=message):
             load_folder(tmp_path / "sixteen", size=size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="size must be at least 1, got 0"):
@@ -110,7 +120,9 @@ def test_bad_files_are_named_or_skipped_with_a_count(tmp_path: Path) -> None:
 
 def test_resize_and_crop_keep_proportions(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
-    ramp = np.tile(np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (30, 1, 3))  # 30 x 60, darker on the left
+    ramp = np.tile(
+        np.arange(0, 240, 4, dtype=np.uint8)[None, :, None], (30, 1, 3)
+    )  # 30 x 60, darker on the left
     (tmp_path / "a").mkdir()
     image.fromarray(ramp).save(tmp_path / "a" / "wide.png")
     image.fromarray(ramp.transpose(1, 0, 2)).save(tmp_path / "a" / "high.png")
@@ -132,7 +144,9 @@ def test_folder_with_what_programs_leave_behind(tmp_path: Path) -> None:
     for c in ("a", "b"):
         save_image(tmp_path / c / "1.png", np.full((2, 2), 9, np.uint8))
     (tmp_path / "a" / "._1.png").write_bytes(b"resource fork")
-    (tmp_path / "a" / "manual.pdf").write_bytes(b"%PDF-1.4")  # Pillow writes such files and cannot read them
+    (tmp_path / "a" / "manual.pdf").write_bytes(
+        b"%PDF-1.4"
+    )  # Pillow writes such files and cannot read them
     save_image(tmp_path / ".ipynb_checkpoints" / "1.png", np.zeros((2, 2), np.uint8))
     (tmp_path / "__MACOSX" / "a").mkdir(parents=True)
     x, y, classes = load_folder(tmp_path)
@@ -157,10 +171,20 @@ def test_folder_never_moves_a_class_number_in_silence(tmp_path: Path) -> None:
 
 def test_hostile_images_are_refused_by_name(tmp_path: Path) -> None:
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    bomb = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
     # PostScript is a program: no interpreter may be started for it, whatever its name says.
     program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n%%EndComments\nshowpage\n"
     (tmp_path / "a").mkdir()

@@ -58,7 +58,9 @@ def test_cifar10(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -
     assert x.shape == (20, 3, 32, 32)
     np.testing.assert_array_equal((x[4:8] * 255).round().numpy(), parts["data_batch_2.bin"][0])
     np.testing.assert_array_equal(y[4:8].numpy(), parts["data_batch_2.bin"][1])
-    assert torch.equal(load_dataset("cifar10", tmp_path)[1], torch.from_numpy(parts["test_batch.bin"][1]).long())
+    assert torch.equal(
+        load_dataset("cifar10", tmp_path)[1], torch.from_numpy(parts["test_batch.bin"][1]).long()
+    )
 
 
 def test_sample_is_the_start_of_the_test_set() -> None:
@@ -73,7 +75,9 @@ def test_sample_is_the_start_of_the_test_set() -> None:
 def test_missing_files_say_where_and_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="wball data mnist --root"):
         load_dataset("mnist", tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"
+    ):
         load_dataset("mnist", tmp_path)
     write_mnist(tmp_path, "t10k")
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
@@ -92,13 +96,19 @@ def test_damaged_idx(tmp_path: Path, zipped: bool) -> None:
     good = idx(digits(5)[0])
     path = tmp_path / "file"
     cases = [
-        (good[:-1], "truncated or corrupted: its header says 5 x 28 x 28 = 3920 bytes, but it has only 3919"),
+        (
+            good[:-1],
+            "truncated or corrupted: its header says 5 x 28 x 28 = 3920 bytes, but it has only 3919",
+        ),
         (good + b"\0", "but it has more"),
         (good[:10], "inside its header"),
         (b"", "starts with nothing"),
         (b"<html>not found</html>", "not an idx file.*error page"),
         (b"\0\0\x0d\x01" + good[4:], "not an idx file of bytes"),  # floats
-        (struct.pack(">BBBB3I", 0, 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated or corrupted"),
+        (
+            struct.pack(">BBBB3I", 0, 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1),
+            "truncated or corrupted",
+        ),
     ]
     for content, message in cases[: -1 if zipped else None]:
         path.write_bytes(gzip.compress(content) if zipped else content)
@@ -106,7 +116,11 @@ def test_damaged_idx(tmp_path: Path, zipped: bool) -> None:
             read_idx(path)
     if zipped:
         whole = gzip.compress(good)
-        for content in (whole[: len(whole) // 2], whole[:3], whole[:40] + b"\xff" * 40 + whole[80:]):
+        for content in (
+            whole[: len(whole) // 2],
+            whole[:3],
+            whole[:40] + b"\xff" * 40 + whole[80:],
+        ):
             path.write_bytes(content)
             with pytest.raises(ValueError, match="truncated or corrupted"):
                 read_idx(path)
@@ -125,7 +139,9 @@ def test_idx_files_that_do_not_belong_together(tmp_path: Path) -> None:
         load_dataset("mnist", tmp_path)
 
 
-def test_mnist_is_not_taken_for_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_not_taken_for_fashion_mnist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, labels = write_mnist(tmp_path, "t10k")
     monkeypatch.setattr(named, "_MNIST_LABELS", {hashlib.sha256(labels.tobytes()).hexdigest()})
     with pytest.raises(ValueError, match="belongs to MNIST"):

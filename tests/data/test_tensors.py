@@ -56,11 +56,26 @@ class Endless(Dataset):
 def test_any_source_becomes_tensors() -> None:
     x, y = torch.randint(0, 256, (7, 3, 4, 5)) / 255, torch.arange(7)
     tensors = TensorDataset(x, y)
-    sources = [(x, y), tensors, DataLoader(tensors, batch_size=3), Arrays(x, "array"), Arrays(x, "pil"), Stream(x)]
-    sources += [[(image, int(label)) for image, label in tensors], DataLoader(Stream(x), batch_size=2)]
+    sources = [
+        (x, y),
+        tensors,
+        DataLoader(tensors, batch_size=3),
+        Arrays(x, "array"),
+        Arrays(x, "pil"),
+        Stream(x),
+    ]
+    sources += [
+        [(image, int(label)) for image, label in tensors],
+        DataLoader(Stream(x), batch_size=2),
+    ]
     sources += [CountedStream(x), DataLoader(CountedStream(x), batch_size=2), Endless(x)]
-    sources += [(x.numpy(), y.numpy().astype(kind)) for kind in ("uint8", "uint16", "int32", "float64")]
-    sources += [(x.clone().requires_grad_(), y), [(image, np.array([label])) for image, label in tensors]]
+    sources += [
+        (x.numpy(), y.numpy().astype(kind)) for kind in ("uint8", "uint16", "int32", "float64")
+    ]
+    sources += [
+        (x.clone().requires_grad_(), y),
+        [(image, np.array([label])) for image, label in tensors],
+    ]
     named = [{"image": image, "label": int(label), "id": "a"} for image, label in tensors]
     sources += [named, DataLoader(named, batch_size=3), {"x": x, "y": y}]  # type: ignore[list-item, arg-type]
     for source in sources:
@@ -70,12 +85,19 @@ def test_any_source_becomes_tensors() -> None:
         assert [len(v) for v in to_tensors(source, limit=5)] == [5, 5]
     assert to_tensors([(x[0], 1), (x[1], 2)])[1].tolist() == [1, 2]
     bytes_ = (x * 255).round().to(torch.uint8).numpy()
-    for source in ((x, y.tolist()), (x, y[:, None]), [(image, i) for i, image in enumerate(bytes_)]):
+    for source in (
+        (x, y.tolist()),
+        (x, y[:, None]),
+        [(image, i) for i, image in enumerate(bytes_)],
+    ):
         assert torch.equal(to_tensors(source)[0], x) and torch.equal(to_tensors(source)[1], y)
     square = bytes_[:5, 0]  # as many images as columns: each axis could be the batch
     assert torch.equal(to_tensors([(square, y[:5].numpy())])[0], x[:5, :1])
     flat = TensorDataset(x[:, 0], y)
-    for source in (flat, *(DataLoader(flat, batch_size=size) for size in (1, 3, 7))):  # 3: the last batch is one image
+    for source in (
+        flat,
+        *(DataLoader(flat, batch_size=size) for size in (1, 3, 7)),
+    ):  # 3: the last batch is one image
         assert torch.equal(to_tensors(source)[0], x[:, :1])
 
 
@@ -84,7 +106,9 @@ def test_pil_images_of_few_colours() -> None:
     colours = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
     palette = image.fromarray(colours).quantize(20)
     x, _ = to_tensors([(palette, 1)])
-    np.testing.assert_array_equal((x[0] * 255).round().numpy(), np.asarray(palette.convert("RGB")).transpose(2, 0, 1))
+    np.testing.assert_array_equal(
+        (x[0] * 255).round().numpy(), np.asarray(palette.convert("RGB")).transpose(2, 0, 1)
+    )
     bits = image.fromarray(colours[..., 0]).convert("1")
     x, _ = to_tensors([(bits, 1)])
     np.testing.assert_array_equal(x[0, 0].numpy(), np.asarray(bits).astype(np.float32))

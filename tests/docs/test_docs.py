@@ -41,17 +41,29 @@ def test_commands_in_the_documentation_exist() -> None:
 
     top: Any = typer.main.get_command(app)
     for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
             lines = block.replace("\\\n", " ")
-            for words in re.findall(r"^(?:torchrun .*? -m wball\.cli|wball) ([a-z].*)", lines, re.MULTILINE):
+            for words in re.findall(
+                r"^(?:torchrun .*? -m wball\.cli|wball) ([a-z].*)", lines, re.MULTILINE
+            ):
                 given = words.split("#")[0].split()
                 shown = top.commands.get(given[0])
                 assert shown is not None, f"{page.name} shows `wball {given[0]}`"
-                shown = getattr(shown, "commands", {}).get(given[1] if len(given) > 1 else "", shown)
-                known = {name for option in shown.params for name in (*option.opts, *option.secondary_opts)}
+                shown = getattr(shown, "commands", {}).get(
+                    given[1] if len(given) > 1 else "", shown
+                )
+                known = {
+                    name
+                    for option in shown.params
+                    for name in (*option.opts, *option.secondary_opts)
+                }
                 for word in given:
                     if word.startswith("--"):
-                        assert word.split("=")[0] in known | {"--help"}, f"{page.name} shows `wball {words}`"
+                        assert word.split("=")[0] in known | {"--help"}, (
+                            f"{page.name} shows `wball {words}`"
+                        )
 
 
 @pytest.mark.slow
@@ -64,7 +76,9 @@ def test_notebook_runs(tmp_path: Path) -> None:
         notebook = nbformat.read(path, as_version=4)
         setup = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(setup))
-        nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        nbclient.NotebookClient(
+            notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
         printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", []))
         assert "audit" in printed
         assert [c for c in notebook.cells[1:] if c.cell_type == "code" and not c.outputs] == []
@@ -81,7 +95,10 @@ def test_what_the_site_is_built_with_is_in_the_repository() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs mkdocs (pip install wball[docs])")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocstrings") is None,
+    reason="needs mkdocs (pip install wball[docs])",
+)
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     # Without --quiet, which also silences the warnings that --strict counts.
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -91,14 +108,22 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert (tmp_path / "cli" / "index.html").read_text(encoding="utf-8").count("<h2") >= 9
     api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert ":class:" not in api and ".. math::" not in api and api.count("<math") >= 3
-    assert 'from</span> <span class="nn">wball</span>' in api or "from wball import" in re.sub(r"<[^>]+>", "", api)
+    assert 'from</span> <span class="nn">wball</span>' in api or "from wball import" in re.sub(
+        r"<[^>]+>", "", api
+    )
     pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
-    assert not [str(path) for path, text in pages.items() if re.search(r"https?://[^\"]*(mathjax|katex)", text)]
+    assert not [
+        str(path)
+        for path, text in pages.items()
+        if re.search(r"https?://[^\"]*(mathjax|katex)", text)
+    ]
 
 
 def documented() -> list[str]:
     """The names that the Python reference shows, and those that pages and the README mention with their module."""
-    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = re.findall(
+        r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for page in PAGES:
         names += re.findall(r"`(wball(?:\.\w+)+)", page.read_text(encoding="utf-8"))
     return sorted(set(names))
@@ -129,7 +154,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in wball.__all__:
         module = getattr(wball, name).__module__
-        assert re.search(rf"\b{name}\b", text) or f"::: {module}\n" in text, f"docs/api.md lacks {module}.{name}"
+        assert re.search(rf"\b{name}\b", text) or f"::: {module}\n" in text, (
+            f"docs/api.md lacks {module}.{name}"
+        )
 
 
 def test_formulas_become_mathml() -> None:
@@ -137,7 +164,9 @@ def test_formulas_become_mathml() -> None:
     sys.path.insert(0, str(ROOT / "tools" / "docs"))
     from mathml import DISPLAY, formula
 
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    source = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py"))
+    )
     found = re.findall(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*| *$))*)", source, re.MULTILINE)
     pages = [tex for page in PAGES for tex in DISPLAY.findall(page.read_text(encoding="utf-8"))]
     assert len(found) > 10 and pages

@@ -12,7 +12,9 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source archive has no results")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "results").is_dir(), reason="a source archive has no results"
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def page(root: Path, text: str) -> Path:
 
 
 def test_no_page_is_stale(tables: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tables.main(["--check"]) == 0, f"{capsys.readouterr().out}: run python tools/docs/tables.py"
+    assert tables.main(["--check"]) == 0, (
+        f"{capsys.readouterr().out}: run python tools/docs/tables.py"
+    )
 
 
 def test_every_benchmark_table_is_shown_somewhere(tables: ModuleType) -> None:
@@ -76,7 +80,9 @@ def test_a_changed_result_makes_the_page_stale(
 
 def _factor(text: str) -> int:
     """The last cell of our first row without the box."""
-    row = next(line for line in text.splitlines() if line.startswith("| wball sweeps, triton, no box"))
+    row = next(
+        line for line in text.splitlines() if line.startswith("| wball sweeps, triton, no box")
+    )
     return int(row.split("|")[-2].replace(",", ""))
 
 
@@ -88,43 +94,66 @@ def test_figures_are_those_of_the_file(tables: ModuleType) -> None:
         for r in found["rows"]
         if r["work"] == "projection" and "time" in r
     }
-    ratio = times["cifar10", 100, "released"] / times["cifar10", 100, "wball sweeps, triton, no box"]
+    ratio = (
+        times["cifar10", 100, "released"] / times["cifar10", 100, "wball sweeps, triton, no box"]
+    )
     shown = tables.TABLES["cuda-projection"].markdown(ROOT / "results")
     part = shown[shown.index("**100 CIFAR-10") : shown.index("**1,000 CIFAR-10")]
     assert _factor(part) == round(ratio)
     about = found["environment"]
-    assert shown.endswith(f"<small>results/bench_cuda.json, {about['device']}, commit {about['commit'][:7]}</small>")
+    assert shown.endswith(
+        f"<small>results/bench_cuda.json, {about['device']}, commit {about['commit'][:7]}</small>"
+    )
     verdicts = tables.TABLES["cuda-targets"].markdown(ROOT / "results").splitlines()
     said = [line for line in found["remarks"] if line.startswith(("reached", "not reached"))]
     assert len(verdicts) == len(said) + 4  # two lines of head, a blank one, the origin
-    assert sum("**not reached" in line for line in verdicts) == sum(line.startswith("not") for line in said)
+    assert sum("**not reached" in line for line in verdicts) == sum(
+        line.startswith("not") for line in said
+    )
 
 
 def test_results_that_are_damaged_or_lack_rows(
     tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result, whole = root / "results" / "bench_cuda.json", (ROOT / "results" / "bench_cuda.json").read_text()
+    result, whole = (
+        root / "results" / "bench_cuda.json",
+        (ROOT / "results" / "bench_cuda.json").read_text(),
+    )
     page(root, "<!-- table: cuda-oracle-window -->\n<!-- /table -->\n")
     for damaged in (whole[: len(whole) // 2], json.dumps({**json.loads(whole), "rows": []}), "[]"):
         result.write_text(damaged)
         assert tables.main([], root) == 1
         said = capsys.readouterr().err
-        assert "results/bench_cuda.json does not hold what the table shows" in said and said.count("\n") == 1
+        assert (
+            "results/bench_cuda.json does not hold what the table shows" in said
+            and said.count("\n") == 1
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("<!-- table: nonsense -->\n<!-- /table -->\n", "no table 'nonsense'; known are cuda-oracle-batch"),
+        (
+            "<!-- table: nonsense -->\n<!-- /table -->\n",
+            "no table 'nonsense'; known are cuda-oracle-batch",
+        ),
         ("<!-- table: cpu-targets -->\n<!-- /table -->\n", "no results/bench_cpu.json"),
         ("<!-- table: cuda-targets -->\n| a |\n", "without <!-- /table -->"),
         ("| a |\n<!-- /table -->\n", "without <!-- /table -->"),
-        ("<!-- table: cuda-targets -->\n<!-- table: cuda-targets -->\n<!-- /table -->\n", "not closed"),
+        (
+            "<!-- table: cuda-targets -->\n<!-- table: cuda-targets -->\n<!-- /table -->\n",
+            "not closed",
+        ),
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["--check"]], ids=["write", "check"])
 def test_blocks_that_cannot_be_filled(
-    tables: ModuleType, root: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str, arguments: list[str]
+    tables: ModuleType,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    complaint: str,
+    arguments: list[str],
 ) -> None:
     path = page(root, text)
     assert tables.main(arguments, root) == 1
@@ -140,8 +169,14 @@ def test_blocks_that_cannot_be_filled(
             {"device": "cpu", "platform": "Linux", "commit": "0123456789"},
             "CPU (Linux), commit 0123456",
         ),
-        ({"device": "A card", "commit": "0123456789 with local changes"}, "A card, commit 0123456 with local changes"),
-        ({"device": "A card", "commit": "0123456789", "note": "in parts"}, "A card, commit 0123456; in parts"),
+        (
+            {"device": "A card", "commit": "0123456789 with local changes"},
+            "A card, commit 0123456 with local changes",
+        ),
+        (
+            {"device": "A card", "commit": "0123456789", "note": "in parts"},
+            "A card, commit 0123456; in parts",
+        ),
     ],
 )
 def test_origin_says_device_commit_and_what_else_is_known(
@@ -152,7 +187,13 @@ def test_origin_says_device_commit_and_what_else_is_known(
 
 
 def test_numbers_have_three_digits(tables: ModuleType) -> None:
-    assert [tables.number(v) for v in (0.0, 0.36672, 3.409, 47.52, 1705.2)] == ["0", "0.367", "3.41", "47.5", "1,705"]
+    assert [tables.number(v) for v in (0.0, 0.36672, 3.409, 47.52, 1705.2)] == [
+        "0",
+        "0.367",
+        "3.41",
+        "47.5",
+        "1,705",
+    ]
     assert [tables.duration(v) for v in (0.0372, 0.158, 0.9994, 0.99999, 3.409)] == [
         "37.2 µs", "158 µs", "999 µs", "1.00 ms", "3.41 ms",
     ]  # fmt: skip

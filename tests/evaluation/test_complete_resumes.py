@@ -42,7 +42,12 @@ def test_an_interrupted_evaluation_with_complete_certificates_resumes(
 
     def run(folder: Path) -> wball.Evaluation:
         attack = wball.DualAveraging(ball, steps=5)
-        settings: dict[str, Any] = {"batch_size": 2, "name": "m", "command": "c", "certify": "complete"}
+        settings: dict[str, Any] = {
+            "batch_size": 2,
+            "name": "m",
+            "command": "c",
+            "certify": "complete",
+        }
         return wball.evaluate(model, x, y, ball, [0.05, 0.1], attack, out=folder, **settings)
 
     with pytest.raises(Interrupted):
@@ -52,7 +57,9 @@ def test_an_interrupted_evaluation_with_complete_certificates_resumes(
     assert len(proved) - before < 6  # the batch that was finished is not proved again
     whole = run(tmp_path / "b")
     assert resumed.images["certified"].tolist() == whole.images["certified"].tolist()
-    assert (tmp_path / "a" / "results.json").read_bytes() == (tmp_path / "b" / "results.json").read_bytes()
+    assert (tmp_path / "a" / "results.json").read_bytes() == (
+        tmp_path / "b" / "results.json"
+    ).read_bytes()
     assert float(whole.images["certified"].max()) == 0.1
 
 
@@ -69,5 +76,7 @@ def test_counterexamples_count_as_broken() -> None:
     assert (broken | (result.images["certified"] == 1.0)).all()  # every image is decided
     assert (result.images["member"][broken] == -1).all()
     assert not result.rejected
-    assert wball.audit(ball, result.examples["original"], result.examples["adversarial"]).valid.all()
+    assert wball.audit(
+        ball, result.examples["original"], result.examples["adversarial"]
+    ).valid.all()
     assert (model(result.examples["adversarial"]).argmax(1) != y[broken]).all()

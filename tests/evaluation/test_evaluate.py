@@ -46,7 +46,9 @@ class Claims(Attack):
     def n_gradients(self) -> int:
         return 1
 
-    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+    def attack_batch(
+        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
+    ) -> AttackResult:
         if self.how == "copy":
             z = x.clone()
         elif self.how == "darken":
@@ -54,7 +56,9 @@ class Claims(Attack):
         else:
             z = x.flip(3)  # far outside the ball
         ones = torch.ones(len(x), dtype=torch.float64)
-        return AttackResult(z, ones > 0, 0 * ones, ones, ones.long(), (AttackStatus.FOUND,) * len(x), ones)
+        return AttackResult(
+            z, ones > 0, 0 * ones, ones, ones.long(), (AttackStatus.FOUND,) * len(x), ones
+        )
 
 
 def test_numbers_agree_with_the_exact_radii_of_a_linear_model() -> None:
@@ -77,10 +81,14 @@ def test_numbers_agree_with_the_exact_radii_of_a_linear_model() -> None:
     report = wball.audit(BALL, result.examples["original"], result.examples["adversarial"])
     assert report.all_valid
     torch.testing.assert_close(report.distance, result.images["distance"][found])
-    assert bool((result.images["distance"][found] <= result.images["radius"][found] * (1 + 1e-4)).all())
+    assert bool(
+        (result.images["distance"][found] <= result.images["radius"][found] * (1 + 1e-4)).all()
+    )
     index = result.examples["index"]
     assert torch.equal(result.examples["original"], x[index])
-    assert torch.equal(model(result.examples["adversarial"]).argmax(1), result.images["read_as"][index])
+    assert torch.equal(
+        model(result.examples["adversarial"]).argmax(1), result.images["read_as"][index]
+    )
 
 
 def test_an_example_counts_at_every_radius_above_its_distance() -> None:
@@ -99,7 +107,13 @@ def test_numbers_nobody_measured_are_not_shown() -> None:
     for eps in (0.2, 0.5, -0.1, math.nan):
         with pytest.raises(ValueError, match=r"was not evaluated, the radii are 0, 0.1, 0.4"):
             result.accuracy_at(eps)
-    assert [p.measured for p in result.curve([0.0, 0.1, 0.2, 0.4, 0.5])] == [True, True, False, True, False]
+    assert [p.measured for p in result.curve([0.0, 0.1, 0.2, 0.4, 0.5])] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert all(p.certified is None and p.certified_interval is None for p in result.curve())
     written = result.to_dict()
     assert written["images"]["certified"] == [None] * len(x)
@@ -107,13 +121,16 @@ def test_numbers_nobody_measured_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("copy", "classifies"), ("darken", "mass is off"), ("mirror", "no plan|distance|classifies")]
+    ("how", "reason"),
+    [("copy", "classifies"), ("darken", "mass is off"), ("mirror", "no plan|distance|classifies")],
 )
 def test_claims_that_do_not_hold_are_not_counted(how: str, reason: str) -> None:
     model, x, y = problem()
     result = evaluate(model, x, y, BALL, [0.1, 0.2], Claims(BALL, how=how), batch_size=5)
     assert result.accuracy_at(0.2) == result.clean_accuracy
-    assert len(result.rejected) == 2 * 11  # claimed again at each radius, and never for the image that is wrong
+    assert (
+        len(result.rejected) == 2 * 11
+    )  # claimed again at each radius, and never for the image that is wrong
     assert {r["index"] for r in result.rejected} == set(range(1, 12))
     for entry in result.rejected:
         assert any(word in entry["reason"] for word in reason.split("|"))
@@ -125,7 +142,9 @@ def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack
         """Nearly the same logits for every image: the first class by less than rounding, the rest far below."""
 
         def forward(self, x: Tensor) -> Tensor:
-            edge = torch.tensor([1.0 + 1e-6, 1.0, -1.0], dtype=x.dtype) + 0 * x.flatten(1).sum(1, keepdim=True)
+            edge = torch.tensor([1.0 + 1e-6, 1.0, -1.0], dtype=x.dtype) + 0 * x.flatten(1).sum(
+                1, keepdim=True
+            )
             clear = torch.tensor([1.0, 0.0, -1.0], dtype=x.dtype)
             return torch.where(x[:, :1, 0, 0] > 0.5, edge, clear)
 
@@ -134,7 +153,9 @@ def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack
     x[:, :, 0, 0] = 0.0
     x[0, :, 0, 0] = 1.0
     one = evaluate(Tied(), x, y, BALL, [0.1], Claims(BALL))
-    assert one.accuracy_at(0.1) == 1.0 and {r["index"] for r in one.rejected} == set(range(1, len(x)))
+    assert one.accuracy_at(0.1) == 1.0 and {r["index"] for r in one.rejected} == set(
+        range(1, len(x))
+    )
     assert "tied-answers" in {note.code for note in one.notes}  # one of them is an accident
     x[:, :, 0, 0] = 1.0
     all_of_them = evaluate(Tied(), x, y, BALL, [0.1], Claims(BALL))
@@ -142,7 +163,9 @@ def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack
     assert "tied-answers" in {w.code for w in all_of_them.warnings} and not all_of_them.reliable
 
 
-def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_proof_and_a_sample_is_checked_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checking, "SAMPLE_LEAST", 2)
     solved = []
     inner = ot.emd
@@ -162,12 +185,17 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(tmp_path: Path, monkeyp
     assert words.count("plan, exact") == sampled and words.count("plan") == audit["proved_by_plan"]
 
     every = evaluate(model, x, y, BALL, RADII, attack(), exact="all", batch_size=16)
-    assert every.audit_summary()["exact_transport"] == int(found.sum()) and every.audit_summary()["both"] == 0
+    assert (
+        every.audit_summary()["exact_transport"] == int(found.sum())
+        and every.audit_summary()["both"] == 0
+    )
     assert f"exact transport: {int(found.sum())}" in every.verdict()
     assert torch.equal(every.examples["adversarial"], result.examples["adversarial"])
     assert torch.equal(every.images["found_at"], result.images["found_at"])
     over = result.images["distance"][found] / every.images["distance"][found]
-    assert bool((over >= 1 - 1e-6).all()) and bool((over[result.images["proof"][found] == 3] <= 1 + 1e-9).all())
+    assert bool((over >= 1 - 1e-6).all()) and bool(
+        (over[result.images["proof"][found] == 3] <= 1 + 1e-9).all()
+    )
     assert all(r.accuracy <= s.accuracy for r, s in zip(every.curve(), result.curve(), strict=True))
 
 
@@ -204,7 +232,12 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(result.images["distance"][found], again.distance)
 
     def blind(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
-        return inner(ball.at(10.0) if plan is not None else ball.at(torch.as_tensor(ball.eps) / 10), x, z, **rest)
+        return inner(
+            ball.at(10.0) if plan is not None else ball.at(torch.as_tensor(ball.eps) / 10),
+            x,
+            z,
+            **rest,
+        )
 
     def approves(*args: Any, plan: Any = None, **rest: Any) -> Any:
         report = blind(*args, plan=plan, **rest)
@@ -232,7 +265,12 @@ def test_rounding_is_no_disagreement(mass: Any) -> None:
             "proof": torch.ones(40).long(),
         }
         found_wrong = checking.check_exactly(
-            ball, lambda index: (x[index], found.images[index]), images, everything, [], lambda _: None
+            ball,
+            lambda index: (x[index], found.images[index]),
+            images,
+            everything,
+            [],
+            lambda _: None,
         )
         assert found_wrong == wrong
         assert images["proof"].tolist() == [3] * 40
@@ -241,14 +279,22 @@ def test_rounding_is_no_disagreement(mass: Any) -> None:
 def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
     model, x, y = problem(8)
     result = evaluate(model, x, y, BALL, RADII, attack(), certify="crown", out=tmp_path)
-    assert result.verification == {"checked": 4, "confirmed": 4, "unconfirmed": [], "unfollowed": 0, "reason": ""}
+    assert result.verification == {
+        "checked": 4,
+        "confirmed": 4,
+        "unconfirmed": [],
+        "unfollowed": 0,
+        "reason": "",
+    }
     assert "independent checker: 4 of 4" in result.verdict()
     assert json.loads((tmp_path / "results.json").read_text())["verification"]["confirmed"] == 4
     assert load_evaluation(tmp_path).verification == result.verification
     assert evaluate(model, x, y, BALL, RADII, attack()).verification is None
 
 
-def test_certificates_that_are_not_confirmed_make_an_evaluation_unreliable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_that_are_not_confirmed_make_an_evaluation_unreliable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x, y = problem(8)
     prove = batches.certify
 
@@ -258,7 +304,10 @@ def test_certificates_that_are_not_confirmed_make_an_evaluation_unreliable(monke
 
     monkeypatch.setattr(batches, "certify", boastful)
     result = evaluate(model, x, y, BALL, [5.0], attack(), certify="crown")
-    assert result.verification is not None and result.unconfirmed == result.verification["unconfirmed"] != []
+    assert (
+        result.verification is not None
+        and result.unconfirmed == result.verification["unconfirmed"] != []
+    )
     assert not result.reliable and "unconfirmed-certificate" in {w.code for w in result.warnings}
     assert not result.check("certified:5:0")
 
@@ -272,7 +321,9 @@ def test_minimal_radius() -> None:
         radius = float(result.images["radius"][i])
         assert radius >= exact * (1 - 1e-3)
         assert radius <= 1.2 * exact or (exact > 0.35 and math.isinf(radius))
-    assert [p.accuracy for p in result.curve()] == sorted((p.accuracy for p in result.curve()), reverse=True)
+    assert [p.accuracy for p in result.curve()] == sorted(
+        (p.accuracy for p in result.curve()), reverse=True
+    )
 
 
 def test_audit_in_threads_is_the_audit() -> None:
@@ -307,7 +358,11 @@ def test_what_is_not_a_number_is_not_right() -> None:
 
 def test_radii_as_arrays() -> None:
     model, x, y = problem(2)
-    for radii in (np.array(RADII), torch.tensor(RADII, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64)):
+    for radii in (
+        np.array(RADII),
+        torch.tensor(RADII, dtype=torch.float64),
+        torch.tensor(0.1, dtype=torch.float64),
+    ):
         assert evaluate(model, x, y, BALL, radii, attack()).radii in (RADII, [0.1])  # type: ignore[arg-type]
 
 
@@ -324,7 +379,9 @@ def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:
     before = x.clone()
     result = evaluate(InPlace(), x, y, BALL, RADII, attack())
     assert torch.equal(x, before) and result.audit_summary()["rejected"] == 0
-    assert result.summary()["curve"] == evaluate(model, x, y, BALL, RADII, attack()).summary()["curve"]
+    assert (
+        result.summary()["curve"] == evaluate(model, x, y, BALL, RADII, attack()).summary()["curve"]
+    )
 
 
 def test_other_threat_models() -> None:
@@ -356,7 +413,9 @@ def test_histograms(tmp_path: Path) -> None:
 def test_on_a_gpu(tmp_path: Path) -> None:
     model, x, y = problem()
     expected = evaluate(model, x, y, BALL, RADII, attack())
-    found = evaluate(model.cuda(), x.cuda(), y.cuda(), BALL, RADII, attack(), out=tmp_path, certify="crown")
+    found = evaluate(
+        model.cuda(), x.cuda(), y.cuda(), BALL, RADII, attack(), out=tmp_path, certify="crown"
+    )
     assert found.provenance["device"] != "cpu" and not found.rejected
     for one, other in zip(expected.curve(), found.curve(), strict=True):
         assert abs(one.accuracy - other.accuracy) <= 2 / len(x)
@@ -375,7 +434,13 @@ def test_bad_arguments_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="standard"):
         evaluate(model, x, y, BALL, attack="pgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="another threat model"):
-        evaluate(model, x, y, BALL, attack=wball.DualAveraging(wball.WassersteinBall(0.1, mass="absolute")))
+        evaluate(
+            model,
+            x,
+            y,
+            BALL,
+            attack=wball.DualAveraging(wball.WassersteinBall(0.1, mass="absolute")),
+        )
     with pytest.raises(ValueError, match="exact must be"):
         evaluate(model, x, y, BALL, exact="some")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one of interval"):

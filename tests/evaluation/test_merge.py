@@ -38,7 +38,9 @@ def run(part: slice, out: Path | None = None, **more: Any) -> Evaluation:
         "batch_size": BATCH,
         "name": "m",
     }
-    return wball.evaluate(model, x[part], y[part], BALL, **{**settings, **more}, out=out, command="c", exact="all")
+    return wball.evaluate(
+        model, x[part], y[part], BALL, **{**settings, **more}, out=out, command="c", exact="all"
+    )
 
 
 def test_parts_say_what_the_whole_says(tmp_path: Path) -> None:
@@ -78,7 +80,9 @@ def test_marks_of_single_images_are_counted_through() -> None:
     ],
 )
 def test_parts_with_other_settings_are_refused(more: dict[str, Any], key: str) -> None:
-    with pytest.raises(OtherSettings, match=f"part 1 was evaluated with a different {key} than part 0"):
+    with pytest.raises(
+        OtherSettings, match=f"part 1 was evaluated with a different {key} than part 0"
+    ):
         merge_evaluations([run(slice(0, 8)), run(slice(8, 16), **more)])
 
 
@@ -110,15 +114,30 @@ def test_the_example_of_a_pool(tmp_path: Path, pytestconfig: pytest.Config) -> N
     """``examples/pool.py`` on a Dask cluster of two processes says what one evaluation says."""
     pytest.importorskip("distributed")
     example = pytestconfig.rootpath / "examples" / "pool.py"
-    words = [sys.executable, str(example), "--local", "2", "--images", "12", "--parts", "3", "--out", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    words = [
+        sys.executable,
+        str(example),
+        "--local",
+        "2",
+        "--images",
+        "12",
+        "--parts",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     merged = load_evaluation(tmp_path / "all")
     x, y = wball.load_sample("mnist")
     order = torch.cat([torch.arange(k, 12, 3) for k in range(3)])
     ball = wball.WassersteinBall(0.1)
     attack = wball.DualAveraging(ball, steps=20)
-    whole = wball.evaluate(wball.load_model("mnist-standard"), x[order], y[order], ball, [0.05, 0.1], attack)
+    whole = wball.evaluate(
+        wball.load_model("mnist-standard"), x[order], y[order], ball, [0.05, 0.1], attack
+    )
     assert torch.equal(merged.images["label"], y[order]) and torch.equal(
         merged.images["read_as"] >= 0, whole.images["read_as"] >= 0
     )

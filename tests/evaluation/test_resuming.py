@@ -122,7 +122,9 @@ def test_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> No
     script = KILLED.format(here=str(Path(__file__).parents[1]))
     assert int(started(script, tmp_path / "reference", tmp_path / "killed")) >= 3
     for name in ("results.json", "examples.safetensors", "exhibit.safetensors"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
+        assert (tmp_path / "killed" / name).read_bytes() == (
+            tmp_path / "reference" / name
+        ).read_bytes()
     leftovers = [p.name for p in (tmp_path / "killed").iterdir() if p.name == "batches"]
     assert leftovers == []
 
@@ -134,7 +136,9 @@ def test_one_process_per_folder(tmp_path: Path) -> None:
     evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
 
 
-def test_a_file_system_without_locks_is_not_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_not_a_folder_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fcntl = pytest.importorskip("fcntl")
 
     def flock(descriptor: int, how: int) -> None:
@@ -167,7 +171,10 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
     model, x, y = problem(4)
     ready = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path)
     content = json.loads((tmp_path / "results.json").read_text())
-    parts = {"results.json": ("{", "{}", json.dumps({**content, "images": {}})), "examples.safetensors": ("",)}
+    parts = {
+        "results.json": ("{", "{}", json.dumps({**content, "images": {}})),
+        "examples.safetensors": ("",),
+    }
     for name, texts in parts.items():
         whole = (tmp_path / name).read_bytes()
         for text in texts:
@@ -185,7 +192,9 @@ def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, dam
     model, x, y = problem(4)
     whole = evaluate(model, x, y, BALL, RADII, attack(), name="m", batch_size=2)
     with pytest.raises(Dies):
-        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+        evaluate(
+            Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2
+        )
     path = tmp_path / "batches" / "batch-00000.safetensors"
     state, notes = read_tensors(path)
     if damage == "rows":
@@ -193,22 +202,40 @@ def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, dam
     elif damage == "columns":
         del state["certified"]
     write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
-    with pytest.warns(UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"):
-        again = evaluate(Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2)
+    with pytest.warns(
+        UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"
+    ):
+        again = evaluate(
+            Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2
+        )
     assert again.summary() == whole.summary()
 
 
 def test_another_model_with_the_same_weights_is_another_model(tmp_path: Path) -> None:
     model, x, y = problem(4)
     before = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
-    assert evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary() == before.summary()
+    assert (
+        evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m").summary()
+        == before.summary()
+    )
     with pytest.raises(OtherSettings, match="logits for the first"):
-        evaluate(nn.Sequential(*model, nn.Tanh()), x, y, BALL, RADII, attack(), out=tmp_path / "net", name="m")
+        evaluate(
+            nn.Sequential(*model, nn.Tanh()),
+            x,
+            y,
+            BALL,
+            RADII,
+            attack(),
+            out=tmp_path / "net",
+            name="m",
+        )
     evaluate(lambda z: model(z), x, y, BALL, RADII, attack(), out=tmp_path / "function")
     with pytest.raises(OtherSettings, match="logits for the first"):
         evaluate(lambda z: model(z).flip(1), x, y, BALL, RADII, attack(), out=tmp_path / "function")
 
-    class Dice(nn.Module):  # random beyond torch's seeds: such a model is known by its weights alone
+    class Dice(
+        nn.Module
+    ):  # random beyond torch's seeds: such a model is known by its weights alone
         def forward(self, z: Tensor) -> Tensor:
             return model(z) + float(np.random.default_rng().random())
 

@@ -33,7 +33,17 @@ def test_results_of_an_earlier_version_are_read(tmp_path: Path) -> None:
 
 def test_saved_and_read_back(tmp_path: Path) -> None:
     model, x, y = problem()
-    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", command="made by a test", data="spots")
+    result = evaluate(
+        model,
+        x,
+        y,
+        BALL,
+        RADII,
+        attack(),
+        out=tmp_path / "a",
+        command="made by a test",
+        data="spots",
+    )
     again = load_evaluation(tmp_path / "a")
     written = json.loads((tmp_path / "a" / "results.json").read_text())
     del written["sha256"]
@@ -68,7 +78,9 @@ def test_files_edited_by_hand_are_refused_by_the_name_of_the_field(tmp_path: Pat
     evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "whole")
     content = json.loads((tmp_path / "whole" / "results.json").read_text())
     del content["sha256"]  # as one does who edits
-    shutil.copytree(tmp_path / "whole", tmp_path / "edited", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        tmp_path / "whole", tmp_path / "edited", ignore=shutil.ignore_patterns("*.safetensors")
+    )
 
     def places(inside: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         for key in inside if isinstance(inside, dict) else range(min(1, len(inside))):
@@ -109,8 +121,14 @@ def test_files_edited_by_hand_are_refused_by_the_name_of_the_field(tmp_path: Pat
 
 def test_names_of_any_kind_are_stored_as_text(tmp_path: Path) -> None:
     model, x, y = problem(2)
-    result = evaluate(model, x, y, BALL, RADII, attack(), name=5, data=Path("a"), command=Path("b"), out=tmp_path)  # type: ignore[arg-type]
-    assert (result.name, result.settings["data"]["name"], result.provenance["command"]) == ("5", "a", "b")
+    result = evaluate(
+        model, x, y, BALL, RADII, attack(), name=5, data=Path("a"), command=Path("b"), out=tmp_path
+    )  # type: ignore[arg-type]
+    assert (result.name, result.settings["data"]["name"], result.provenance["command"]) == (
+        "5",
+        "a",
+        "b",
+    )
     with pytest.raises(ValueError, match="seed"):
         evaluate(model, x, y, BALL, RADII, attack(), seed=2**63)
 
@@ -144,7 +162,12 @@ def test_figures_show_names_as_they_are(tmp_path: Path) -> None:
     names = ["$x_$", "$5"]
     result = evaluate(model, x, y, BALL, RADII, attack(), name="_a$b$", classes=names)
     paths = save_figures([result, result], tmp_path, "svg")
-    assert [p.name for p in paths] == ["accuracy.svg", "radii.svg", "examples-_a-b.svg", "examples-_a-b-2.svg"]
+    assert [p.name for p in paths] == [
+        "accuracy.svg",
+        "radii.svg",
+        "examples-_a-b.svg",
+        "examples-_a-b-2.svg",
+    ]
     assert (tmp_path / "accuracy.svg").read_text().count("_a$b$") >= 2  # a legend of two lines
     read_as = names[int(result.images["read_as"].max())]
     assert f"→ {read_as}" in (tmp_path / "examples-_a-b.svg").read_text()
@@ -153,6 +176,8 @@ def test_figures_show_names_as_they_are(tmp_path: Path) -> None:
 def test_no_figure_takes_the_place_of_another(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     model, x, y = problem(4)
-    second, first = (evaluate(model, x, y, BALL, RADII, attack(), name=name) for name in ("a-2", "a"))
+    second, first = (
+        evaluate(model, x, y, BALL, RADII, attack(), name=name) for name in ("a-2", "a")
+    )
     paths = save_figures([second, first, first], tmp_path, "svg")
     assert [p.stem for p in paths[2:]] == ["examples-a-2", "examples-a", "examples-a-3"]

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import wball
 from wball.evaluation import Evaluation, evaluate, load_evaluation
@@ -78,7 +85,9 @@ NAMES = ["0", "1", "2", "3"]
 def _hugging_face(x: Tensor, y: Tensor) -> Any:
     datasets = pytest.importorskip("datasets")
     items = Items(x, y, "PIL")
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)})
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    )
     columns = {"image": [items[k][0] for k in range(len(items))], "label": y.tolist()}
     return datasets.Dataset.from_dict(columns, features=features)
 
@@ -87,7 +96,17 @@ def run(x: Any, y: Any = None, out: Path | None = None, **more: Any) -> Evaluati
     model, _, _ = problem()
     attack = wball.DualAveraging(BALL, steps=4, random_start=1.0)
     return evaluate(
-        model, x, y, ball=BALL, radii=[0.1, 0.4], attack=attack, out=out, batch_size=4, name="m", command="c", **more
+        model,
+        x,
+        y,
+        ball=BALL,
+        radii=[0.1, 0.4],
+        attack=attack,
+        out=out,
+        batch_size=4,
+        name="m",
+        command="c",
+        **more,
     )
 
 
@@ -111,7 +130,9 @@ FORMS: dict[str, Any] = {
     "a pair of tensors": lambda x, y, _: ((x.float() / 255, y),),
     "labels in a list": lambda x, y, _: (x.float() / 255, y.tolist()),
     "a dictionary of tensors": lambda x, y, _: ({"x": x.float() / 255, "y": y},),
-    "a loader of PIL images": lambda x, y, _: (DataLoader(Items(x, y, "PIL"), batch_size=3, num_workers=2),),
+    "a loader of PIL images": lambda x, y, _: (
+        DataLoader(Items(x, y, "PIL"), batch_size=3, num_workers=2),
+    ),
     "Hugging Face's style": lambda x, y, _: (Named(x, y),),
     "Hugging Face": lambda x, y, _: (_hugging_face(x, y),),
     "uint8 arrays": lambda x, y, _: (x.numpy(), y.numpy()),
@@ -132,7 +153,9 @@ def _npz(x: Tensor, y: Tensor, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_data_gives_the_same_bytes(tmp_path: Path, in_memory: Path, form: str) -> None:
+def test_every_form_of_data_gives_the_same_bytes(
+    tmp_path: Path, in_memory: Path, form: str
+) -> None:
     _, x, y = problem()
     run(*FORMS[form](x, y, tmp_path), out=tmp_path / "o")
     assert same(tmp_path / "o", in_memory)
@@ -144,7 +167,9 @@ def test_nhwc_by_argument(tmp_path: Path, in_memory: Path) -> None:
     assert same(tmp_path, in_memory)
 
 
-def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(tmp_path: Path, in_memory: Path) -> None:
+def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(
+    tmp_path: Path, in_memory: Path
+) -> None:
     _, x, y = problem()
 
     class Breaks(Items):
@@ -171,23 +196,33 @@ def test_fingerprints_are_those_of_the_tensors() -> None:
 
 
 @pytest.mark.parametrize(("keep", "count"), [("all", None), ("sample", None), ("none", 0)])
-def test_examples_that_are_kept(tmp_path: Path, keep: Any, count: int | None, in_memory: Path) -> None:
+def test_examples_that_are_kept(
+    tmp_path: Path, keep: Any, count: int | None, in_memory: Path
+) -> None:
     _, x, y = problem()
     result = run(x.float() / 255, y, tmp_path, keep=keep)
     whole = load_evaluation(in_memory)
     assert result.summary() == whole.summary() and result.settings["keep"] == keep
-    assert len(result.examples["index"]) == (len(whole.examples["index"]) if count is None else count)
+    assert len(result.examples["index"]) == (
+        len(whole.examples["index"]) if count is None else count
+    )
     assert result.report(tmp_path / "r.html").stat().st_size > 0
 
 
-def test_too_many_examples_are_sampled_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_examples_are_sampled_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("wball.evaluation.batches.KEEP_BYTES", 1000)
     monkeypatch.setattr("wball.evaluation.batches.SAMPLE_BYTES", 1000)
     _, x, y = problem()
     with pytest.warns(UserWarning, match="a sample of 3 is stored"):
         result = run(x.float() / 255, y, tmp_path)
     kept = result.examples["index"]
-    assert len(kept) == 3 and bool((result.images["read_as"][kept] >= 0).all()) and result.settings["keep"] == "sample"
+    assert (
+        len(kept) == 3
+        and bool((result.images["read_as"][kept] >= 0).all())
+        and result.settings["keep"] == "sample"
+    )
 
 
 def test_two_arrays_of_any_name_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
@@ -222,7 +257,10 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
         ((x.float() / 255, nn.functional.one_hot(y, 4)), r"one-hot rows use argmax\(1\)"),
         ((x.float() / 255, y[:, None]), r"a column of classes use flatten\(\)"),
         ((np.zeros((14, 6, 6, 3), np.uint8), y.numpy()), "layout='NHWC'"),
-        ((DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),), "SubsetRandomSampler of its own"),
+        (
+            (DataLoader(Items(x, y), sampler=SubsetRandomSampler([1, 2])),),
+            "SubsetRandomSampler of its own",
+        ),
         ((DataLoader(Items(x, y), batch_sampler=[[1, 2]]),), "list of its own"),
     ]
     for given, message in cases:
@@ -233,10 +271,16 @@ def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "disk": (OSError("read error\nat sector 7"), "^item 5 of the data cannot be read: OSError: read error$"),
+    "disk": (
+        OSError("read error\nat sector 7"),
+        "^item 5 of the data cannot be read: OSError: read error$",
+    ),
     "index": (KeyError("image"), "^item 5 of the data cannot be read: KeyError"),
     "nothing": (None, r"^item 5: data must give \(image, label\) pairs, got NoneType"),
-    "one-hot": ((torch.rand(3, 6, 6), torch.eye(3)[0]), r"^item 5: data has a label of shape \(3,\); for one-hot"),
+    "one-hot": (
+        (torch.rand(3, 6, 6), torch.eye(3)[0]),
+        r"^item 5: data has a label of shape \(3,\); for one-hot",
+    ),
     "NaN": ((torch.full((1, 6, 6), torch.nan), 0), "^item 5: data has pixels from nan to nan"),
     "colour": ((torch.rand(3, 6, 6), 0), "^item 5 has 3 channels, but item 0 has 1; convert"),
     "size": ((torch.rand(1, 6, 7), 0), "^item 5 is 6 x 7, but item 0 is 6 x 6; pass size="),
@@ -260,7 +304,9 @@ def test_an_item_that_is_broken_is_named(what: str) -> None:
 
 
 @pytest.mark.parametrize("data", [Named, lambda x, y: DataLoader(Subset(Classes(x, y), range(9)))])
-def test_classes_are_called_what_the_data_set_calls_them(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_are_called_what_the_data_set_calls_them(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["ape", "bee", "cat", "dog"]
     monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
     _, x, y = problem()
@@ -278,7 +324,9 @@ class Classes(Items):
 def test_models_that_are_none_say_so() -> None:
     _, x, y = problem()
     one = torch.export.export(problem()[0], (x[:1].float(),)).module()
-    with pytest.raises(ValueError, match="one image at a time: export it with a dynamic batch axis"):
+    with pytest.raises(
+        ValueError, match="one image at a time: export it with a dynamic batch axis"
+    ):
         evaluate(one, x.float() / 255, y, BALL)
     with pytest.raises(TypeError, match="got the class Linear"):
         evaluate(nn.Linear, x.float() / 255, y, BALL)  # type: ignore[arg-type]
@@ -300,5 +348,13 @@ def test_memory_is_bounded_by_the_batch(tmp_path: Path) -> None:
             return image, label
 
     attack = wball.PGD(wball.LinfBall(0.01), steps=1)
-    evaluate(model, Counted(x, y), ball=attack.ball, attack=attack, batch_size=10, out=tmp_path, keep="none")
+    evaluate(
+        model,
+        Counted(x, y),
+        ball=attack.ball,
+        attack=attack,
+        batch_size=10,
+        out=tmp_path,
+        keep="none",
+    )
     assert most <= 300  # the survey and the gallery read 64 and 200 at once

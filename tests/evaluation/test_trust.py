@@ -15,7 +15,14 @@ from torch import Tensor, nn
 import wball
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.findings import Finding
-from wball.evaluation import Evaluation, EvaluationWarning, Requirement, confidence_interval, exit_code, load_evaluation
+from wball.evaluation import (
+    Evaluation,
+    EvaluationWarning,
+    Requirement,
+    confidence_interval,
+    exit_code,
+    load_evaluation,
+)
 from wball.evaluation import evaluate as run
 from wball.evaluation.doubts import as_warnings, weaker_at_larger
 
@@ -36,7 +43,9 @@ class Lazy(Attack):
     def n_gradients(self) -> int:
         return 1
 
-    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+    def attack_batch(
+        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
+    ) -> AttackResult:
         none = torch.zeros(len(x), dtype=torch.float64)
         status = (AttackStatus.SURVIVED,) * len(x)
         return AttackResult(x.clone(), none > 0, none, none, none.long(), status, none)
@@ -53,7 +62,14 @@ def images(count: int = 20) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def sound() -> Evaluation:
-    return run(FourClasses(), *images(), BALL, [0.01, 0.02], wball.DualAveraging(BALL, steps=5), certify=False)
+    return run(
+        FourClasses(),
+        *images(),
+        BALL,
+        [0.01, 0.02],
+        wball.DualAveraging(BALL, steps=5),
+        certify=False,
+    )
 
 
 def test_intervals_are_clopper_and_pearsons() -> None:
@@ -69,7 +85,11 @@ def test_a_sound_evaluation_is_reliable(sound: Evaluation, tmp_path: Path) -> No
     assert "NOT RELIABLE" not in sound.verdict()
     sound.save(tmp_path)
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["reliable"] is True and written["warnings"] == [] and written["summary"]["reliable"] is True
+    assert (
+        written["reliable"] is True
+        and written["warnings"] == []
+        and written["summary"]["reliable"] is True
+    )
     for point in sound.curve():
         assert point.interval[0] <= point.accuracy <= point.interval[1]
 
@@ -94,7 +114,18 @@ def test_requirements(sound: Evaluation) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0.1", "0.1:80", "a:b", "0.1:0.5:2", "-1:0.5", "proved:0.1:0.5", "xcertified:1:1", "nan:0.5"]
+    "text",
+    [
+        "",
+        "0.1",
+        "0.1:80",
+        "a:b",
+        "0.1:0.5:2",
+        "-1:0.5",
+        "proved:0.1:0.5",
+        "xcertified:1:1",
+        "nan:0.5",
+    ],
 )
 def test_requirements_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="must be RADIUS:SHARE or certified:RADIUS:SHARE"):
@@ -123,7 +154,10 @@ def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) ->
     assert "NOT RELIABLE: missed-example" in result.verdict()
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["reliable"] is False
-    assert written["warnings"][0].keys() == {"code", "message", "remedy"} and written["warnings"][0]["remedy"]
+    assert (
+        written["warnings"][0].keys() == {"code", "message", "remedy"}
+        and written["warnings"][0]["remedy"]
+    )
     assert load_evaluation(tmp_path).warnings == result.warnings
 
 
@@ -140,10 +174,15 @@ def test_warnings_of_earlier_versions_are_read(sound: Evaluation, tmp_path: Path
     sound.save(tmp_path)
     written = json.loads((tmp_path / "results.json").read_text())
     del written["notes"], written["reliable"], written["sha256"]
-    written["warnings"] = ["ZeroGradient: the gradient is zero on 3 of 5 images", "TrainMode: a module is in training"]
+    written["warnings"] = [
+        "ZeroGradient: the gradient is zero on 3 of 5 images",
+        "TrainMode: a module is in training",
+    ]
     (tmp_path / "results.json").write_text(json.dumps(written))
     read = load_evaluation(tmp_path)
-    assert [w.code for w in read.warnings] == ["zero-gradient"] and [n.code for n in read.notes] == ["train-mode"]
+    assert [w.code for w in read.warnings] == ["zero-gradient"] and [
+        n.code for n in read.notes
+    ] == ["train-mode"]
     assert not read.reliable
 
 
@@ -160,23 +199,32 @@ def test_what_the_attack_dealt_with_is_no_reason_to_doubt() -> None:
 class Doubting(Lazy):
     """Reports a serious finding on every batch."""
 
-    def attack_batch(self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any) -> AttackResult:
+    def attack_batch(
+        self, model: Any, x: Tensor, y: Tensor, *rest: Any, **more: Any
+    ) -> AttackResult:
         found = super().attack_batch(model, x, y, *rest, **more)
         return replace(found, findings=(Finding("loss-still-rising", len(x), len(x)),))
 
 
 def test_findings_of_the_attack_add_up_over_batches_and_survive_storage(tmp_path: Path) -> None:
     x, y = images()
-    result = run(FourClasses(), x, y, BALL, [0.01, 0.02], Doubting(BALL), batch_size=6, out=tmp_path)
+    result = run(
+        FourClasses(), x, y, BALL, [0.01, 0.02], Doubting(BALL), batch_size=6, out=tmp_path
+    )
     (warning,) = result.warnings
-    assert warning.code == "loss-still-rising" and warning.message.startswith("40 of 40 images survived")
+    assert warning.code == "loss-still-rising" and warning.message.startswith(
+        "40 of 40 images survived"
+    )
     assert load_evaluation(tmp_path).warnings == (warning,) and exit_code([result]) == 6
 
 
 def test_names_inside_files_do_not_command_the_terminal(sound: Evaluation) -> None:
     from rich.console import Console
 
-    settings = {**sound.settings, "model": {**sound.settings["model"], "name": "evil\x1b]0;title\x07 \x1b[31mred"}}
+    settings = {
+        **sound.settings,
+        "model": {**sound.settings["model"], "name": "evil\x1b]0;title\x07 \x1b[31mred"},
+    }
     console = Console(record=True, width=200, force_terminal=False)
     console.print(replace(sound, settings=settings).table())
     shown = console.export_text()

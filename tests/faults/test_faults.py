@@ -40,7 +40,9 @@ CONTEXT.set_forkserver_preload(["faults.worker"])
 def start(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
     process = CONTEXT.Process(target=target, args=tuple(map(_plain, arguments)), daemon=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))  # the clean one does not inherit sys.path
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(p for p in sys.path if p)
+        )  # the clean one does not inherit sys.path
         process.start()
     return process
 
@@ -71,7 +73,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_by_a_signal_and_started_again(tmp_path: Path, undisturbed: Path, how: signal.Signals) -> None:
+def test_stopped_by_a_signal_and_started_again(
+    tmp_path: Path, undisturbed: Path, how: signal.Signals
+) -> None:
     process = start(worker.run, tmp_path, 0.05)
     until_begun(tmp_path, process)
     assert process.pid is not None
@@ -101,7 +105,9 @@ def test_one_of_two_torchrun_processes_dies(tmp_path: Path, undisturbed: Path) -
     assert [ended(p) for p in processes] == [0, 0]
     assert same(tmp_path / "shared", undisturbed)
     read = {int(line) for line in (tmp_path / "shared.read-1").read_text().split()}
-    assert read <= {0, 1} | {k for k in range(24) if k // 4 % 2 == 1}  # its own batches, and two images to begin with
+    assert read <= {0, 1} | {
+        k for k in range(24) if k // 4 % 2 == 1
+    }  # its own batches, and two images to begin with
 
 
 def test_two_processes_of_a_group_share_the_work(tmp_path: Path, undisturbed: Path) -> None:
@@ -110,7 +116,9 @@ def test_two_processes_of_a_group_share_the_work(tmp_path: Path, undisturbed: Pa
     assert [ended(p) for p in processes] == [0, 0]
     assert same(folder, undisturbed)
     rows = [json.loads(row) for row in (folder / "log.jsonl").read_text().splitlines()]
-    assert {(row["rank"], row["batch"]) for row in rows if row["event"] == "batch"} == {(b % 2, b) for b in range(6)}
+    assert {(row["rank"], row["batch"]) for row in rows if row["event"] == "batch"} == {
+        (b % 2, b) for b in range(6)
+    }
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
@@ -172,11 +180,15 @@ def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "flip"])
-def test_damaged_batches_are_named_and_computed_again(tmp_path: Path, undisturbed: Path, damage: str) -> None:
+def test_damaged_batches_are_named_and_computed_again(
+    tmp_path: Path, undisturbed: Path, damage: str
+) -> None:
     assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
     path = tmp_path / "batches" / "batch-00001.safetensors"
     path.write_bytes(damaged(path.read_bytes(), damage))
-    with pytest.warns(UserWarning, match=r"batch-00001.safetensors is not a complete.*the batch is computed again"):
+    with pytest.warns(
+        UserWarning, match=r"batch-00001.safetensors is not a complete.*the batch is computed again"
+    ):
         worker.run(str(tmp_path))
     assert same(tmp_path, undisturbed)
 
@@ -232,10 +244,22 @@ def hungry():
 def test_terminated_at_the_command_line(tmp_path: Path) -> None:
     """Batch systems send SIGTERM first: one line, an exit code, and nothing half-written."""
     (tmp_path / "mine.py").write_text(MINE)
-    line = [sys.executable, "-m", "wball.cli", "evaluate", "mine.py:slow", "-d", "mine.py:data", "--eps", "0.1"]
+    line = [
+        sys.executable,
+        "-m",
+        "wball.cli",
+        "evaluate",
+        "mine.py:slow",
+        "-d",
+        "mine.py:data",
+        "--eps",
+        "0.1",
+    ]
     line += ["--attack", "dual-averaging", "--steps", "50", "--out", "o"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT.parent / "src"), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         while not (tmp_path / "o" / "log.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)

@@ -78,18 +78,24 @@ class Items(Dataset[tuple[Tensor, int]]):
         return self.x[k], int(self.y[k])
 
 
-def run(folder: str, delay: float = 0.0, dies_after: int = 10**9, stream: Path | None = None) -> None:
+def run(
+    folder: str, delay: float = 0.0, dies_after: int = 10**9, stream: Path | None = None
+) -> None:
     """The evaluation all tests here disturb; ``stream``: its images come from a data set that writes there."""
     torch.set_num_threads(1)
     attack = wball.DualAveraging(BALL, steps=6, random_start=1.0)
     data = problem() if stream is None else (Items(stream), None)
     model = Halves(delay, dies_after)
-    evaluate(model, *data, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c")
+    evaluate(
+        model, *data, BALL, RADII, attack, out=folder, batch_size=4, seed=3, name="m", command="c"
+    )
 
 
 def in_a_group(folder: str, rank: int, streams: bool = False) -> None:
     """One of two processes that met without ``torchrun``."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}.meeting", rank=rank, world_size=2
+    )
     run(folder, stream=_read_by(folder, rank) if streams else None)
     torch.distributed.barrier()  # the user's own group is as it was
     torch.distributed.destroy_process_group()

@@ -11,7 +11,13 @@ from wball.input_sets.box_program import BoxProgram
 SIDE = 5
 
 
-def most(gain: np.ndarray, cost: np.ndarray, mass: np.ndarray, budget: float, box: tuple[float, float] | None) -> float:
+def most(
+    gain: np.ndarray,
+    cost: np.ndarray,
+    mass: np.ndarray,
+    budget: float,
+    box: tuple[float, float] | None,
+) -> float:
     """The largest gain of a plan, by a dense linear program over all pairs of pixels."""
     count = mass.shape[0]
     allowed = np.isfinite(cost)
@@ -60,4 +66,6 @@ def test_prices_give_the_exact_maximum(far: float | None, box: tuple[float, floa
         assert most(gain - prices, cost, mass, 1.2, None) + paid == pytest.approx(exact, abs=1e-7)
         bound_by_box += most(gain, cost, mass, 1.2, None) > exact + 1e-3
         bound_by_window += exact > most(gain, near, mass, 1.2, box) + 1e-3
-    assert bound_by_box >= 2 and bound_by_window >= (0 if far is None else 2)  # or nothing would be tried
+    assert bound_by_box >= 2 and bound_by_window >= (
+        0 if far is None else 2
+    )  # or nothing would be tried

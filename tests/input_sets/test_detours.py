@@ -21,15 +21,24 @@ from wball.input_sets.rows import Rows
 @pytest.mark.parametrize("size", [(16, 16), (3, 20)])
 def test_detours_are_all_moves_up_to_a_length(reach: float, size: tuple[int, int]) -> None:
     span = range(-19, 20)
-    every = [(r, c) for r in span for c in span if abs(r) < size[0] and abs(c) < size[1] and (r, c) != (0, 0)]
+    every = [
+        (r, c)
+        for r in span
+        for c in span
+        if abs(r) < size[0] and abs(c) < size[1] and (r, c) != (0, 0)
+    ]
     listed = tuple(move for move in every if math.hypot(*move) < reach)
     found = detours(listed, 1.0, *size)
     assert found is not None
     limit = found.tiers[0][0]
     assert set(found.offsets) == {move for move in every if reach <= math.hypot(*move) < limit}
-    for (r, c), first, second, (a, b) in zip(found.offsets, found.first, found.second, found.halfway, strict=True):
+    for (r, c), first, second, (a, b) in zip(
+        found.offsets, found.first, found.second, found.halfway, strict=True
+    ):
         assert listed[first] == (a, b) and listed[second] == (r - a, c - b)
-        assert min(0, r) <= a <= max(0, r) and min(0, c) <= b <= max(0, c)  # the way stays between its ends
+        assert min(0, r) <= a <= max(0, r) and min(0, c) <= b <= max(
+            0, c
+        )  # the way stays between its ends
     for cost, ring in found.rings.items():
         assert all(math.isclose(math.hypot(*move), cost) for move in found.offsets[ring])
 
@@ -55,7 +64,8 @@ class Subadditive(Anchor):
         wide, (height, width) = F.pad(self.kernel, (around,) * 4), self.kernel.shape[2:]
         moved = torch.stack(
             [
-                wide[..., around + r : around + r + height, around + c : around + c + width] - self.kernel
+                wide[..., around + r : around + r + height, around + c : around + c + width]
+                - self.kernel
                 for r, c, _ in self.source.listed
             ],
             2,
@@ -65,12 +75,16 @@ class Subadditive(Anchor):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0])
-def test_bounds_over_detours_are_sound_and_tighter(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_over_detours_are_sound_and_tighter(
+    p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     x = torch.rand(2, 2, 12, 12, dtype=torch.float64)
     budget = torch.tensor([3.0, 8.0], dtype=torch.float64)
     cost = wball.GridCost(5, p)
-    every, near = (TransportSet(x, cost, budget, (0.0, 1.0), "full", reach) for reach in (99.0, 2.0))
+    every, near = (
+        TransportSet(x, cost, budget, (0.0, 1.0), "full", reach) for reach in (99.0, 2.0)
+    )
     assert near.detours is not None and every.far is None
     count = 6
     image = torch.arange(count) % 2
@@ -87,12 +101,16 @@ def test_bounds_over_detours_are_sound_and_tighter(p: float, monkeypatch: pytest
     assert p > 1 or bool((bound < loose - 1e-3).any())
 
 
-def test_certificates_of_colour_images_hold_and_gain_by_detours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_of_colour_images_hold_and_gain_by_detours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Patches and whole images, on the way back through two convolutions."""
     torch.manual_seed(3)
     blur = nn.Conv2d(3, 6, 8, 2, 3)
     blur.weight.data = 4 * F.avg_pool2d(torch.randn(6, 3, 12, 12), 5, 1)
-    net = nn.Sequential(blur, nn.ReLU(), nn.Conv2d(6, 8, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)).double()
+    net = nn.Sequential(
+        blur, nn.ReLU(), nn.Conv2d(6, 8, 4, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    ).double()
     x = torch.rand(2, 3, 16, 16, dtype=torch.float64)
     y = net(x).argmax(1)
     for gates in ("HOPELESS", "HOPELESS_EVERYWHERE"):

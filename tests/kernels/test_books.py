@@ -21,13 +21,23 @@ def problem(seed: int, kind: type[Columns], tau: float, hi: float = 1.0) -> Prob
     mass, nothing = x.sum((1, 2, 3)), torch.zeros(3, dtype=torch.float64)
     target = torch.randn(x.shape, generator=random, dtype=torch.float64)
     tolerance = Tolerance(1e-3, 0.0, nothing, nothing)
-    return Problem(x, 0.2 * mass, GridCost(3).arcs(4, 4, x), kind(target, 0.0, hi), nothing + tau, tau == 0, tolerance)
+    return Problem(
+        x,
+        0.2 * mass,
+        GridCost(3).arcs(4, 4, x),
+        kind(target, 0.0, hi),
+        nothing + tau,
+        tau == 0,
+        tolerance,
+    )
 
 
 def some_plan(given: Problem, seed: int) -> Plan:
     """A feasible plan."""
     random = torch.Generator().manual_seed(100 + seed)
-    score = 3 * torch.randn((*given.x.shape[:2], len(given.moves), 4, 4), generator=random, dtype=torch.float64)
+    score = 3 * torch.randn(
+        (*given.x.shape[:2], len(given.moves), 4, 4), generator=random, dtype=torch.float64
+    )
     share = torch.softmax(torch.where(given.moves.allowed, score, -math.inf), 2)
     return given.repaired(Plan(given.moves, given.x.unsqueeze(2) * share))
 
@@ -45,14 +55,19 @@ def test_any_duals_bound_every_plan_from_below(kind: type[Columns], tau: float, 
             psi = size * torch.rand(3, generator=random, dtype=torch.float64)
             bound, hard = given.lower_bounds(u, psi)
             assert bool((bound <= value + 1e-12).all())
-            assert bool((hard <= given.columns.objective(some_plan(given, seed).columns()) + 1e-12).all())
+            assert bool(
+                (hard <= given.columns.objective(some_plan(given, seed).columns()) + 1e-12).all()
+            )
             assert bool((bound <= hard + 1e-12).all()), "entropy only lowers the optimum"
 
 
 def test_only_what_is_better_is_kept() -> None:
     given = problem(0, Quadratic, 0.0)
     still = Plan.identity(given.moves, given.x)
-    unknown, nothing = torch.full((3,), -math.inf, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    unknown, nothing = (
+        torch.full((3,), -math.inf, dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+    )
     best = Best(
         still.flow,
         given.x.clone(),
@@ -87,7 +102,16 @@ def test_an_image_is_done_within_its_tolerance() -> None:
     gap = torch.tensor([1.9e-3, 2.1e-3, 2.0e-3], dtype=torch.float64)
     still = Plan.identity(given.moves, given.x).flow
     best = Best(
-        still, given.x.clone(), primal, primal - gap, primal - gap, torch.zeros_like(given.x), torch.zeros_like(primal)
+        still,
+        given.x.clone(),
+        primal,
+        primal - gap,
+        primal - gap,
+        torch.zeros_like(given.x),
+        torch.zeros_like(primal),
     )
     assert given.done(best)[:2].tolist() == [True, False]
-    assert given.take(torch.tensor([1, 0])).done(best, torch.tensor([1, 0])).tolist() == [False, True]
+    assert given.take(torch.tensor([1, 0])).done(best, torch.tensor([1, 0])).tolist() == [
+        False,
+        True,
+    ]

@@ -29,7 +29,9 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_a_change_in_another_file_of_the_kernels_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_in_another_file_of_the_kernels_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "loops_of_a_test.py"
     path.write_text(SOURCE)
 

@@ -27,33 +27,44 @@ def _automatic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def solve(x: torch.Tensor) -> EntropicPlan:
     budget = 0.1 * x.double().flatten(1).sum(1)
-    return entropic_plan(PlanRequest(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x)))
+    return entropic_plan(
+        PlanRequest(x, x, budget, MOVES, (0.0, 1.0), psi=torch.ones(len(x)), q=torch.zeros_like(x))
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"), [("torch", "torch"), ("reference", "torch"), ("cpu", "cpu"), ("Numba", "cpu"), ("auto", "cpu")]
+    ("asked", "served"),
+    [("torch", "torch"), ("reference", "torch"), ("cpu", "cpu"), ("Numba", "cpu"), ("auto", "cpu")],
 )
-def test_request_is_honoured_and_recorded(asked: str, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_honoured_and_recorded(
+    asked: str, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WBALL_KERNEL", asked)
     assert solve(torch.rand(1, 1, 4, 4)).kernel == served
 
 
 def test_unknown_kernel_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WBALL_KERNEL", "cuda")
-    with pytest.raises(dispatch.KernelError, match=r"'cuda' is not a kernel; use one of auto, triton, cpu, torch"):
+    with pytest.raises(
+        dispatch.KernelError, match=r"'cuda' is not a kernel; use one of auto, triton, cpu, torch"
+    ):
         solve(torch.rand(1, 1, 4, 4))
 
 
 def test_explicit_request_that_cannot_be_served_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WBALL_KERNEL", "cpu")
     ball = WassersteinBall(0.1, DenseCost(1 - torch.eye(4)))
-    with pytest.raises(dispatch.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"):
+    with pytest.raises(
+        dispatch.KernelError, match="WBALL_KERNEL=cpu cannot serve this call: matrix costs"
+    ):
         TransportOracle(ball.problem(torch.rand(1, 4)))(torch.rand(1, 4))
     monkeypatch.delenv("WBALL_KERNEL")
     TransportOracle(ball.problem(torch.rand(1, 4)))(torch.rand(1, 4))
 
 
-def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_another_device_fails_whatever_the_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     elsewhere = ModuleType("elsewhere")  # has no operation at all
     elsewhere.why_not = lambda x, moves: f"not on {x.device}"  # type: ignore[attr-defined]
     for kernels in dispatch.OPERATIONS.values():
@@ -68,12 +79,16 @@ def test_a_request_for_another_device_fails_whatever_the_operation(monkeypatch: 
         lambda: certify(net, x, torch.zeros(1, dtype=torch.long), ball),
     )
     for call in calls:
-        with pytest.raises(dispatch.KernelError, match="WBALL_KERNEL=triton cannot serve this call: not on cpu"):
+        with pytest.raises(
+            dispatch.KernelError, match="WBALL_KERNEL=triton cannot serve this call: not on cpu"
+        ):
             call()
 
 
 @pytest.mark.parametrize(("asked", "served"), [("auto", "cpu"), ("cpu", "cpu"), ("torch", "torch")])
-def test_certificates_record_their_kernel(asked: str, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_record_their_kernel(
+    asked: str, served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WBALL_KERNEL", asked)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
     x, y = torch.rand(1, 1, 4, 4), torch.zeros(1, dtype=torch.long)
@@ -103,28 +118,43 @@ def test_a_kernel_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose("entropic_plan", x, MOVES) == "torch"
 
 
-def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exact_path_of_images_elsewhere_is_followed_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     elsewhere = torch.empty(1, 1, 4, 4, device="meta", dtype=torch.float64)
     matrix = DenseCost(1 - torch.eye(16)).arcs(4, 4, torch.zeros(()))
     assert dispatch.choose("entropic_path", elsewhere, MOVES) == "cpu"
-    assert dispatch.choose("entropic_path", elsewhere, matrix) == "torch"  # matrix costs have no compiled path
+    assert (
+        dispatch.choose("entropic_path", elsewhere, matrix) == "torch"
+    )  # matrix costs have no compiled path
     monkeypatch.setenv("WBALL_KERNEL", "torch")
     assert dispatch.choose("entropic_path", elsewhere, MOVES) == "torch"
 
 
 def test_results_name_the_kernels_that_served(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(2, 1, 5, 5, generator=torch.Generator().manual_seed(0))
-    g, ball = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), WassersteinBall(0.2, GridCost(3))
+    g, ball = (
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(1)),
+        WassersteinBall(0.2, GridCost(3)),
+    )
     assert ball.support(x, g).kernel == "cpu" and ball.project(x, x + g, reg=100.0).kernel == "cpu"
     unboxed = WassersteinBall(0.2, GridCost(3), box=None)
-    assert unboxed.support(x, g, reg=100.0).kernel == "torch", "the price of a problem without a box is found in torch"
-    assert ball.project(torch.zeros_like(x), g).kernel == "none", "nothing to compute for black images"
+    assert unboxed.support(x, g, reg=100.0).kernel == "torch", (
+        "the price of a problem without a box is found in torch"
+    )
+    assert ball.project(torch.zeros_like(x), g).kernel == "none", (
+        "nothing to compute for black images"
+    )
     pytest.importorskip("triton")
     monkeypatch.setenv("WBALL_KERNEL", "triton")
     assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-3).kernel == "triton"
-    assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-8).kernel == "triton", "in double precision"
+    assert ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=100.0, tol=1e-8).kernel == "triton", (
+        "in double precision"
+    )
     finished = ball.project(x[:1], x[:1] + 0.1 * g[:1], reg=1e8, tol=1e-3)
-    assert finished.kernel == "torch+triton", "potentials are too wide even for that, and torch goes on"
+    assert finished.kernel == "torch+triton", (
+        "potentials are too wide even for that, and torch goes on"
+    )
 
 
 @pytest.mark.gpu
@@ -132,7 +162,12 @@ def test_exact_results_of_a_gpu_are_those_of_the_host() -> None:
     ball, x = WassersteinBall(0.3), torch.rand(3, 1, 9, 9)
     w, g = x + 0.2 * torch.randn(x.shape), torch.randn(x.shape)
     there, here = ball.project(x.cuda(), w.cuda()), ball.project(x, w)
-    assert there.point.is_cuda and there.plan is not None and there.plan.flow.is_cuda and there.n_iter.is_cuda
+    assert (
+        there.point.is_cuda
+        and there.plan is not None
+        and there.plan.flow.is_cuda
+        and there.n_iter.is_cuda
+    )
     torch.testing.assert_close(there.point.cpu(), here.point, atol=1e-4, rtol=0)
     torch.testing.assert_close(there.objective.cpu(), here.objective, rtol=1e-4, atol=0)
     maximum, expected = ball.support(x.cuda(), g.cuda()), ball.support(x, g)

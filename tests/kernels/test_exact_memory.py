@@ -15,7 +15,10 @@ def test_lists_of_moves_lie_in_the_memory_of_the_plans() -> None:
     flow = torch.zeros((3, 1, 25, 28, 28), dtype=torch.float64)
     staged = 30 * 30
     lists = _lists(flow, staged)
-    assert lists.data_ptr() == flow.data_ptr() and lists.stride(0) * lists.element_size() == flow[0].nbytes
+    assert (
+        lists.data_ptr() == flow.data_ptr()
+        and lists.stride(0) * lists.element_size() == flow[0].nbytes
+    )
     assert lists.shape[1] >= 2 * 25 * staged, "two lists, with a halo"
 
 

@@ -31,29 +31,44 @@ from wball.kernels.row_maximum import row_maximum
 from wball.kernels.sparse_transpose import Geometry
 from wball.plan import Plan
 
-DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+DEVICE = os.environ.get(
+    "WBALL_TEST_DEVICE", "cpu"
+)  # tests/conftest.py asks for the interpreter on a CPU
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # log(0) in numpy, which is meant
 
 UNIT = (0.0, 1.0)
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
-FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))  # one step to the right costs nothing
+FREE = StencilCost(
+    ((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0))
+)  # one step to the right costs nothing
 
 
 def test_every_operation_has_a_reference() -> None:
-    assert all("torch" in kernels and set(kernels) <= set(dispatch.KERNELS) for kernels in dispatch.OPERATIONS.values())
+    assert all(
+        "torch" in kernels and set(kernels) <= set(dispatch.KERNELS)
+        for kernels in dispatch.OPERATIONS.values()
+    )
 
 
 def test_every_kernel_is_registered() -> None:
     folder = Path(kernels.__path__[0])
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(dispatch.OPERATIONS)
     for operation, served in dispatch.OPERATIONS.items():
-        files = {name for name in ("reference", "cpu", "triton") if (folder / operation / f"{name}.py").exists()}
+        files = {
+            name
+            for name in ("reference", "cpu", "triton")
+            if (folder / operation / f"{name}.py").exists()
+        }
         assert {module.rpartition(".")[2] for module in served.values()} == files, operation
 
 
 @pytest.mark.parametrize("operation", dispatch.OPERATIONS)
 def test_every_operation_has_hard_cases_for_each_of_its_kernels(operation: str) -> None:
-    marks = [mark for mark in globals()[f"test_{operation}"].pytestmark if mark.name == "parametrize"]
+    marks = [
+        mark for mark in globals()[f"test_{operation}"].pytestmark if mark.name == "parametrize"
+    ]
     values = {mark.args[0]: list(mark.args[1]) for mark in marks}
     assert set(dispatch.OPERATIONS[operation]) <= set(values["kernel"]) and len(values["name"]) >= 5
 
@@ -99,7 +114,9 @@ def noise(seed: int, scale: float, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Ten
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed))
 
 
-def spot(height: int, width: int, row: int, column: int, value: float = 1.0, rest: float = 0.0) -> Tensor:
+def spot(
+    height: int, width: int, row: int, column: int, value: float = 1.0, rest: float = 0.0
+) -> Tensor:
     image = torch.full((1, 1, height, width), rest)
     image[..., row, column] = value
     return image
@@ -172,8 +189,12 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     assert bool(((plan.z >= lo) & (plan.z <= hi)).all()), "box"
-    assert bool(((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()), "factors"
-    assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool((plan.net_cost >= 0).all()), "costs"
+    assert bool(
+        ((plan.keep >= 0) & (plan.keep <= 1) & (plan.give >= 0) & (plan.give <= 1)).all()
+    ), "factors"
+    assert bool((plan.net_cost <= plan.cost * (1 + 1e-6) + 1e-9).all()) and bool(
+        (plan.net_cost >= 0).all()
+    ), "costs"
     assert case.also(case, plan), "what this case is about"
 
 
@@ -195,9 +216,13 @@ def test_pull_back(kernel: str, name: str) -> None:
     )  # fmt: skip
     plan: EntropicPlan = dispatch.load("entropic_plan", "torch").entropic_plan(request)
     point: PulledBack = dispatch.load("pull_back", kernel).pull_back(request, plan, budget, one)
-    assert all(bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.scale, point.kappa))
+    assert all(
+        bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.scale, point.kappa)
+    )
     assert bool(((point.z.double().sum((2, 3)) - mass).abs() <= 2e-6 * mass).all()), "mass"
-    assert bool((point.cost <= budget).all()) and bool(((point.scale >= 0) & (point.scale <= 1)).all()), "budget"
+    assert bool((point.cost <= budget).all()) and bool(
+        ((point.scale >= 0) & (point.scale <= 1)).all()
+    ), "budget"
     ball = WassersteinBall(case.eps, case.cost, box=case.box)
     assert bool(ball.contains(x.double().cpu(), point.z.double().cpu()).all()), "inside"
 
@@ -268,7 +293,9 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
         x, w, budget, moves, case.box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=1e-3, max_iter=12,
         factors=factors,
     ))  # fmt: skip
-    left = ~torch.isfinite(found.gap)  # to others, where potentials are too wide for a plan in float64
+    left = ~torch.isfinite(
+        found.gap
+    )  # to others, where potentials are too wide for a plan in float64
     assert factors or not bool(left.any())
     point = torch.where(left.view(-1, 1, 1, 1), x.to(found.z), found.z)
     assert bool(((point.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
@@ -325,8 +352,12 @@ def test_linear_maximum(kernel: str, name: str) -> None:
     assert float(found.upper) <= float(exact.upper) + size, "tight"
     assert case.best is None or float(found.upper) == pytest.approx(case.best, abs=1e-6)
     assert found.z is not None
-    assert float((found.z.double() * a).sum()) == pytest.approx(float(exact.value), abs=size), "reached"
-    torch.testing.assert_close(found.z.double().sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9)
+    assert float((found.z.double() * a).sum()) == pytest.approx(float(exact.value), abs=size), (
+        "reached"
+    )
+    torch.testing.assert_close(
+        found.z.double().sum((2, 3)), x.double().sum((2, 3)), rtol=1e-6, atol=1e-9
+    )
     if case.eps > 0:
         assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
 
@@ -338,10 +369,14 @@ def test_row_maximum(kernel: str, name: str) -> None:
     a, x = case.a.double().to(DEVICE), case.x.double().to(DEVICE)
     ball = WassersteinBall(case.eps, case.cost, box=None)
     rows = Rows(a, torch.zeros(1, dtype=torch.long, device=DEVICE))
-    found, psi = row_maximum(ball.input_set(x, plans="window")._problem(rows, None, None), 40, kernel)
+    found, psi = row_maximum(
+        ball.input_set(x, plans="window")._problem(rows, None, None), 40, kernel
+    )
     size = 1e-5 * float((a.abs() * x).sum() + a.abs().max())
     exact = ball.support(x, a, tol=1e-9)
-    assert float(exact.value) - size <= float(found) <= float(exact.upper) + size and float(psi) >= 0
+    assert (
+        float(exact.value) - size <= float(found) <= float(exact.upper) + size and float(psi) >= 0
+    )
     assert case.best is None or float(found) == pytest.approx(case.best, abs=1e-5)
 
 
@@ -364,21 +399,28 @@ CROSS = StencilCost(((math.inf, 1.0, math.inf), (1.0, 0.0, 1.0), (math.inf, 1.0,
 SMALL = (1, 1, 3, 4)
 
 EXACT = {
-    "random": ExactCase(random_images(30, shape=SMALL), random_images(30, shape=SMALL) + noise(30, 0.3, SMALL)),
+    "random": ExactCase(
+        random_images(30, shape=SMALL), random_images(30, shape=SMALL) + noise(30, 0.3, SMALL)
+    ),
     "full pixels": ExactCase(
-        random_images(31, shape=SMALL).gt(0).float(), random_images(31, shape=SMALL).gt(0) + noise(31, 0.3, SMALL)
+        random_images(31, shape=SMALL).gt(0).float(),
+        random_images(31, shape=SMALL).gt(0) + noise(31, 0.3, SMALL),
     ),
     "an image of full pixels": ExactCase(torch.ones(SMALL), 1 + noise(32, 0.3, SMALL)),
     "channels, one-way moves": ExactCase(
         random_images(33, shape=(1, 2, 2, 3)), noise(33, 1.0, (1, 2, 2, 3)), cost=ONE_WAY
     ),
     "free moves": ExactCase(random_images(34, shape=SMALL), noise(34, 1.0, SMALL), cost=FREE),
-    "without a box, far away": ExactCase(random_images(35, shape=SMALL), noise(35, 30.0, SMALL), box=None),
+    "without a box, far away": ExactCase(
+        random_images(35, shape=SMALL), noise(35, 30.0, SMALL), box=None
+    ),
     "pixels that must keep something": ExactCase(
         0.2 + 0.7 * random_images(36, shape=SMALL), noise(36, 1.0, SMALL), box=(0.2, 0.9)
     ),
     "a budget that no plan can spend": ExactCase(
-        random_images(37, shape=SMALL), random_images(37, shape=SMALL) + noise(37, 0.1, SMALL), eps=9.0
+        random_images(37, shape=SMALL),
+        random_images(37, shape=SMALL) + noise(37, 0.1, SMALL),
+        eps=9.0,
     ),
     # Half of the pixel's mass may move by one pixel, and the point asks for that.
     "a point on the ball": ExactCase(
@@ -403,7 +445,9 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     budget, centre = case.eps * x.sum((1, 2, 3)), 0.5 * (w - x).square().sum((1, 2, 3))
     tolerance = Tolerance(tol, 0.0, torch.zeros_like(budget), tol**2 * centre)
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
-    problem = Problem(x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), True, tolerance)
+    problem = Problem(
+        x, budget, moves, Quadratic(w, lo, hi), torch.zeros_like(budget), True, tolerance
+    )
     best = nothing_known(problem)
     n_iter = proximal_newton(problem, w - x, 200, best, kernel=kernel)
     assert int(n_iter) < 200
@@ -423,7 +467,9 @@ def test_newton_of_the_support_function(kernel: str, name: str) -> None:
     budget, gain = case.eps * x.sum((1, 2, 3)), (g * x).sum((1, 2, 3))
     assert case.box is not None
     tolerance = Tolerance(tol, 0.0, gain, tol * 1e-2 * (g.abs() * x).sum((1, 2, 3)))
-    problem = Problem(x, budget, moves, Linear(g, *case.box), torch.zeros_like(budget), True, tolerance)
+    problem = Problem(
+        x, budget, moves, Linear(g, *case.box), torch.zeros_like(budget), True, tolerance
+    )
     best = nothing_known(problem)
     assert int(proximal_newton(problem, g, 200, best, kernel=kernel)) < 200
     check_books(problem, best)
@@ -460,7 +506,13 @@ def nothing_known(problem: Problem) -> Best:
     still = Plan.identity(problem.moves, problem.x).flow.contiguous()
     centre, nowhere = problem.columns.objective(problem.x), torch.zeros_like(problem.x)
     return Best(
-        still, problem.x.clone(), centre, unknown.clone(), unknown.clone(), nowhere, torch.zeros_like(problem.budget)
+        still,
+        problem.x.clone(),
+        centre,
+        unknown.clone(),
+        unknown.clone(),
+        nowhere,
+        torch.zeros_like(problem.budget),
     )
 
 
@@ -475,7 +527,9 @@ def check_books(problem: Problem, best: Best) -> None:
     z = plan.columns()
     torch.testing.assert_close(best.z, z, rtol=1e-13, atol=1e-15)
     assert float(z.min()) >= columns.lo - 1e-12 and float(z.max()) <= columns.hi + 1e-12, "box"
-    assert float(problem.objective(plan)) == pytest.approx(float(best.primal), rel=1e-12, abs=1e-15), "objective"
+    assert float(problem.objective(plan)) == pytest.approx(
+        float(best.primal), rel=1e-12, abs=1e-15
+    ), "objective"
     bound, hard = problem.lower_bounds(best.u, best.psi)
     assert float(bound) == pytest.approx(float(best.dual), rel=1e-9, abs=1e-12 * size), "proof"
     assert float(best.hard) >= float(hard) - 1e-12 * size, "proof without entropy"
@@ -498,7 +552,11 @@ def test_entropic_path(kernel: str, form: str, name: str) -> None:
         pytest.skip("one scalar equation, which is not followed")
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     mass = x.sum((1, 2, 3))
-    tau = {"support": 0 * mass, "entropic support": 0 * mass + 1e-3, "entropic projection": mass / 1e3}[form]
+    tau = {
+        "support": 0 * mass,
+        "entropic support": 0 * mass + 1e-3,
+        "entropic projection": mass / 1e3,
+    }[form]
     columns = Linear(w, lo, hi) if linear else Quadratic(w, lo, hi)
     centre = columns.objective(x)
     offset = -centre if linear else 0 * mass
@@ -526,14 +584,20 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["transposed_convolution"]), indirect=True)
+@pytest.mark.parametrize(
+    "kernel", list(dispatch.OPERATIONS["transposed_convolution"]), indirect=True
+)
 @pytest.mark.parametrize("name", MAPS)
 def test_transposed_convolution(kernel: str, name: str) -> None:
     a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
     whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
-    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(a, weight, (2, 2), (1, 1, 4, 6))
+    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(
+        a, weight, (2, 2), (1, 1, 4, 6)
+    )
     size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
-    torch.testing.assert_close(found, whole[..., 1:5, 1:7], rtol=1e-12, atol=1e-14 * size, equal_nan=True)
+    torch.testing.assert_close(
+        found, whole[..., 1:5, 1:7], rtol=1e-12, atol=1e-14 * size, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["sparse_transpose"]), indirect=True)
@@ -544,10 +608,15 @@ def test_sparse_transpose(kernel: str, name: str) -> None:
     a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
     whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
     geometry = Geometry((3, 6, 8), (2, 3, 4), (2, 2), (0, 0), (1, 1), 1)
-    cells, wanted = torch.arange(24, device=DEVICE), torch.ones(144, dtype=torch.bool, device=DEVICE)
+    cells, wanted = (
+        torch.arange(24, device=DEVICE),
+        torch.ones(144, dtype=torch.bool, device=DEVICE),
+    )
     found, at = dispatch.load("sparse_transpose", kernel).sparse_transpose(
         a.flatten(1).T, cells, weight, wanted, geometry
     )
     assert at.tolist() == list(range(144))
     size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
-    torch.testing.assert_close(found, whole.flatten(1).T, rtol=1e-12, atol=1e-14 * size, equal_nan=True)
+    torch.testing.assert_close(
+        found, whole.flatten(1).T, rtol=1e-12, atol=1e-14 * size, equal_nan=True
+    )

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 import wball
 from wball.cli import main
 from wball.paper import leaderboard
-from wball.paper.leaderboard import PROTOCOLS, Protocol, available, enter, ranked, read, run, submitted
+from wball.paper.leaderboard import (
+    PROTOCOLS,
+    Protocol,
+    available,
+    enter,
+    ranked,
+    read,
+    run,
+    submitted,
+)
 from wball.paper.leaderboard_page import beside, claims, page, repeated, tables, write_page
 from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
@@ -79,15 +88,26 @@ def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
     assert row["attack"]["audit"]["valid"] == int(result.broken_at(0.2).sum()) > 0
     proofs, few = row["certificate"], leaderboard.QUICK_PROOFS
     for eps in protocol.certified:
-        proof = wball.certify(model, x[:few], y[:few], wball.WassersteinBall(eps), leaderboard.METHOD)
-        assert proofs["accuracy"][f"{eps:g}"] == pytest.approx(float(proof.certified.double().mean()))
+        proof = wball.certify(
+            model, x[:few], y[:few], wball.WassersteinBall(eps), leaderboard.METHOD
+        )
+        assert proofs["accuracy"][f"{eps:g}"] == pytest.approx(
+            float(proof.certified.double().mean())
+        )
     left = float((~result.broken_at(0.05)[:few]).double().mean())
     assert proofs["undecided"] == {"0.05": pytest.approx(left - proofs["accuracy"]["0.05"])}
-    assert proofs["contradictions"] == 0 and row["smoothing"] is None and row["authors"] == "this library"
+    assert (
+        proofs["contradictions"] == 0
+        and row["smoothing"] is None
+        and row["authors"] == "this library"
+    )
     smooth = rows["levine2020-mnist-flow-0.01"]["smoothing"]
     assert smooth["scale"] == pytest.approx(0.01 / 2**0.5) and smooth["alpha"] == 0.05
     assert all(smooth["authors"][r] <= smooth["tight"][r] <= 1.0 for r in ("0.01", "0.05"))
-    assert row["provenance"]["command"] == "wball leaderboard add mnist-certified --data-dir DATA --quick --seed 0"
+    assert (
+        row["provenance"]["command"]
+        == "wball leaderboard add mnist-certified --data-dir DATA --quick --seed 0"
+    )
     run(["mnist-certified"], settings, board, shop=shop)  # it is there, and nothing is measured
     assert "mnist-certified is on the board" in capsys.readouterr().out
 
@@ -98,21 +118,40 @@ def test_a_proof_that_an_example_contradicts_is_told(
     shop = Small(settings)
     x, y = shop.test_images("mnist", 12, 12)
     monkeypatch.setattr(
-        leaderboard, "certified", lambda shop, subject, x, y, method, radii: (torch.full((len(x),), 0.3), 1.0)
+        leaderboard,
+        "certified",
+        lambda shop, subject, x, y, method, radii: (torch.full((len(x),), 0.3), 1.0),
     )
     row = leaderboard.measured(shop, shop.subject("mnist-certified"), "mnist", x, y)
     count = row["certificate"]["contradictions"]
     assert count > 0 and row["flags"][-1] == f"{count} examples in certified balls"
     (table,) = tables({"rows": [row]})
-    assert table.rows[0][-1] == "no" and f"**{count} examples in certified balls**" in page({"rows": [row]})
+    assert table.rows[0][-1] == "no" and f"**{count} examples in certified balls**" in page(
+        {"rows": [row]}
+    )
 
 
 def row(name: str, *accuracies: float, **changes: object) -> Data:
     radii, proofs = PROTOCOLS["mnist"].radii, PROTOCOLS["mnist"].certified
     audit = {"valid": 7, "rejected": 0, "disagreements": []}
-    made = {"name": name, "dataset": "mnist", "authors": "A 2020", "paper": "https://p", "source": "https://w/net.pth"}
-    made |= {"architecture": "mnist-cnn", "weights": 166_406, "sha256": name, "images": 10_000, "clean": 0.98}
-    made["attack"] = {"accuracy": dict(zip(map("{:g}".format, radii), accuracies, strict=True)), "audit": audit}
+    made = {
+        "name": name,
+        "dataset": "mnist",
+        "authors": "A 2020",
+        "paper": "https://p",
+        "source": "https://w/net.pth",
+    }
+    made |= {
+        "architecture": "mnist-cnn",
+        "weights": 166_406,
+        "sha256": name,
+        "images": 10_000,
+        "clean": 0.98,
+    }
+    made["attack"] = {
+        "accuracy": dict(zip(map("{:g}".format, radii), accuracies, strict=True)),
+        "audit": audit,
+    }
     shares = {f"{r:g}": 0.5 for r in proofs}
     made["certificate"] = {
         "accuracy": shares,
@@ -120,7 +159,12 @@ def row(name: str, *accuracies: float, **changes: object) -> Data:
         "images": 1000,
         "contradictions": 0,
     }
-    origin = {"command": f"wball leaderboard add {name}", "device": "cpu", "commit": 40 * "a", "seconds": 3.0}
+    origin = {
+        "command": f"wball leaderboard add {name}",
+        "device": "cpu",
+        "commit": 40 * "a",
+        "seconds": 3.0,
+    }
     return {**made, "smoothing": None, "flags": [], "quick": False, "provenance": origin, **changes}
 
 
@@ -128,18 +172,40 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     board = tmp_path / "leaderboard.json"
     enter(board, row("weak", 0.9, 0.1, 0.0, 0.0, 0.0))
     enter(board, row("strong", 0.8, 0.7, 0.6, 0.5, 0.4))
-    enter(board, row("large", 0.1, 0.1, 0.1, 0.1, 0.1, certificate={"skipped": "not tried: 11,173,962 weights"}))
+    enter(
+        board,
+        row(
+            "large",
+            0.1,
+            0.1,
+            0.1,
+            0.1,
+            0.1,
+            certificate={"skipped": "not tried: 11,173,962 weights"},
+        ),
+    )
     content = read(board)
     assert [r["name"] for r in content["rows"]] == ["strong", "weak", "large"]
     (table,) = tables(content)
     assert [r[0] for r in table.rows] == ["1", "2", "3"] and table.rows[0][1] == "strong (A 2020)"
     first = dict(zip(table.head, table.rows[0], strict=True))
-    assert first["robust 0.05"] == "80.0" and first["robust 0.1"] == "**70.0**" and first["undecided 0.1"] == "20.0 %"
+    assert (
+        first["robust 0.05"] == "80.0"
+        and first["robust 0.1"] == "**70.0**"
+        and first["undecided 0.1"] == "20.0 %"
+    )
     second, third = (dict(zip(table.head, r, strict=True)) for r in table.rows[1:])
-    assert second["robust 0.05"] == "**90.0**" and second["robust 0.3"] == "0.0" and second["reliable"] == "yes"
+    assert (
+        second["robust 0.05"] == "**90.0**"
+        and second["robust 0.3"] == "0.0"
+        and second["reliable"] == "yes"
+    )
     assert third["certified 0.1"] is None and third["images: attack; certificate"] == "10,000; none"
     said = write_page(board, tmp_path / "page.md").read_text()
-    assert "[weights](https://w/net.pth)" in said and "`wball leaderboard add weak` on cpu, commit aaaaaaaaaaaa" in said
+    assert (
+        "[weights](https://w/net.pth)" in said
+        and "`wball leaderboard add weak` on cpu, commit aaaaaaaaaaaa" in said
+    )
     assert "Certificate not tried: 11,173,962 weights." in said and "## Add a model" in said
     enter(board, row("weak", 0.9, 0.9, 0.9, 0.9, 0.9))  # measured again
     assert [r["name"] for r in read(board)["rows"]] == ["weak", "strong", "large"]
@@ -151,32 +217,52 @@ def test_published_and_measured() -> None:
     table = claims(content)
     assert table is not None and len(table.rows) == 4
     first = dict(zip(table.head, table.rows[0], strict=True))
-    assert first["published"] == "86.0 % at eps 1" and first["`StandardAttack`, same eps"] == "0.0 % (already at 0.5)"
+    assert (
+        first["published"] == "86.0 % at eps 1"
+        and first["`StandardAttack`, same eps"] == "0.0 % (already at 0.5)"
+    )
     assert first["at eps 0.1"] == "0.5 %" and first["that attack, run here"] is None
-    assert [r[1] for r in table.rows[1:]] == ["49.7 % at eps 0.1", "8.5 % at eps 0.25", "2.1 % at eps 0.5"]
+    assert [r[1] for r in table.rows[1:]] == [
+        "49.7 % at eps 0.1",
+        "8.5 % at eps 0.25",
+        "2.1 % at eps 0.5",
+    ]
     assert [r[4] for r in table.rows[1:]] == ["0.5 %", "0.0 % (already at 0.2)", "0.0 %"]
     points = {"curve": [{"eps": 0.0, "accuracy": 1.0}, {"eps": 0.9, "accuracy": 0.7}]}
     own = {"rows": [{"name": "wong2019-mnist-adversarial", "text": points, "scripts": points}]}
     told = claims(content, own)
-    assert told is not None and [r[3] for r in told.rows] == ["70.0 % (text); 70.0 % (scripts)", None, None, None]
+    assert told is not None and [r[3] for r in told.rows] == [
+        "70.0 % (text); 70.0 % (scripts)",
+        None,
+        None,
+        None,
+    ]
     other = {"curve": [{"eps": 0.0, "accuracy": 0.2}]}
     name = "wong2019-mnist-binarized"
-    both = [{"name": n, "text": c, "scripts": c} for n, c in ((name, points), (f"{name}-before", other))]
+    both = [
+        {"name": n, "text": c, "scripts": c} for n, c in ((name, points), (f"{name}-before", other))
+    ]
     told = claims({"rows": [row(name, *[0.0] * 5)]}, {"rows": both})
-    assert told is not None and told.rows[0][3] == "20.0 % (text); 20.0 % (scripts)"  # thresholded before the attack
+    assert (
+        told is not None and told.rows[0][3] == "20.0 % (text); 20.0 % (scripts)"
+    )  # thresholded before the attack
     assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
 
 
 def test_rows_measured_twice_stand_side_by_side() -> None:
     content = {"rows": [row("some", 0.5, 0.1, 0.0, 0.0, 0.0), row("other", *[0.0] * 5)]}
-    table = repeated(content, {"rows": [row("some", 0.504, 0.1, 0.0, 0.0, 0.0), row("gone", *[0.0] * 5)]})
+    table = repeated(
+        content, {"rows": [row("some", 0.504, 0.1, 0.0, 0.0, 0.0), row("gone", *[0.0] * 5)]}
+    )
     assert table is not None and len(table.rows) == 1
     told = dict(zip(table.head, table.rows[0], strict=True))
     assert told["robust 0.05"] == "50.00 / 50.40" and told["largest difference"] == "0.40 at 0.05"
     assert told["95 % interval there"] == "± 0.98"  # 1.96 x 0.5 / sqrt(10,000)
     other_weights = row("some", *[0.0] * 5, sha256="another")
     assert repeated(content, {"rows": [other_weights]}) is None
-    assert "measured twice" not in page(content) and "measured twice" in page(content, again=content)
+    assert "measured twice" not in page(content) and "measured twice" in page(
+        content, again=content
+    )
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +272,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     enter(board, row("some", 0.9, 0.1, 0.0, 0.0, 0.0))
     assert main(["leaderboard", "--board", str(board)]) == 0
     assert "some (A 2020)" in capsys.readouterr().out
-    assert main(["leaderboard", "page", "--board", str(board), "--page", str(tmp_path / "p.md")]) == 0
+    assert (
+        main(["leaderboard", "page", "--board", str(board), "--page", str(tmp_path / "p.md")]) == 0
+    )
     assert (tmp_path / "p.md").read_text() == page(read(board))
     write_json(board, {"format": "other"})
     assert main(["leaderboard", "--board", str(board)]) == 2
@@ -207,12 +295,16 @@ def test_a_card_makes_a_model_known(settings: Settings, tmp_path: Path) -> None:
     assert submitted(shop, card) == "mine" and shop.public["mine"].sha256 == entry["sha256"]
 
 
-def test_quick_runs_take_what_needs_no_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_runs_take_what_needs_no_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WBALL_MODELS", str(tmp_path))
     names = available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)))
     assert "mnist-standard" in names and not set(names) & set(wball.public_models())
     (tmp_path / "wong2019-mnist-linf.pth").touch()
-    assert "wong2019-mnist-linf" in available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)))
+    assert "wong2019-mnist-linf" in available(
+        Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+    )
     every = available(Workshop(Settings(device="cpu", out=tmp_path)))
     assert set(wball.public_models()) | set(wball.list_models()) <= set(every)
 
@@ -221,9 +313,14 @@ def test_the_committed_page_is_what_the_committed_board_says() -> None:
     board, written = ROOT / "results" / "leaderboard.json", ROOT / "docs" / "leaderboard.md"
     content = read(board)
     wanted = page(content, *beside(ROOT / "results"))
-    assert written.read_text(encoding="utf-8") == wanted, "docs/leaderboard.md is stale: run `wball leaderboard page`"
+    assert written.read_text(encoding="utf-8") == wanted, (
+        "docs/leaderboard.md is stale: run `wball leaderboard page`"
+    )
     for entry in content["rows"]:
-        assert entry["certificate"].get("contradictions", 0) == 0 and entry["attack"]["audit"]["disagreements"] == []
+        assert (
+            entry["certificate"].get("contradictions", 0) == 0
+            and entry["attack"]["audit"]["disagreements"] == []
+        )
         assert not entry["quick"] and entry["images"] >= 20
 
 
@@ -237,19 +334,37 @@ def test_reproduce_leaderboard(
     torch.save(wball.load_model("mnist-standard").state_dict(), models / "theirs.pth")
     digest = hashlib.sha256((models / "theirs.pth").read_bytes()).hexdigest()
     public = wball.public_models()["wong2019-mnist-standard"]
-    known = {"theirs": replace(public, name="theirs", sha256=digest), "elsewhere": replace(public, name="elsewhere")}
+    known = {
+        "theirs": replace(public, name="theirs", sha256=digest),
+        "elsewhere": replace(public, name="elsewhere"),
+    }
     monkeypatch.setattr("wball.paper.workshop.public_models", lambda: known)
     few = Protocol(2, (0.05,), (0.01,), 1, ("mnist-certified", "theirs", "elsewhere"))
     monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
     monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
-    words = ["reproduce", "leaderboard", "--quick", "--images", "2", "--device", "cpu", "--models", str(models)]
+    words = [
+        "reproduce",
+        "leaderboard",
+        "--quick",
+        "--images",
+        "2",
+        "--device",
+        "cpu",
+        "--models",
+        str(models),
+    ]
     assert main([*words, "--out", str(tmp_path)]) == 0
     assert "mnist-certified" in capsys.readouterr().out
     rows = {row["name"]: row for row in read(tmp_path / "leaderboard.json")["rows"]}
     assert set(rows) == {"mnist-certified", "theirs"}  # quick runs download nothing
-    assert all(row["images"] == 2 and row["quick"] and row["certificate"]["images"] <= 2 for row in rows.values())
+    assert all(
+        row["images"] == 2 and row["quick"] and row["certificate"]["images"] <= 2
+        for row in rows.values()
+    )
     (models / "theirs.pth").write_bytes(b"half")  # a download that broke off
     assert main([*words, "--out", str(tmp_path / "again")]) == 2
     said = capsys.readouterr()
     (line,) = [line for line in said.out.splitlines() if "theirs" in line and "left out" in line]
-    assert "half-downloaded or changed; delete it" in line and "Traceback" not in said.out + said.err
+    assert (
+        "half-downloaded or changed; delete it" in line and "Traceback" not in said.out + said.err
+    )

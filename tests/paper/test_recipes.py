@@ -87,16 +87,24 @@ def test_nominal(shop: Small) -> None:
     names = [m.name for m in (*published.MNIST, published.OURS["mnist"], *published.CIFAR10)]
     assert [r["name"] for r in data["rows"]] == [n for n in names if n not in shop.absent]
     for row in data["rows"]:
-        assert row["accuracy"] == pytest.approx(float(right(shop, row["name"]).double().mean())) and row["images"] == 30
+        assert (
+            row["accuracy"] == pytest.approx(float(right(shop, row["name"]).double().mean()))
+            and row["images"] == 30
+        )
         if row["verified"] is None:
             assert row["linf"] is None and "provable" not in row["name"]
         else:
             x, y = shop.test_images(row["dataset"], 30, 30)
-            logits, weight = shop.subject(row["name"]).model(x), shop.subject(row["name"]).model[1].weight
+            logits, weight = (
+                shop.subject(row["name"]).model(x),
+                shop.subject(row["name"]).model[1].weight,
+            )
             # A linear margin is least at a corner of the l-inf ball within [0, 1].
             rows = weight[y][:, None] - weight
             low, high = (x - row["linf"]).clamp(min=0) - x, (x + row["linf"]).clamp(max=1) - x
-            fall = torch.minimum(rows * low.flatten(1)[:, None], rows * high.flatten(1)[:, None]).sum(2)
+            fall = torch.minimum(
+                rows * low.flatten(1)[:, None], rows * high.flatten(1)[:, None]
+            ).sum(2)
             margin = logits.gather(1, y[:, None]) - logits + fall
             proved = margin.scatter(1, y[:, None], math.inf).amin(1) > 0
             assert row["verified"] == pytest.approx(float(proved.double().mean()))
@@ -107,12 +115,18 @@ def test_curves(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(curves.QUICK, "cifar10", 5)
     shop.absent = ("cifar10-linf-provable",)
     data = measured("cifar10-curves", shop)
-    assert [m["label"] for m in data["models"]] == ["standard", "adv. training"] and len(shop.missing) == 1
+    assert [m["label"] for m in data["models"]] == ["standard", "adv. training"] and len(
+        shop.missing
+    ) == 1
     for model in data["models"]:
         clean = float(right(shop, model["name"], 5).double().mean())
         for key in ("paper_attack", "same_ball", "standard_attack"):
             shares = [p["accuracy"] for p in model[key]["curve"]]
-            assert shares[0] == clean and shares == sorted(shares, reverse=True) and model[key]["images"] == 5
+            assert (
+                shares[0] == clean
+                and shares == sorted(shares, reverse=True)
+                and model[key]["images"] == 5
+            )
         assert [p["eps"] for p in model["at"]] == list(curves.SHOWN["cifar10"])
         ours = {p["eps"]: p["accuracy"] for p in model["standard_attack"]["curve"]}
         assert all(p["standard_attack"] == ours[p["eps"]] for p in model["at"])
@@ -121,16 +135,28 @@ def test_curves(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         assert model["standard_attack"]["examples"]["rejected"] == 0
 
 
-def test_defences_and_headlines_share_what_curves_measured(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defences_and_headlines_share_what_curves_measured(
+    shop: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shop.absent = tuple(m.name for m in (*published.CIFAR10, published.OURS["cifar10"]))
     lines = measured("mnist-curves", shop)
     for attack in ("PGD", "StandardAttack"):
-        monkeypatch.setattr(f"wball.attacks.{attack}.__call__", lambda *_, **__: pytest.fail("measured again"))
+        monkeypatch.setattr(
+            f"wball.attacks.{attack}.__call__", lambda *_, **__: pytest.fail("measured again")
+        )
     heads = measured("headlines", shop)
     claims = [c for c in published.CLAIMS if c.dataset == "mnist"]
-    assert [r["claim"] for r in heads["rows"]] == [c.text for c in claims] and len(heads["left_out"]) == 4
+    assert [r["claim"] for r in heads["rows"]] == [c.text for c in claims] and len(
+        heads["left_out"]
+    ) == 4
     for row, claim in zip(heads["rows"], claims, strict=True):
-        (point,) = (p for m in lines["models"] if m["name"] == claim.model for p in m["at"] if p["eps"] == claim.eps)
+        (point,) = (
+            p
+            for m in lines["models"]
+            if m["name"] == claim.model
+            for p in m["at"]
+            if p["eps"] == claim.eps
+        )
         assert point == {key: row[key] for key in point} and row["paper"] == claim.accuracy
 
 
@@ -139,23 +165,40 @@ def test_defences_keep_their_order(shop: Small, monkeypatch: pytest.MonkeyPatch)
 
     def quick(shop: Workshop, dataset: str, subject: object) -> Data:
         seen.append(subject.name)  # type: ignore[attr-defined]
-        points = [{"eps": eps, "accuracy": share} for eps, share in ((0.0, 1.0), (0.1, 2 / 3), (0.3, 1 / 3))]
+        points = [
+            {"eps": eps, "accuracy": share}
+            for eps, share in ((0.0, 1.0), (0.1, 2 / 3), (0.3, 1 / 3))
+        ]
         one = {"attack": "quick", "images": 3, "curve": points, "examples": {}, "seconds": 0.0}
         made = dict.fromkeys(("paper_attack", "same_ball", "standard_attack"), one)
-        at = [{"eps": r, **dict.fromkeys(made, measure.accuracy_at(one, r))} for r in curves.SHOWN[dataset]]
+        at = [
+            {"eps": r, **dict.fromkeys(made, measure.accuracy_at(one, r))}
+            for r in curves.SHOWN[dataset]
+        ]
         return {**made, "at": at}
 
     monkeypatch.setattr(curves, "all_attacks", quick)
     shop.absent = tuple(m.name for m in (*published.CIFAR10, published.OURS["cifar10"]))
     data = measured("defences", shop)
     (part,) = data["sets"]
-    assert [m["name"] for m in part["models"]] == ["mnist-standard", "mnist-adversarial-paper", "mnist-adversarial"]
-    assert seen == ["mnist-adversarial", "mnist-adversarial-paper", "mnist-standard"] and list(data["left_out"]) == [
-        "cifar10"
+    assert [m["name"] for m in part["models"]] == [
+        "mnist-standard",
+        "mnist-adversarial-paper",
+        "mnist-adversarial",
     ]
-    assert [p["standard_attack"] for p in part["models"][0]["at"]] == pytest.approx([2 / 3, 1 / 3, 1 / 3, 1 / 3])
+    assert seen == ["mnist-adversarial", "mnist-adversarial-paper", "mnist-standard"] and list(
+        data["left_out"]
+    ) == ["cifar10"]
+    assert [p["standard_attack"] for p in part["models"][0]["at"]] == pytest.approx(
+        [2 / 3, 1 / 3, 1 / 3, 1 / 3]
+    )
     nothing = Small(shop.settings)
-    nothing.absent = (*shop.absent, "mnist-standard", "mnist-adversarial-paper", "mnist-adversarial")
+    nothing.absent = (
+        *shop.absent,
+        "mnist-standard",
+        "mnist-adversarial-paper",
+        "mnist-adversarial",
+    )
     with pytest.raises(MissingModel, match="no mnist-standard"):
         RECIPES["defences"].measure(nothing)
 
@@ -171,10 +214,17 @@ def test_windows(shop: Small) -> None:
         )
         for window in windows
     ]
-    assert sum("On the authors' weights" in remark for remark in curves.WINDOW_SIZES.remarks(data)) == 2
+    assert (
+        sum("On the authors' weights" in remark for remark in curves.WINDOW_SIZES.remarks(data))
+        == 2
+    )
     for row in (r for r in data["rows"] if not r["name"].startswith("wong2019")):
         clean = float(right(shop, row["name"], 20).double().mean())
-        assert row["paper_attack"]["curve"][0]["accuracy"] == row["standard_attack"]["curve"][0]["accuracy"] == clean
+        assert (
+            row["paper_attack"]["curve"][0]["accuracy"]
+            == row["standard_attack"]["curve"][0]["accuracy"]
+            == clean
+        )
         assert row["p"] == 1.0 and row["standard_attack"]["attack"] == "StandardAttack, fast, p = 1"
 
 
@@ -203,10 +253,14 @@ def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
             ball = wball.WassersteinBall(eps)
             proof = wball.certify(subject.model, x[:count], y[:count], ball, method)
             shares.append(float(proof.certified.double().mean()))
-        assert [p["accuracy"] for p in rows[method]["curve"]] == shares and rows[method]["images"] == count
+        assert [p["accuracy"] for p in rows[method]["curve"]] == shares and rows[method][
+            "images"
+        ] == count
     attack = part["rows"][-1]
     assert attack["kind"] == "attack" and attack["proved_and_broken"] == 0
-    assert attack["proved_and_attacked"] == round(6 * sum(p["accuracy"] for p in rows["anchored"]["curve"][1:]))
+    assert attack["proved_and_attacked"] == round(
+        6 * sum(p["accuracy"] for p in rows["anchored"]["curve"][1:])
+    )
     smoothed = [r for r in part["rows"] if r["kind"] == "probable"]
     assert [r["method"] for r in smoothed] == [
         f"flow smoothing, scale {preset('mnist-certified').noise:g}",
@@ -214,19 +268,28 @@ def test_certificates(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for row in smoothed:
         shares = [p["accuracy"] for p in row["curve"]]
-        assert row["images"] == 3 and shares[0] == pytest.approx(2 / 3) and shares == sorted(shares, reverse=True)
+        assert (
+            row["images"] == 3
+            and shares[0] == pytest.approx(2 / 3)
+            and shares == sorted(shares, reverse=True)
+        )
 
 
 def test_proofs_and_attacks_that_contradict_are_counted() -> None:
     broken = torch.tensor([0.0, 0.1, 0.3, math.inf], dtype=torch.float64)
     result = Evaluation({}, {}, {"radius": broken})
     proved = torch.tensor([0.0, 0.1, 0.1, 0.3])  # the second ball has both a proof and an example
-    assert certificates._compared(proved, result, (0.1, 0.3)) == {"proved_and_attacked": 4, "proved_and_broken": 1}
+    assert certificates._compared(proved, result, (0.1, 0.3)) == {
+        "proved_and_attacked": 4,
+        "proved_and_broken": 1,
+    }
 
 
 def test_digits(shop: Small) -> None:
     data = measured("mnist-digits", shop)
-    assert data["label"] == 5 and [r["name"] for r in data["rows"]] == [m.name for m in published.MNIST]
+    assert data["label"] == 5 and [r["name"] for r in data["rows"]] == [
+        m.name for m in published.MNIST
+    ]
     x = torch.from_numpy(unpack(data["original"]))[None]
     for row in data["rows"]:
         model = shop.subject(row["name"]).model
@@ -234,11 +297,15 @@ def test_digits(shop: Small) -> None:
         for entry in (row["paper_attack"], row["ours"]):
             z = torch.from_numpy(unpack(entry["image"]))[None]
             logits = model(z)[0]
-            assert logits[entry["read_as"]] >= logits.max() - 0.01  # pixels are kept in half precision
+            assert (
+                logits[entry["read_as"]] >= logits.max() - 0.01
+            )  # pixels are kept in half precision
             assert (entry["radius"] is None) == (entry["read_as"] == 5)
         assert row["ours"]["radius"] is not None
         ball = wball.WassersteinBall(row["ours"]["radius"])
-        assert float(ball.distance(x.double(), z.double()).squeeze()) <= row["ours"]["radius"] + 0.01
+        assert (
+            float(ball.distance(x.double(), z.double()).squeeze()) <= row["ours"]["radius"] + 0.01
+        )
 
 
 def test_gallery(shop: Small) -> None:
@@ -246,14 +313,20 @@ def test_gallery(shop: Small) -> None:
     x, y = shop.test_images("cifar10", 30, 30)
     ok = right(shop, "cifar10-standard")
     names = wball.data.dataset_info("cifar10").classes
-    first = [next(i for i in range(30) if ok[i] and y[i] == c) for c in range(10) if bool((ok & (y == c)).any())]
+    first = [
+        next(i for i in range(30) if ok[i] and y[i] == c)
+        for c in range(10)
+        if bool((ok & (y == c)).any())
+    ]
     assert [r["index"] for r in data["rows"]] == first and [r["label"] for r in data["rows"]] == [
         names[y[i]] for i in first
     ]
     for row, i in zip(data["rows"], first, strict=True):
         original, image = (torch.from_numpy(unpack(row[key])) for key in ("original", "image"))
         assert torch.allclose(original, x[i], atol=1e-3)
-        assert row["change"] == pytest.approx(float((image - original).sum(0).abs().max()), abs=5e-3)
+        assert row["change"] == pytest.approx(
+            float((image - original).sum(0).abs().max()), abs=5e-3
+        )
         assert (row["radius"] is None) == (row["read_as"] == row["label"])
 
 
@@ -264,22 +337,34 @@ def test_lambda_and_p(shop: Small) -> None:
     ]
     x, y = shop.pool("mnist", 30, 30)
     fives = ((y == 5) & right(shop, "mnist-standard")).nonzero()[:2, 0]
-    assert torch.allclose(torch.from_numpy(unpack(data["original"])), x[fives[data["shown"]]], atol=1e-3)
+    assert torch.allclose(
+        torch.from_numpy(unpack(data["original"])), x[fives[data["shown"]]], atol=1e-3
+    )
     # The digit that withstands longest at the largest lambda is shown.
     last = next(c for c in reversed(data["cells"]) if c["p"] == 1.0)["radius"]
     assert (last[data["shown"]] or 0.0) == max(r or 0.0 for r in last)
     for cell in data["cells"]:
-        logits = shop.subject("mnist-standard").model(torch.from_numpy(unpack(cell["image"]))[None])[0]
+        logits = shop.subject("mnist-standard").model(
+            torch.from_numpy(unpack(cell["image"]))[None]
+        )[0]
         others = torch.cat([logits[:5], logits[6:]]).max()
-        assert others >= logits[5] - 0.01 if cell["radius"][data["shown"]] is not None else others < logits[5] + 0.01
+        assert (
+            others >= logits[5] - 0.01
+            if cell["radius"][data["shown"]] is not None
+            else others < logits[5] + 0.01
+        )
     spent = shop.spent
-    assert pictures.GRID.measure(shop)["cells"] == data["cells"] and shop.spent == 2 * spent  # read from its parts
+    assert (
+        pictures.GRID.measure(shop)["cells"] == data["cells"] and shop.spent == 2 * spent
+    )  # read from its parts
 
 
 def test_authors_weights(shop: Small) -> None:
     data = measured("authors-weights", shop)
     labels = [r["label"] for r in data["rows"]]
-    assert labels == [c.text for c in published.AUTHORS for _ in range(2)]  # there is no threshold to take out
+    assert labels == [
+        c.text for c in published.AUTHORS for _ in range(2)
+    ]  # there is no threshold to take out
     assert [(r["whose"], r["published"]) for r in data["rows"]] == [
         (whose, share) for share in (0.04, 0.14, 0.48, 0.86) for whose in ("authors", "ours")
     ]
@@ -289,7 +374,9 @@ def test_authors_weights(shop: Small) -> None:
     for row in data["rows"]:
         text, scripts = row["text"]["curve"], row["scripts"]["curve"]
         assert (text[1]["eps"], scripts[1]["eps"]) == (0.3, 0.7)
-        assert row["text"]["attack"].endswith("p = 1") and row["scripts"]["attack"].endswith("p = 2")
+        assert row["text"]["attack"].endswith("p = 1") and row["scripts"]["attack"].endswith(
+            "p = 2"
+        )
         assert text[0]["accuracy"] == scripts[0]["accuracy"]
 
 
@@ -301,17 +388,28 @@ def test_training_tricks_and_the_cost_of_a_move(shop: Small) -> None:
     powers = [r["paper_attack"]["attack"][-1] for r in data["rows"]]
     assert powers == ["1", "2", "1", "2"]
     (table,) = tricks.tables(data)
-    assert table.rows[0] == ["paper", None, None, None, "75.0 %", None, "3.0 %"] and len(table.rows) == 5
+    assert (
+        table.rows[0] == ["paper", None, None, None, "75.0 %", None, "3.0 %"]
+        and len(table.rows) == 5
+    )
     left = [accuracy_at(r["paper_attack"], 0.1) for r in data["rows"]]
     (said,) = tricks.remarks(data)
-    assert f"turns {percent(left[1])} into {percent(left[3])}" in said and f"Both: {percent(left[2])}" in said
+    assert (
+        f"turns {percent(left[1])} into {percent(left[3])}" in said
+        and f"Both: {percent(left[2])}" in said
+    )
 
 
 def test_all_epochs_of_the_papers_training(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Small, "_train", lambda self, name, epochs: Small._find(self, f"{name}, {epochs} epochs"))
+    monkeypatch.setattr(
+        Small, "_train", lambda self, name, epochs: Small._find(self, f"{name}, {epochs} epochs")
+    )
     data, recipe = measured("epochs", shop), epochs.MNIST_EPOCHS
     assert [r["epochs"] for r in data["rows"]] == [4, 15]
-    assert [r["name"] for r in data["rows"]] == ["mnist-adversarial-paper-4-epochs", "mnist-adversarial-paper"]
+    assert [r["name"] for r in data["rows"]] == [
+        "mnist-adversarial-paper-4-epochs",
+        "mnist-adversarial-paper",
+    ]
     (table,) = recipe.tables(data)
     assert table.rows[0][1:3] == ["97.0 %", "86.0 %"] and table.rows[2][0] == "15 epochs"
     assert "With 15 epochs instead of 4" in recipe.remarks(data)[0]
@@ -327,7 +425,9 @@ def test_all_epochs_on_colour_images(shop: Small) -> None:
     assert f"leaves {left} at eps 0.1 (the paper: 76.0 %)" in recipe.remarks(data)[0]
 
 
-def test_the_authors_threshold_before_the_attack(shop: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_authors_threshold_before_the_attack(
+    shop: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = Small._find(shop, "mnist-binarized")[0]
     monkeypatch.setattr(Small, "_find", lambda self, name: (Binarized(plain), "linear", "here"))
     monkeypatch.setattr(published, "AUTHORS", published.AUTHORS[1:2])

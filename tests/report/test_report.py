@@ -50,8 +50,14 @@ def problem(channels: int = 1) -> tuple[nn.Module, Tensor, Tensor]:
 
 def run(name: str, channels: int = 1, **changes: Any) -> Evaluation:
     model, x, y = problem(channels)
-    settings: dict[str, Any] = {"classes": ("left & <i>", "right"), "command": f"wball evaluate '{name}'", **changes}
-    return evaluate(model, x, y, BALL, RADII, wball.DualAveraging(BALL, steps=6), name=name, **settings)
+    settings: dict[str, Any] = {
+        "classes": ("left & <i>", "right"),
+        "command": f"wball evaluate '{name}'",
+        **changes,
+    }
+    return evaluate(
+        model, x, y, BALL, RADII, wball.DualAveraging(BALL, steps=6), name=name, **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,9 @@ def evaluations() -> list[Evaluation]:
 
 @pytest.fixture(scope="module")
 def page(evaluations: list[Evaluation], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return evaluations[0].report(tmp_path_factory.mktemp("report") / "new" / "report.html", *evaluations[1:])
+    return evaluations[0].report(
+        tmp_path_factory.mktemp("report") / "new" / "report.html", *evaluations[1:]
+    )
 
 
 class Page(HTMLParser):
@@ -100,7 +108,9 @@ def test_strings_of_the_user_are_escaped(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert NASTY not in text
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in text
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL
+    )
     assert NASTY in [run["name"] for run in json.loads(data)["runs"]]
     assert "left & <i>" not in text and "left &amp; &lt;i&gt;" in text
 
@@ -116,7 +126,11 @@ def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.Monk
     assert text.count("distance ≤") == audit["proved_by_plan"]
     every = run("every", exact="all").report(tmp_path / "e.html").read_text(encoding="utf-8")
     assert "distance ≤" not in every and "Sampled exact check" not in every
-    doubtful = replace(result, disagreements=(3, 5)).report(tmp_path / "d.html").read_text(encoding="utf-8")
+    doubtful = (
+        replace(result, disagreements=(3, 5))
+        .report(tmp_path / "d.html")
+        .read_text(encoding="utf-8")
+    )
     assert "<strong>Disagreement:</strong> the plans of images 3, 5" in doubtful
 
 
@@ -128,7 +142,9 @@ def test_gallery_has_what_happened_to_each_image(page: Path, evaluations: list[E
         for e in evaluations:
             wrong = e.images["label"] != e.images["predicted"]
             found = e.images["read_as"] >= 0
-            expected += int({"broken": found, "survived": ~wrong & ~found, "wrong": wrong}[outcome].sum())
+            expected += int(
+                {"broken": found, "survived": ~wrong & ~found, "wrong": wrong}[outcome].sum()
+            )
         assert shown == expected
 
 
@@ -139,8 +155,12 @@ def test_the_page_opens_with_a_ranking(page: Path, evaluations: list[Evaluation]
     ranking = rank(evaluations, ["first", "second"])
     assert ranking.same_data and ranking.reference == 0.2 and ranking.radii == (0.1, 0.2, 0.4)
     accuracies = [row.cells[1].accuracy for row in ranking.rows if row.cells[1] is not None]
-    assert accuracies == sorted(accuracies, reverse=True) and [row.place for row in ranking.rows] == [1, 2]
-    doubtful = replace(evaluations[ranking.rows[0].index], warnings=("Randomness: two calls differ",))
+    assert accuracies == sorted(accuracies, reverse=True) and [
+        row.place for row in ranking.rows
+    ] == [1, 2]
+    doubtful = replace(
+        evaluations[ranking.rows[0].index], warnings=("Randomness: two calls differ",)
+    )
     others = [doubtful, evaluations[ranking.rows[1].index]]
     assert [row.place for row in rank(others, ["doubtful", "sound"]).rows] == [1, None]
     assert rank(others, ["doubtful", "sound"]).rows[0].name == "sound"
@@ -148,17 +168,23 @@ def test_the_page_opens_with_a_ranking(page: Path, evaluations: list[Evaluation]
 
 def test_different_data_are_marked(evaluations: list[Evaluation], tmp_path: Path) -> None:
     model, x, y = problem()
-    other = evaluate(model, x[:9], y[:9], BALL, RADII[:2], wball.DualAveraging(BALL, steps=2), name="other")
+    other = evaluate(
+        model, x[:9], y[:9], BALL, RADII[:2], wball.DualAveraging(BALL, steps=2), name="other"
+    )
     text = evaluations[0].report(tmp_path / "r.html", other).read_text(encoding="utf-8")
     assert "different images, so their accuracies are not directly comparable" in text
-    assert "different images" not in evaluations[0].report(tmp_path / "s.html").read_text(encoding="utf-8")
+    assert "different images" not in evaluations[0].report(tmp_path / "s.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_intervals_hold_the_accuracy(evaluations: list[Evaluation]) -> None:
     for part in (0.0, 0.5, 1.0):
         low, high = evaluations[0].interval(part)
         assert 0 <= low <= part <= high <= 1 and high - low > 0.2
-    assert evaluations[0].interval(0.5) == pytest.approx((0.2304, 0.7696), abs=1e-4)  # Clopper-Pearson, 7 of 14
+    assert evaluations[0].interval(0.5) == pytest.approx(
+        (0.2304, 0.7696), abs=1e-4
+    )  # Clopper-Pearson, 7 of 14
 
 
 def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:
@@ -168,7 +194,9 @@ def test_accuracy_by_class_and_confusion(evaluations: list[Evaluation]) -> None:
     assert sum(images) == len(e) == sum(map(sum, found.matrix))
     weighted = sum(row.robust * row.images for row in found.rows) / len(e)
     assert (
-        weighted == pytest.approx(e.accuracy_at(0.4)) == pytest.approx(sum(found.matrix[k][k] for k in (0, 1)) / len(e))
+        weighted
+        == pytest.approx(e.accuracy_at(0.4))
+        == pytest.approx(sum(found.matrix[k][k] for k in (0, 1)) / len(e))
     )
     assert {row.confused for row in found.rows} <= {"left & <i>", "right", None}
 
@@ -177,7 +205,8 @@ def test_results_as_csv(evaluations: list[Evaluation]) -> None:
     import csv
 
     text = ranking_csv(
-        [evaluations[0], replace(evaluations[1], settings={**evaluations[1].settings})], ["=SUM(A1)", "b"]
+        [evaluations[0], replace(evaluations[1], settings={**evaluations[1].settings})],
+        ["=SUM(A1)", "b"],
     )
     lines = list(csv.DictReader(text.splitlines()))
     assert len(lines) == 2 * (1 + len(RADII)) and lines[0]["model"] == "'=SUM(A1)"
@@ -191,7 +220,9 @@ def test_two_hundred_colour_images_stay_below_15_megabytes(tmp_path: Path) -> No
     net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
     y = net(x).argmax(1)
     ball = wball.WassersteinBall(0.05)
-    result = evaluate(net, x, y, ball, attack=wball.DualAveraging(ball, steps=1, step_size=20.0), batch_size=200)
+    result = evaluate(
+        net, x, y, ball, attack=wball.DualAveraging(ball, steps=1, step_size=20.0), batch_size=200
+    )
     path = result.report(tmp_path / "r.html")
     assert path.read_text().count('class="card ') == 200
     assert path.stat().st_size < 15e6
@@ -211,12 +242,17 @@ def test_refusals(evaluations: list[Evaluation], tmp_path: Path) -> None:
         write_report([evaluations[0], other], tmp_path / "a.html")
     text = write_report([other], tmp_path / "b.html").read_text(encoding="utf-8")
     # no mass moves in a ball of pixels, and the report does not say so
-    assert "<h1>Adversarial robustness:" in text and "Wasserstein" not in text.split("<footer")[0].split("<main")[1]
+    assert (
+        "<h1>Adversarial robustness:" in text
+        and "Wasserstein" not in text.split("<footer")[0].split("<main")[1]
+    )
     assert "optimal transport plan;" not in text
 
 
 def test_every_radius_has_its_unit(page: Path, evaluations: list[Evaluation]) -> None:
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8").split("<script")[0]))
+    text = re.sub(
+        r"\s+", " ", re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8").split("<script")[0])
+    )
     unit = evaluations[0].unit
     for sentence in (
         "Robust accuracy by radius ({})",
@@ -232,7 +268,11 @@ def test_histograms_have_no_gallery(tmp_path: Path) -> None:
     ball = wball.WassersteinBall(0.1, wball.DenseCost((places[:, None] - places).abs()))
     result = evaluate(nn.Linear(4, 2), torch.rand(1, 4), torch.zeros(1).long(), ball, attack="fast")
     text = result.report(tmp_path / "r.html").read_text(encoding="utf-8")
-    assert 'id="filters"' not in text and "There are no pictures to show" in text and "of 1 image\n" in text
+    assert (
+        'id="filters"' not in text
+        and "There are no pictures to show" in text
+        and "of 1 image\n" in text
+    )
 
 
 def test_moves_are_a_cheapest_plan() -> None:
@@ -291,7 +331,11 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    binary = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    binary = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
         pytest.skip("needs chromium and chromedriver")
@@ -322,12 +366,18 @@ def wait(condition: Any, seconds: float = 20.0) -> None:
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(("width", "height"), [(1400, 900), (390, 844)])
-def test_the_first_screen_ranks_and_shows_the_chart(browser: Any, page: Path, width: int, height: int) -> None:
+def test_the_first_screen_ranks_and_shows_the_chart(
+    browser: Any, page: Path, width: int, height: int
+) -> None:
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         browser.get(page.as_uri())
-        wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "true")
+        wait(
+            lambda: (
+                browser.execute_script("return document.documentElement.dataset.ready") == "true"
+            )
+        )
 
         def top(selector: str) -> float:
             find = f"return document.querySelector({selector!r}).getBoundingClientRect().top"
@@ -344,7 +394,9 @@ def test_the_first_screen_ranks_and_shows_the_chart(browser: Any, page: Path, wi
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], tmp_path: Path) -> None:
+def test_in_a_browser(
+    browser: Any, page: Path, evaluations: list[Evaluation], tmp_path: Path
+) -> None:
     browser.get(page.as_uri())
     wait(lambda: browser.execute_script("return document.documentElement.dataset.ready") == "true")
 
@@ -357,7 +409,9 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
     from selenium.webdriver import ActionChains
 
     plot = find("#chart svg")
-    ActionChains(browser).move_to_element_with_offset(plot, -plot.size["width"] // 2 + 50, 0).perform()
+    ActionChains(browser).move_to_element_with_offset(
+        plot, -plot.size["width"] // 2 + 50, 0
+    ).perform()
     wait(lambda: "radius 0\n" in find("#chart .tip").text)
     assert f"first: {100 * evaluations[0].clean_accuracy:.1f} % (" in find("#chart .tip").text
     find("#legend button").click()
@@ -377,7 +431,9 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
         seen.add(text)
         arrows = browser.find_elements("css selector", "#ex-svg path")
         assert bool(arrows) == (step > 0)
-        assert (find("#ex-z").get_attribute("src") == find("#ex-x").get_attribute("src")) == (step == 0)
+        assert (find("#ex-z").get_attribute("src") == find("#ex-x").get_attribute("src")) == (
+            step == 0
+        )
     assert len(seen) == len(RADII) + 1 and f"radius {RADII[-1]:g}" in text
     slider.send_keys("\ue012")  # the left arrow key
     assert f"radius {RADII[-2]:g}" in find("#ex-said").text
@@ -394,7 +450,9 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
     whole = len(visible())
     find("#filters select[name=outcome] option[value=broken]").click()
     broken = visible()
-    assert 0 < len(broken) < whole and {c.get_attribute("data-outcome") for c in broken} == {"broken"}
+    assert 0 < len(broken) < whole and {c.get_attribute("data-outcome") for c in broken} == {
+        "broken"
+    }
     find(f"#filters select[name=radius] option[value='{RADII[0]}']").click()
     assert all(float(c.get_attribute("data-radius")) <= RADII[0] for c in visible())
     assert find("#count").text.startswith(f"{len(visible())} of {whole}")
@@ -410,7 +468,9 @@ def test_in_a_browser(browser: Any, page: Path, evaluations: list[Evaluation], t
     assert background() != before
 
     # nothing was executed that should not be, nothing failed, nothing was asked of the network
-    assert browser.execute_script("return document.querySelectorAll('.ranking tbody tr').length") == 2
+    assert (
+        browser.execute_script("return document.querySelectorAll('.ranking tbody tr').length") == 2
+    )
     assert NASTY in find(".ranking").text
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
     requests = []

@@ -35,7 +35,9 @@ def test_nothing_read_from_outside_is_executed(path: Path) -> None:
     for line, name, call in calls(path):
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         where = f"{path.name}:{line} calls {name}"
-        assert not name.startswith(("pickle.", "dill.", "joblib.", "marshal.", "shelve.", "yaml.")), where
+        assert not name.startswith(
+            ("pickle.", "dill.", "joblib.", "marshal.", "shelve.", "yaml.")
+        ), where
         assert name not in ("eval", "os.system", "os.popen", "tempfile.mktemp"), where
         assert not name.endswith((".extractall", ".extract")), where
         if name.endswith("torch.load") or name == "load" and path.name == "checkpoint.py":
@@ -43,7 +45,9 @@ def test_nothing_read_from_outside_is_executed(path: Path) -> None:
             assert isinstance(safe, ast.Constant) and safe.value is True, where
         if name.endswith(("np.load", "numpy.load")):
             allowed = given.get("allow_pickle")
-            assert allowed is None or isinstance(allowed, ast.Constant) and allowed.value is False, where
+            assert (
+                allowed is None or isinstance(allowed, ast.Constant) and allowed.value is False
+            ), where
         shell = given.get("shell")
         assert shell is None or isinstance(shell, ast.Constant) and not shell.value, where
 
@@ -60,7 +64,9 @@ def test_the_network_is_used_in_one_module() -> None:
         text = path.read_text(encoding="utf-8")
         if path.name != "fetch.py":
             assert not re.search(
-                r"^\s*(import|from) (socket|urllib(?!\.parse)|http|requests|ftplib)\b", text, re.MULTILINE
+                r"^\s*(import|from) (socket|urllib(?!\.parse)|http|requests|ftplib)\b",
+                text,
+                re.MULTILINE,
             ), path
     scripts = (SOURCES / "report" / "app.js").read_text(encoding="utf-8")
     scripts = scripts.replace("http://www.w3.org/2000/svg", "")  # the name of SVG, not an address
@@ -88,7 +94,12 @@ def test_an_evaluation_with_its_report_needs_no_network(tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Elements()
     page.feed(text)
-    linked = [value for _, given in page.found for name, value in given.items() if name in ("src", "href") and value]
+    linked = [
+        value
+        for _, given in page.found
+        for name, value in given.items()
+        if name in ("src", "href") and value
+    ]
     assert all(value.startswith(("data:", "#")) for value in linked)
 
 
@@ -120,9 +131,13 @@ def test_every_string_of_the_user_is_text_in_the_report(tmp_path: Path) -> None:
     assert HOSTILE not in text and "<script>alert" not in text
     page = Elements()
     page.feed(text)
-    assert all("onerror" not in attributes and "onload" not in attributes for _, attributes in page.found)
+    assert all(
+        "onerror" not in attributes and "onload" not in attributes for _, attributes in page.found
+    )
     assert all(attributes.get("src") != "x" for tag, attributes in page.found if tag == "img")
-    assert "49" not in re.findall(r"\{\{7\*7\}\}|49(?=&lt;)", text)  # the template is not applied to what it shows
+    assert "49" not in re.findall(
+        r"\{\{7\*7\}\}|49(?=&lt;)", text
+    )  # the template is not applied to what it shows
     assert sum(tag == "script" for tag, _ in page.found) == 2  # data and the page's own
 
 
@@ -140,7 +155,11 @@ def test_archives_choose_no_path(tmp_path: Path) -> None:
         tar.addfile(link)
     with pytest.raises(ValueError, match="not CIFAR-10"):
         _unpack_cifar10(archive, folder)
-    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")} == {"a.tar.gz", "in", "in/here"}
+    assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")} == {
+        "a.tar.gz",
+        "in",
+        "in/here",
+    }
 
 
 class Payload:

@@ -51,7 +51,11 @@ def dense_pot(p: Problem, z: Tensor) -> float:
     for i, j, c in arc_list(p.ball.cost, height, width):
         matrix[i, j] = c
     total = 0.0
-    for a, b in zip(p.x[0].reshape(-1, height * width).numpy(), z[0].reshape(-1, height * width).numpy(), strict=True):
+    for a, b in zip(
+        p.x[0].reshape(-1, height * width).numpy(),
+        z[0].reshape(-1, height * width).numpy(),
+        strict=True,
+    ):
         if a.sum() > 0:
             total += ot.emd2(a, b * a.sum() / b.sum(), matrix)
     return total / (p.mass if p.ball.mass == "relative" else 1.0)
@@ -65,16 +69,26 @@ def test_exact_distance_matches_clarabel_and_dense_pot(kind: str) -> None:
         got = float(p.ball.distance(p.x, z))
         assert got == pytest.approx(dense_pot(p, z), rel=1e-9, abs=1e-12), p.label
         if seed % 3 == 0:
-            assert got == pytest.approx(reference_distance(p.ball, p.x, z), rel=1e-6, abs=1e-7), p.label
+            assert got == pytest.approx(reference_distance(p.ball, p.x, z), rel=1e-6, abs=1e-7), (
+                p.label
+            )
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0])
 def test_full_plans_match_the_dense_problem(p: float) -> None:
     for seed in range(12):
         q = random_problem(seed, p=p, box=None)
-        z = moved(q, seed) if seed % 2 else torch.from_numpy(np.random.default_rng(seed).permutation(q.x.flatten()))
-        z = z.reshape(q.x.shape) * (q.x.sum((2, 3), keepdim=True) / z.reshape(q.x.shape).sum((2, 3), keepdim=True))
-        full = Problem(WassersteinBall(0.1, q.ball.cost.full(*q.x.shape[2:]), box=None), q.x, q.w, q.g, q.label)
+        z = (
+            moved(q, seed)
+            if seed % 2
+            else torch.from_numpy(np.random.default_rng(seed).permutation(q.x.flatten()))
+        )
+        z = z.reshape(q.x.shape) * (
+            q.x.sum((2, 3), keepdim=True) / z.reshape(q.x.shape).sum((2, 3), keepdim=True)
+        )
+        full = Problem(
+            WassersteinBall(0.1, q.ball.cost.full(*q.x.shape[2:]), box=None), q.x, q.w, q.g, q.label
+        )
         got = float(q.ball.distance(q.x, z, plans="full"))
         assert got == pytest.approx(dense_pot(full, z), rel=1e-9, abs=1e-12), q.label
         assert got <= float(q.ball.distance(q.x, z)) * (1 + 1e-9) + 1e-12, q.label
@@ -100,7 +114,9 @@ def test_triangle_scaling_and_symmetry(p: Problem, seed: int) -> None:
     xy, yz, xz = (float(ball.distance(a, b)) for a, b in ((p.x, y), (y, z), (p.x, z)))
     assert xz <= xy + yz + 1e-9
     assert float(ball.distance(y, p.x)) == pytest.approx(xy, rel=1e-9, abs=1e-12)
-    assert float(ball.distance(p.x, p.x + 0.3 * (y - p.x))) == pytest.approx(0.3 * xy, rel=1e-8, abs=1e-11)
+    assert float(ball.distance(p.x, p.x + 0.3 * (y - p.x))) == pytest.approx(
+        0.3 * xy, rel=1e-8, abs=1e-11
+    )
 
 
 def test_common_mass_is_not_removed_inside_a_window() -> None:
@@ -110,7 +126,9 @@ def test_common_mass_is_not_removed_inside_a_window() -> None:
     z = torch.tensor([[[[0.0, 1.0, 1.0]]]], dtype=torch.float64)
     assert float(ball.distance(x, z)) == pytest.approx(1.0)
     squared = WassersteinBall(1.0, GridCost(5, 2.0))
-    assert float(squared.distance(x, z)) == pytest.approx(1.0)  # two short moves (1 + 1), not one of 4
+    assert float(squared.distance(x, z)) == pytest.approx(
+        1.0
+    )  # two short moves (1 + 1), not one of 4
 
 
 def test_batch_equals_loop_and_dtype_and_histograms() -> None:
@@ -178,7 +196,10 @@ def test_black_images_and_negative_pixels() -> None:
     dot[..., 1, 1] = 0.5
     assert ball.distance(black, black).tolist() == [0.0]
     assert ball.distance(black, dot).tolist() == [math.inf]
-    assert ball.contains(torch.cat([black, black]), torch.cat([black, dot])).tolist() == [True, False]
+    assert ball.contains(torch.cat([black, black]), torch.cat([black, dot])).tolist() == [
+        True,
+        False,
+    ]
     assert ball.distance(dot, dot - 3e-8).tolist()[0] < 1e-6
     assert ball.distance(dot, dot - 0.1).tolist() == [math.inf]
 

@@ -20,9 +20,13 @@ def images() -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("ball", [WassersteinBall(0.2), WassersteinBall(0.3, GridCost(3, 2.0)), WassersteinBall(0.0)])
+@pytest.mark.parametrize(
+    "ball", [WassersteinBall(0.2), WassersteinBall(0.3, GridCost(3, 2.0)), WassersteinBall(0.0)]
+)
 @pytest.mark.parametrize("reg", [1000.0, 1e5])
-def test_point_is_valid_and_near_the_projection(images: Tensor, ball: WassersteinBall, reg: float) -> None:
+def test_point_is_valid_and_near_the_projection(
+    images: Tensor, ball: WassersteinBall, reg: float
+) -> None:
     w = images + 0.1 * torch.randn_like(images).sign()
     projection = EntropicProjection(ball.problem(images), reg, tol=1e-4, max_iter=2000)
     expected = ball.project(images, w, reg, tol=1e-6)
@@ -38,7 +42,9 @@ def test_point_is_valid_and_near_the_projection(images: Tensor, ball: Wasserstei
 def test_paper_mode_is_the_paper_projection(images: Tensor) -> None:
     ball = WassersteinBall(0.2)
     w = images + 0.1 * torch.randn_like(images).sign()
-    point = EntropicProjection(ball.problem(images), 1000.0, tol=1e-5, max_iter=1000, mode="paper")(w)
+    point = EntropicProjection(ball.problem(images), 1000.0, tol=1e-5, max_iter=1000, mode="paper")(
+        w
+    )
     expected = ball.project(images, w, 1000.0, tol=1e-6, max_iter=1000, mode="paper")
     torch.testing.assert_close(point.z, expected.point, atol=2e-3, rtol=0)
     assert point.cost.isnan().all() and torch.equal(point.z[3], images[3])
@@ -58,7 +64,9 @@ def test_pgd_builds_no_plan(images: Tensor, mode: str, monkeypatch: pytest.Monke
     torch.manual_seed(1)
     model = nn.Sequential(nn.Flatten(), nn.Linear(112, 4))
     y = model(images).argmax(1)
-    attack = PGD(WassersteinBall(0.02), steps=12, reg=1e3, tol=1e-5, growth=GrowingRadius(1.5, 3), mode=mode)
+    attack = PGD(
+        WassersteinBall(0.02), steps=12, reg=1e3, tol=1e-5, growth=GrowingRadius(1.5, 3), mode=mode
+    )
     expected = attack(model, images, y)
     monkeypatch.setattr(EntropicProjection, "serves", lambda *_: True)
     monkeypatch.setattr(WassersteinBall, "project", None)

@@ -35,7 +35,9 @@ def test_an_entropic_projection_writes_its_plan_only_when_asked() -> None:
     with Largest() as largest:
         result = ball.project(x, w, reg=1000.0, tol=1e-3)
     assert bool(result.converged.all())
-    assert largest.elements <= 2 * x.numel(), "two factors, and nothing the size of 25 moves a pixel"
+    assert largest.elements <= 2 * x.numel(), (
+        "two factors, and nothing the size of 25 moves a pixel"
+    )
     assert result.plan is not None and result.plan is result.plan
     torch.testing.assert_close(result.plan.columns().float(), result.point, atol=1e-6, rtol=0)
     assert bool((result.plan.cost() <= ball.budget(x) * (1 + 1e-9)).all())
@@ -56,7 +58,9 @@ def test_points_and_attacks_make_nothing_larger_than_images(call: str) -> None:
 
 
 @pytest.mark.parametrize("work", ["support", "project"])
-def test_an_exact_call_holds_the_plans_of_a_chunk_at_most(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exact_call_holds_the_plans_of_a_chunk_at_most(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """20,000 digits in one ``support`` call took 7.8 GB."""
     random = torch.Generator().manual_seed(0)
     x = torch.rand((12, 1, 6, 6), generator=random)

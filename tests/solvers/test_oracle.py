@@ -31,6 +31,10 @@ def test_an_image_on_which_the_kernel_fails_stays_where_it_is(
 
     monkeypatch.setattr(oracle, "entropic_plan", failing)
     point = TransportOracle(ball.problem(x))(potentials)
-    assert torch.equal(point.z[1], x[1]) and bool(point.cost.isfinite().all()) and audit(ball, x, point.z).all_valid
+    assert (
+        torch.equal(point.z[1], x[1])
+        and bool(point.cost.isfinite().all())
+        and audit(ball, x, point.z).all_valid
+    )
     for i in (0, 2):
         assert torch.equal(point.z[i], right.z[i]) and point.cost[i] == right.cost[i]

@@ -22,7 +22,9 @@ REGS = (10.0, 1e2, 1e3, 1e4, 1e5, 1e6)
 def same_objective(problem: Problem, reg: float) -> None:
     try:
         expected = reference_projection(problem.ball, problem.x, problem.w, reg).objective
-    except cp.SolverError:  # the reference itself gives up on a few ill-conditioned entropic problems
+    except (
+        cp.SolverError
+    ):  # the reference itself gives up on a few ill-conditioned entropic problems
         if math.isinf(reg):
             raise
         return
@@ -32,7 +34,9 @@ def same_objective(problem: Problem, reg: float) -> None:
     assert error <= 1e-4 * abs(expected) + 1e-8 * start + 1e-9, (
         f"{problem.label} reg={reg:g}: {result.objective} {expected}"
     )
-    assert float(result.objective - result.gap) <= expected + 1e-6 * abs(expected) + 1e-8 * start, problem.label
+    assert float(result.objective - result.gap) <= expected + 1e-6 * abs(expected) + 1e-8 * start, (
+        problem.label
+    )
 
 
 @pytest.mark.parametrize("start", range(0, 204, 12))
@@ -48,7 +52,9 @@ def test_other_costs_boxes_and_units(seed: int) -> None:
     kind = ("stencil", "dense")[seed % 2]
     box = (None, (0.0, 1.0), (0.2, 0.9))[seed % 3]
     mass = ("relative", "absolute")[seed % 2]
-    problem = random_problem(seed, shape=(4, 5), channels=1, kind=kind, box=box, mass=mass, radius="loose")  # type: ignore[arg-type]
+    problem = random_problem(
+        seed, shape=(4, 5), channels=1, kind=kind, box=box, mass=mass, radius="loose"
+    )  # type: ignore[arg-type]
     same_objective(problem, math.inf)
     same_objective(problem, 300.0)
 
@@ -130,7 +136,9 @@ def test_batch_equals_loop_and_eps_per_image_equals_eps_alone(reg: float) -> Non
     x, w, eps = batch()
     together = wball.WassersteinBall(eps).project(x, w, reg, tol=1e-7)
     for i in range(x.shape[0]):
-        alone = wball.WassersteinBall(float(eps[i])).project(x[i : i + 1], w[i : i + 1], reg, tol=1e-7)
+        alone = wball.WassersteinBall(float(eps[i])).project(
+            x[i : i + 1], w[i : i + 1], reg, tol=1e-7
+        )
         torch.testing.assert_close(together.point[i], alone.point[0], atol=1e-3, rtol=0)
         torch.testing.assert_close(together.objective[i], alone.objective[0], atol=1e-6, rtol=1e-6)
     assert together.duals is not None
@@ -178,7 +186,9 @@ def test_paper_mode_is_the_same_problem_without_box(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(theirs.objective, ours.objective, atol=1e-6, rtol=1e-6)
     assert bool((theirs.gap <= 1e-7).all())
     early = open_ball.project(x, w, 50.0, tol=1e-9, max_iter=3, mode="paper")
-    assert bool((early.gap > 1e-3).any()) and bool((early.objective - early.gap <= ours.objective + 1e-6).all())
+    assert bool((early.gap > 1e-3).any()) and bool(
+        (early.objective - early.gap <= ours.objective + 1e-6).all()
+    )
     assert theirs.plan is None
 
 
@@ -200,7 +210,9 @@ def test_paper_mode_by_every_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch
     fast = ball.project(x, w, 50.0, tol=1e-4, mode="paper")
     assert fast.kernel == kernel and fast.plan is None
     torch.testing.assert_close(fast.point, slow.point, atol=5e-3, rtol=0)  # the root of the gap
-    torch.testing.assert_close(fast.objective, slow.objective, atol=1e-4, rtol=1e-4, check_dtype=False)
+    torch.testing.assert_close(
+        fast.objective, slow.objective, atol=1e-4, rtol=1e-4, check_dtype=False
+    )
     assert torch.equal(fast.point[2], x[2])
 
 
@@ -211,7 +223,11 @@ def test_paper_mode_does_not_overflow(reg: float, monkeypatch: pytest.MonkeyPatc
     x = torch.rand(3, 1, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     place = torch.arange(16)
-    matrix = ((place[:, None] // 4 - place // 4) ** 2 + (place[:, None] % 4 - place % 4) ** 2).double().sqrt()
+    matrix = (
+        ((place[:, None] // 4 - place // 4) ** 2 + (place[:, None] % 4 - place % 4) ** 2)
+        .double()
+        .sqrt()
+    )
     for cost in (wball.GridCost(7), wball.DenseCost(matrix)):
         for eps in (1e-3, 0.3):
             result = wball.WassersteinBall(eps, cost).project(x, w, reg, max_iter=100, mode="paper")
@@ -232,7 +248,10 @@ def test_paper_mode_clamps_and_loses_mass() -> None:
 
 def test_wright_omega() -> None:
     y = torch.cat(
-        [torch.linspace(-700, 700, 4001, dtype=torch.float64), torch.tensor([1e6, 1e12], dtype=torch.float64)]
+        [
+            torch.linspace(-700, 700, 4001, dtype=torch.float64),
+            torch.tensor([1e6, 1e12], dtype=torch.float64),
+        ]
     )
     o = wright_omega(y)
     torch.testing.assert_close(o + torch.log(o), y, atol=1e-10, rtol=1e-12)

@@ -25,7 +25,9 @@ def islands(shape: tuple[int, int], count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 @pytest.mark.parametrize("reg", [1e5, math.inf])
-@pytest.mark.parametrize(("kernel", "shape"), [("cpu", (1, 2)), ("cpu", (1, 3)), ("torch", (1, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "shape"), [("cpu", (1, 2)), ("cpu", (1, 3)), ("torch", (1, 2))], ids=str
+)
 def test_full_islands_converge(
     shape: tuple[int, int], reg: float, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

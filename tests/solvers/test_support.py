@@ -16,8 +16,12 @@ from references import reference_projection, reference_support
 def bounds_hold(problem: Problem, optimum: float, **options: float) -> None:
     result = problem.ball.support(problem.x, problem.g, **options)  # type: ignore[arg-type]
     slack = 2e-7 * (abs(optimum) + float((problem.g.abs() * problem.x).sum()))
-    assert float(result.upper) >= optimum - slack, f"{problem.label} {options}: {result.upper} < {optimum}"
-    assert float(result.value) <= optimum + slack, f"{problem.label} {options}: {result.value} > {optimum}"
+    assert float(result.upper) >= optimum - slack, (
+        f"{problem.label} {options}: {result.upper} < {optimum}"
+    )
+    assert float(result.value) <= optimum + slack, (
+        f"{problem.label} {options}: {result.value} > {optimum}"
+    )
     assert wball.audit(problem.ball, problem.x, result.point).all_valid, problem.label
     attained = (problem.g * result.point).flatten(1).sum(1)
     torch.testing.assert_close(attained, result.value, atol=1e-9, rtol=1e-9)
@@ -30,8 +34,12 @@ def test_value_equals_that_of_a_linear_program(start: int) -> None:
         optimum = reference_support(problem.ball, problem.x, problem.g).objective
         result = problem.ball.support(problem.x, problem.g)
         scale = abs(optimum) + 0.1 * float((problem.g.abs() * problem.x).sum())
-        assert abs(float(result.value) - optimum) <= 1e-5 * scale, f"{problem.label}: {result.value} {optimum}"
-        assert abs(float(result.upper) - optimum) <= 1e-5 * scale, f"{problem.label}: {result.upper} {optimum}"
+        assert abs(float(result.value) - optimum) <= 1e-5 * scale, (
+            f"{problem.label}: {result.value} {optimum}"
+        )
+        assert abs(float(result.upper) - optimum) <= 1e-5 * scale, (
+            f"{problem.label}: {result.upper} {optimum}"
+        )
         if seed % 3 == 0:
             for options in ({"max_iter": 1}, {"reg": 10.0}, {"reg": 1e3, "max_iter": 1}):
                 bounds_hold(problem, optimum, **options)
@@ -40,7 +48,9 @@ def test_value_equals_that_of_a_linear_program(start: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_other_costs_and_boxes(seed: int) -> None:
     box = (None, (0.0, 1.0), (0.2, 0.9))[seed % 3]
-    problem = random_problem(seed, shape=(4, 5), channels=1, kind=("stencil", "dense")[seed % 2], box=box)  # type: ignore[arg-type]
+    problem = random_problem(
+        seed, shape=(4, 5), channels=1, kind=("stencil", "dense")[seed % 2], box=box
+    )  # type: ignore[arg-type]
     optimum = reference_support(problem.ball, problem.x, problem.g).objective
     result = problem.ball.support(problem.x, problem.g)
     assert float(result.value) == pytest.approx(optimum, rel=1e-5, abs=1e-6)
@@ -93,10 +103,14 @@ def test_zero_direction_and_flat_costs() -> None:
 def test_free_moves_need_no_budget(kind: str, reg: float, box: tuple[float, float] | None) -> None:
     """At radius 0 mass may still go where it costs nothing, and bounds must know it."""
     inf = math.inf
-    cost: wball.StencilCost | wball.DenseCost = wball.StencilCost(((inf, 0, inf), (1, 0, 1), (inf, 2, inf)))
+    cost: wball.StencilCost | wball.DenseCost = wball.StencilCost(
+        ((inf, 0, inf), (1, 0, 1), (inf, 2, inf))
+    )
     if kind == "matrix":
         cost = wball.DenseCost(
-            torch.randint(0, 3, (12, 12), generator=torch.Generator().manual_seed(0)).fill_diagonal_(0)
+            torch.randint(
+                0, 3, (12, 12), generator=torch.Generator().manual_seed(0)
+            ).fill_diagonal_(0)
         )
     random = torch.Generator().manual_seed(1)
     x, g = torch.rand(2, 2, 3, 4, generator=random), torch.randn(2, 2, 3, 4, generator=random)
@@ -108,7 +122,9 @@ def test_free_moves_need_no_budget(kind: str, reg: float, box: tuple[float, floa
         assert float(result.value[k]) >= best - 1e-5 or not bool(result.converged[k]) or reg < inf
         nearest = reference_projection(ball, x[k : k + 1], g[k : k + 1], reg).objective
         assert float(projection.objective[k] - projection.gap[k]) <= nearest + 1e-5
-        assert not bool(projection.converged[k]) or float(projection.objective[k]) <= nearest * (1 + 1e-4)
+        assert not bool(projection.converged[k]) or float(projection.objective[k]) <= nearest * (
+            1 + 1e-4
+        )
 
 
 def test_linf_ball_answers_the_same_questions() -> None:
@@ -145,12 +161,16 @@ def test_empty_batch() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2, 6])
-def test_directions_without_curvature_cost_few_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_without_curvature_cost_few_steps(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A box that drained pixels touch leaves pairs that exchange mass with nobody else; the torch version, too."""
     monkeypatch.setenv("WBALL_KERNEL", "torch")
     random = torch.Generator().manual_seed(seed)
     draw = torch.rand((3, 1, 1, 6, 7), generator=random)
-    x = torch.where(draw[1] < 0.3, torch.zeros(()), torch.where(draw[2] < 0.3, torch.ones(()), draw[0]))
+    x = torch.where(
+        draw[1] < 0.3, torch.zeros(()), torch.where(draw[2] < 0.3, torch.ones(()), draw[0])
+    )
     x = 0.1 + 0.8 * x.double()
     g = 0.3 * torch.randn(x.shape, generator=random).double()
     result = wball.WassersteinBall(0.1, wball.GridCost(3), box=(0.1, 0.9)).support(x, g)

@@ -12,7 +12,9 @@ from wball.result import Status
 
 
 @pytest.fixture(params=["cpu", "torch", "dense"])
-def hard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[wball.WassersteinBall, torch.Tensor]:
+def hard(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[wball.WassersteinBall, torch.Tensor]:
     """A ball and images that take a second, by a compiled kernel, in torch, and with a matrix of costs."""
     random = torch.Generator().manual_seed(0)
     if request.param == "dense":
@@ -56,7 +58,11 @@ def test_an_image_that_takes_minutes_ends_after_its_time_limit(work: str) -> Non
     x, ball = torch.rand((1, 3, 128, 128), generator=random), wball.WassersteinBall(0.1)
     given = torch.randn(x.shape, generator=random)
     begun = time.monotonic()
-    result = ball.support(x, given, time_limit=0.5) if work == "support" else ball.project(x, x + given, time_limit=0.5)
+    result = (
+        ball.support(x, given, time_limit=0.5)
+        if work == "support"
+        else ball.project(x, x + given, time_limit=0.5)
+    )
     assert time.monotonic() - begun < 30
     assert result.status == (Status.TIME_LIMIT,) and "time_limit" in str(result.status[0])
 

@@ -12,7 +12,15 @@ import wball
 from torture.damage import flip_bits, make_files
 from wball.evaluation import evaluate, load_evaluation
 from wball.storage import files
-from wball.storage.files import DamagedFile, read_json, read_tensors, sealed, unsealed, write_json, write_tensors
+from wball.storage.files import (
+    DamagedFile,
+    read_json,
+    read_tensors,
+    sealed,
+    unsealed,
+    write_json,
+    write_tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +29,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, obje
 
 
 @pytest.mark.filterwarnings("ignore:files of an earlier version")
-@pytest.mark.parametrize("kind", ["batch", "results", "examples", "exhibit", "checkpoint", "weights"])
-def test_flipped_bits_are_noticed_or_change_nothing(made: dict[str, tuple[Path, object]], kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["batch", "results", "examples", "exhibit", "checkpoint", "weights"]
+)
+def test_flipped_bits_are_noticed_or_change_nothing(
+    made: dict[str, tuple[Path, object]], kind: str
+) -> None:
     counts = flip_bits(*made[kind], count=25, seed=1)  # type: ignore[arg-type]
     assert counts["silent"] == 0 and counts["noticed"] > 0
 
 
-def test_a_flipped_prediction_does_not_change_the_headline(made: dict[str, tuple[Path, object]]) -> None:
+def test_a_flipped_prediction_does_not_change_the_headline(
+    made: dict[str, tuple[Path, object]],
+) -> None:
     """The case that was reported: one bit of the column of predictions in the results."""
     path, _ = made["results"]
     whole = path.read_bytes()
@@ -64,13 +78,17 @@ def test_sealed_content_is_what_it_was(tmp_path: Path) -> None:
 
 def test_json_nested_too_deeply_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(DamagedFile, match=r"a.json is not a complete JSON file \(it is nested too deeply\)"):
+    with pytest.raises(
+        DamagedFile, match=r"a.json is not a complete JSON file \(it is nested too deeply\)"
+    ):
         read_json(tmp_path / "a.json")
 
 
 def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_tensors(tmp_path / name, {"x": torch.arange(5), "y": torch.zeros(0, 2)}, {"n": 1, "m": [1.5]})
+        write_tensors(
+            tmp_path / name, {"x": torch.arange(5), "y": torch.zeros(0, 2)}, {"n": 1, "m": [1.5]}
+        )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -84,7 +102,15 @@ def test_overwrite_does_not_reuse_batches_behind_a_symbolic_link(tmp_path: Path)
     (elsewhere / "batch-00000.safetensors").write_bytes(b"old work")
     (tmp_path / "o").mkdir()
     (tmp_path / "o" / "batches").symlink_to(elsewhere, target_is_directory=True)
-    result = evaluate(model, x, y, ball, attack=wball.DualAveraging(ball, steps=2), out=tmp_path / "o", overwrite=True)
+    result = evaluate(
+        model,
+        x,
+        y,
+        ball,
+        attack=wball.DualAveraging(ball, steps=2),
+        out=tmp_path / "o",
+        overwrite=True,
+    )
     assert result.clean_accuracy == 1.0
     assert (elsewhere / "batch-00000.safetensors").read_bytes() == b"old work"
     assert not (tmp_path / "o" / "batches").exists()

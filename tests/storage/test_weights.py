@@ -27,10 +27,17 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 PACKINGS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "plain": lambda sd: sd,
-    "net, module": lambda sd: {"net": {f"module.{k}": v for k, v in sd.items()}, "acc": 98.9, "epoch": 3},
+    "net, module": lambda sd: {
+        "net": {f"module.{k}": v for k, v in sd.items()},
+        "acc": 98.9,
+        "epoch": 3,
+    },
     "list": lambda sd: {"state_dict": [sd], "err": 0.1, "epoch": 3},
     "list, second fits": lambda sd: {"state_dict": [{"0.weight": torch.zeros(2)}, sd]},
-    "model_state_dict": lambda sd: {"model_state_dict": sd, "optimizer_state_dict": {"state": {}, "param_groups": []}},
+    "model_state_dict": lambda sd: {
+        "model_state_dict": sd,
+        "optimizer_state_dict": {"state": {}, "param_groups": []},
+    },
     "state_dict": lambda sd: {"state_dict": sd},
     "model": lambda sd: {"model": sd},
     "two prefixes": lambda sd: {f"module.model.{k}": v for k, v in sd.items()},
@@ -56,11 +63,19 @@ def test_packings(tmp_path: Path, packing: str, wrap: Callable[[nn.Module], nn.M
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ending", ["pth", "safetensors"])
-def test_a_shifted_row_of_equal_layers_keeps_its_order(tmp_path: Path, bias: bool, ending: str) -> None:
-    saved, loaded = (nn.Sequential(*(nn.Linear(3, 3, bias=bias) for _ in range(12))) for _ in range(2))
-    state = {f"{int(k.split('.')[0]) + 1}.{k.split('.')[1]}": v for k, v in saved.state_dict().items()}
+def test_a_shifted_row_of_equal_layers_keeps_its_order(
+    tmp_path: Path, bias: bool, ending: str
+) -> None:
+    saved, loaded = (
+        nn.Sequential(*(nn.Linear(3, 3, bias=bias) for _ in range(12))) for _ in range(2)
+    )
+    state = {
+        f"{int(k.split('.')[0]) + 1}.{k.split('.')[1]}": v for k, v in saved.state_dict().items()
+    }
     # safetensors sorts names by letters: 1, 10, 11, 12, 2, ...
-    save_file(state, tmp_path / "w.safetensors") if ending == "safetensors" else torch.save(state, tmp_path / "w.pth")
+    save_file(state, tmp_path / "w.safetensors") if ending == "safetensors" else torch.save(
+        state, tmp_path / "w.pth"
+    )
     assert equal(load_weights(loaded, tmp_path / f"w.{ending}"), saved)
 
 
@@ -71,7 +86,9 @@ def test_averaged_weights_as_torch_saves_them(tmp_path: Path) -> None:
         with torch.no_grad():
             next(model.parameters()).zero_()
         load_weights(model, tmp_path / "swa.pth")
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), source.parameters(), strict=True)
+        )
 
 
 def test_wrapped_file_into_bare_model(tmp_path: Path) -> None:
@@ -85,10 +102,14 @@ def test_resnet_with_and_without_batch_counters(tmp_path: Path) -> None:
     saved(torch.rand(4, 3, 32, 32))  # moves the running statistics
     state = {f"module.{k}": v for k, v in saved.state_dict().items()}
     torch.save({"net": state}, tmp_path / "new.pth")
-    torch.save({"net": {k: v for k, v in state.items() if "num_batches" not in k}}, tmp_path / "old.pth")
+    torch.save(
+        {"net": {k: v for k, v in state.items() if "num_batches" not in k}}, tmp_path / "old.pth"
+    )
     load_weights(loaded, tmp_path / "old.pth")
     assert int(loaded.state_dict()["model.bn1.num_batches_tracked"]) == 0
-    assert torch.equal(loaded.state_dict()["model.layer4.1.bn2.running_var"], saved.layer4[1].bn2.running_var)
+    assert torch.equal(
+        loaded.state_dict()["model.layer4.1.bn2.running_var"], saved.layer4[1].bn2.running_var
+    )
     load_weights(loaded, tmp_path / "new.pth")
     assert equal(saved, loaded.model)
 
@@ -135,8 +156,11 @@ def test_a_misfit_names_what_is_wrong_and_changes_nothing(tmp_path: Path) -> Non
     cases = {
         "missing 7.bias": {k: v for k, v in state.items() if k != "7.bias"},
         "unexpected extra": state | {"extra": torch.zeros(1)},
-        r"7.weight is \(11, 100\) in the file and \(10, 100\) in the model": state | {"7.weight": torch.zeros(11, 100)},
-        "missing 0.weight.*unexpected stem.weight": {k.replace("0.weight", "stem.weight"): v for k, v in state.items()},
+        r"7.weight is \(11, 100\) in the file and \(10, 100\) in the model": state
+        | {"7.weight": torch.zeros(11, 100)},
+        "missing 0.weight.*unexpected stem.weight": {
+            k.replace("0.weight", "stem.weight"): v for k, v in state.items()
+        },
         "wball.Normalized": state | {"mean": torch.zeros(1)},
     }
     for message, content in cases.items():
@@ -184,7 +208,9 @@ def test_what_modules_keep_beside_tensors_is_left_alone(tmp_path: Path) -> None:
     for name in ("w.safetensors", "w.PTH"):
         load_weights(loaded, tmp_path / "other.pth")
         load_weights(loaded, tmp_path / name)
-        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True)
+        )
     with pytest.raises(ValueError, match="call it on an image first"):
         load_weights(nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), tmp_path / "w.PTH")
 
@@ -210,7 +236,9 @@ def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
     if kind.endswith("safetensors"):
         save_file(mnist_cnn().state_dict(), path)
     else:
-        torch.save(mnist_cnn().state_dict(), path, _use_new_zipfile_serialization=kind.startswith("zip"))
+        torch.save(
+            mnist_cnn().state_dict(), path, _use_new_zipfile_serialization=kind.startswith("zip")
+        )
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if keep < 1 else int(keep)])
     with pytest.raises(ValueError, match="truncated or"):
@@ -221,7 +249,9 @@ def test_truncated_files(tmp_path: Path, keep: float, kind: str) -> None:
 def test_damaged_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
     model, random = nn.Sequential(nn.Linear(3, 2)), np.random.default_rng(0)
     for kind in ("zip.pth", "legacy.pth"):
-        torch.save(model.state_dict(), tmp_path / kind, _use_new_zipfile_serialization=kind == "zip.pth")
+        torch.save(
+            model.state_dict(), tmp_path / kind, _use_new_zipfile_serialization=kind == "zip.pth"
+        )
         good, refused = (tmp_path / kind).read_bytes(), 0
         for _ in range(150):
             bad = np.frombuffer(good, np.uint8).copy()
@@ -251,7 +281,9 @@ class Malicious:
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    torch.save({"net": mnist_cnn().state_dict(), "evil": Malicious(tmp_path / "owned")}, tmp_path / "w.pth")
+    torch.save(
+        {"net": mnist_cnn().state_dict(), "evil": Malicious(tmp_path / "owned")}, tmp_path / "w.pth"
+    )
     torch.save(mnist_cnn(), tmp_path / "module.pth")
     for name in ("w.pth", "module.pth"):
         with pytest.raises(ValueError, match="more than tensors"):

@@ -33,10 +33,16 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture", help="where progress is kept")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "torture", help="where progress is kept"
+    )
     parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture.json")
-    parser.add_argument("--only", default="", help="operations to run, with commas: what a fix may change")
-    parser.add_argument("--images", type=int, default=1, help="so many times as many images in each case")
+    parser.add_argument(
+        "--only", default="", help="operations to run, with commas: what a fix may change"
+    )
+    parser.add_argument(
+        "--images", type=int, default=1, help="so many times as many images in each case"
+    )
     options = parser.parse_args()
     only = tuple(filter(None, options.only.split(",")))
     if unknown := set(only) - set(OPERATIONS):
@@ -48,7 +54,15 @@ def main() -> None:
     began, noted = time.time(), 0.0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         work = [
-            pool.submit(work_off, options.seed, b, min(b + BLOCK, options.cases), only, folder, options.images)
+            pool.submit(
+                work_off,
+                options.seed,
+                b,
+                min(b + BLOCK, options.cases),
+                only,
+                folder,
+                options.images,
+            )
             for b in todo
         ]
         for done, block in enumerate(as_completed(work), 1):
@@ -58,10 +72,17 @@ def main() -> None:
                 summary = _summary(folder, options)
                 write_json(options.summary, summary)
                 left = (noted - began) / done * (len(work) - done)
-                print(f"{summary['cases']} cases, {summary['failed']} failed, {left / 60:.0f} min left", flush=True)
+                print(
+                    f"{summary['cases']} cases, {summary['failed']} failed, {left / 60:.0f} min left",
+                    flush=True,
+                )
     summary = _summary(folder, options)
     write_json(options.summary, summary)
-    print(json.dumps({k: summary[k] for k in ("cases", "failed", "nan", "infeasible", "false converged")}))
+    print(
+        json.dumps(
+            {k: summary[k] for k in ("cases", "failed", "nan", "infeasible", "false converged")}
+        )
+    )
     sys.exit(1 if summary["failed"] else 0)
 
 

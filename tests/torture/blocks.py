@@ -17,7 +17,9 @@ from .cases import make
 from .operations import run
 
 
-def work_off(seed: int, start: int, end: int, only: tuple[str, ...], folder: Path, images: int = 1) -> None:
+def work_off(
+    seed: int, start: int, end: int, only: tuple[str, ...], folder: Path, images: int = 1
+) -> None:
     """Cases ``start`` to ``end`` (of some operations, or all); what they found is one file, whole or not at all."""
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()

@@ -74,7 +74,13 @@ def make(seed: int, index: int, images: int = 1) -> Case:
     """Case ``index`` of the sequence that ``seed`` starts, with so many times as many images."""
     rng = np.random.default_rng([seed, index])
     operation = _pick(rng, OPERATIONS)
-    large = rng.random() < 0.004 and operation in ("project", "support", "sample", "plan", "dual averaging")
+    large = rng.random() < 0.004 and operation in (
+        "project",
+        "support",
+        "sample",
+        "plan",
+        "dual averaging",
+    )
     height, width = _shape(rng, large)
     cost = _cost(rng, height, width, large)
     channels = int(rng.choice([1, 1, 1, 2, 3, 3, 4, 7, 16])) if not large else 1
@@ -92,7 +98,9 @@ def make(seed: int, index: int, images: int = 1) -> Case:
     pixels = str(rng.choice(PIXELS))
     x = _layout(rng, _image(rng, pixels, shape, box), dtype, box)
     eps = _radius(rng, batch)
-    ball = WassersteinBall(eps, cost, mass="relative" if rng.random() < 0.85 else "absolute", box=box)
+    ball = WassersteinBall(
+        eps, cost, mass="relative" if rng.random() < 0.85 else "absolute", box=box
+    )
     heavy = channels * height * width * moves > 20_000
     reg = math.inf if rng.random() < 0.45 else float(10 ** rng.uniform(-2, 9))
     kernel = "torch" if rng.random() < 0.05 and height * width <= 36 and channels <= 3 else "auto"
@@ -113,7 +121,9 @@ def make(seed: int, index: int, images: int = 1) -> Case:
 
 
 def _pick(rng: np.random.Generator, weights: dict) -> object:  # type: ignore[type-arg]
-    return list(weights)[int(rng.choice(len(weights), p=np.array(list(weights.values())) / sum(weights.values())))]
+    return list(weights)[
+        int(rng.choice(len(weights), p=np.array(list(weights.values())) / sum(weights.values())))
+    ]
 
 
 def _short(eps: float | Tensor) -> str:
@@ -125,7 +135,10 @@ def _shape(rng: np.random.Generator, large: bool) -> tuple[int, int]:
         return LARGE[int(rng.integers(len(LARGE)))]
     if rng.random() < 0.02:
         return SIDES[int(rng.integers(len(SIDES)))]
-    usual, odds = [1, 2, 3, 4, 5, 6, 7, 8, 11, 13], [0.14, 0.14, 0.14, 0.14, 0.14, 0.1, 0.1, 0.05, 0.03, 0.02]
+    usual, odds = (
+        [1, 2, 3, 4, 5, 6, 7, 8, 11, 13],
+        [0.14, 0.14, 0.14, 0.14, 0.14, 0.1, 0.1, 0.05, 0.03, 0.02],
+    )
     return int(rng.choice(usual, p=odds)), int(rng.choice(usual, p=odds))
 
 
@@ -154,10 +167,14 @@ def _count(cost: GroundCost, height: int, width: int) -> int:
 
 
 def _moves(cost: GroundCost, x: Tensor) -> int:
-    return _count(cost, *((int(x.shape[2]), int(x.shape[3])) if x.ndim == 4 else (1, int(x.shape[1]))))
+    return _count(
+        cost, *((int(x.shape[2]), int(x.shape[3])) if x.ndim == 4 else (1, int(x.shape[1])))
+    )
 
 
-def _image(rng: np.random.Generator, kind: str, shape: tuple[int, ...], box: tuple[float, float] | None) -> Array:
+def _image(
+    rng: np.random.Generator, kind: str, shape: tuple[int, ...], box: tuple[float, float] | None
+) -> Array:
     u = rng.random(shape)
     if kind == "sparse":
         u = u * (rng.random(shape) < 0.2)
@@ -192,7 +209,9 @@ def _image(rng: np.random.Generator, kind: str, shape: tuple[int, ...], box: tup
     return np.asarray(u, dtype=np.float64)
 
 
-def _layout(rng: np.random.Generator, u: Array, dtype: torch.dtype, box: tuple[float, float] | None) -> Tensor:
+def _layout(
+    rng: np.random.Generator, u: Array, dtype: torch.dtype, box: tuple[float, float] | None
+) -> Tensor:
     """The same numbers, rounded to the dtype, laid out in memory in one of several ways."""
     x = torch.from_numpy(u).to(dtype)
     if box is not None:  # 0.1 and 0.9 are not numbers of every dtype
@@ -208,7 +227,9 @@ def _layout(rng: np.random.Generator, u: Array, dtype: torch.dtype, box: tuple[f
     if kind == "expanded" and x.shape[0] > 1:
         return x[:1].expand(x.shape)
     if kind == "offset":
-        return torch.cat([torch.full_like(x[:1], 7.0), x])[min(1, x.shape[0]) :] if x.shape[0] else x
+        return (
+            torch.cat([torch.full_like(x[:1], 7.0), x])[min(1, x.shape[0]) :] if x.shape[0] else x
+        )
     return x
 
 
@@ -218,7 +239,11 @@ def _radius(rng: np.random.Generator, batch: int) -> float | Tensor:
             return float(rng.choice([0.0, 1e-12, 1e-6, 1.0, 10.0, 1e6, 1e30]))
         return float(10 ** rng.uniform(-3, 0))
 
-    return torch.tensor([one() for _ in range(batch)], dtype=torch.float64) if rng.random() < 0.2 else one()
+    return (
+        torch.tensor([one() for _ in range(batch)], dtype=torch.float64)
+        if rng.random() < 0.2
+        else one()
+    )
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, ...]) -> Tensor:

@@ -63,18 +63,27 @@ class Geometry:
             for r, values in enumerate(cost.table):
                 for c, value in enumerate(values):
                     found.append((r - len(cost.table) // 2, c - len(values) // 2, value))
-        found = [m for m in found if math.isfinite(m[2]) and abs(m[0]) < self.height and abs(m[1]) < self.width]
+        found = [
+            m
+            for m in found
+            if math.isfinite(m[2]) and abs(m[0]) < self.height and abs(m[1]) < self.width
+        ]
         self.offsets = {(dr, dc): value for dr, dc, value in found}
         source, target, price, key = [], [], [], []
         for dr, dc, value in found:
             i = np.flatnonzero(
-                (row + dr >= 0) & (row + dr < self.height) & (column + dc >= 0) & (column + dc < self.width)
+                (row + dr >= 0)
+                & (row + dr < self.height)
+                & (column + dc >= 0)
+                & (column + dc < self.width)
             )
             source.append(i)
             target.append(i + dr * self.width + dc)
             price.append(np.full(len(i), value))
             key.append(np.full(len(i), len(key)))
-        self.source, self.target, self.price = (np.concatenate(part) for part in (source, target, price))
+        self.source, self.target, self.price = (
+            np.concatenate(part) for part in (source, target, price)
+        )
         self._key, self._moves, self.layers = np.concatenate(key), found, len(found)
 
     def flows(self, plan: Plan) -> Array:
@@ -83,7 +92,9 @@ class Geometry:
         flow = flow.reshape(*flow.shape[:3], self.n)
         if hasattr(self, "offsets"):
             place = {offset: k for k, offset in enumerate(plan.moves.offsets)}  # type: ignore[attr-defined]
-            layer = np.array([place[(dr, dc)] for dr, dc, _ in self._moves], dtype=np.int64)[self._key]
+            layer = np.array([place[(dr, dc)] for dr, dc, _ in self._moves], dtype=np.int64)[
+                self._key
+            ]
         else:
             layer = self.layer
         return np.asarray(flow[:, :, layer, self.source])
@@ -109,14 +120,18 @@ class Geometry:
         total = np.zeros_like(top)
         for c in range(scores.shape[0]):
             with np.errstate(under="ignore"):
-                total[c] = np.bincount(self.source, np.exp((scores[c] - top[c][self.source]) / tau), self.n)
+                total[c] = np.bincount(
+                    self.source, np.exp((scores[c] - top[c][self.source]) / tau), self.n
+                )
         return top + tau * np.log(total)
 
 
 def planes(x: Tensor) -> Array:
     """``(B, C, n)`` in float64."""
     a = x.detach().double().cpu().numpy()
-    return np.asarray(a.reshape(*a.shape[:2], a.shape[2] * a.shape[3]) if a.ndim == 4 else a[:, None, :])
+    return np.asarray(
+        a.reshape(*a.shape[:2], a.shape[2] * a.shape[3]) if a.ndim == 4 else a[:, None, :]
+    )
 
 
 def centres(ball: WassersteinBall, x: Tensor) -> Array:
@@ -133,7 +148,9 @@ def budgets(ball: WassersteinBall, x: Array, dtype: torch.dtype) -> Array:
     """What may be spent; nothing on images whose pixels are a few units of the smallest number there is."""
     eps, mass = radii(ball, len(x)), x.sum((1, 2))
     least = 5e-324 if dtype is torch.float64 else 2.0**-149
-    return np.where(mass < 1e6 * x[:1].size * least, 0.0, eps * mass if ball.mass == "relative" else eps)
+    return np.where(
+        mass < 1e6 * x[:1].size * least, 0.0, eps * mass if ball.mass == "relative" else eps
+    )
 
 
 def half_ulp(dtype: torch.dtype) -> float:
@@ -158,10 +175,16 @@ def check_point(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor) ->
     for k in range(len(a)):
         share = error[k] / mass[k] if mass[k] > 0 else (0.0 if error[k] == 0 else math.inf)
         found.measure("mass error", share)
-        found.expect(share <= 1e-5, "infeasible", f"mass error {share:.3g} of image {k} with mass {mass[k]:.3g}")
+        found.expect(
+            share <= 1e-5,
+            "infeasible",
+            f"mass error {share:.3g} of image {k} with mass {mass[k]:.3g}",
+        )
 
 
-def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, plan: Plan) -> tuple[Geometry, Array]:
+def check_plan(
+    found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, plan: Plan
+) -> tuple[Geometry, Array]:
     """The plan proves that the point is in the ball: rows, columns, cost, sign. Returns the flows."""
     geometry = Geometry(ball.cost, tuple(x.shape))
     box = 0.0 if ball.box is None else 1.1e-12 * max(1.0, ball.box[1])  # plans may miss it by 1e-12
@@ -174,20 +197,43 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
     cost = (flow * geometry.price).sum((1, 2))
     for k in range(len(a)):
         m = mass[k]
-        found.expect(bool(np.isfinite(flow[k]).all()), "nan", f"the plan of image {k} is not finite")
-        found.expect(abs(everything[k] - on_moves[k]) <= 1e-12 * m, "infeasible", f"image {k}: mass on forbidden moves")
-        found.expect(flow[k].min() >= -1e-13 * max(m, 1e-300), "infeasible", f"image {k}: flow {flow[k].min():.3g} < 0")
+        found.expect(
+            bool(np.isfinite(flow[k]).all()), "nan", f"the plan of image {k} is not finite"
+        )
+        found.expect(
+            abs(everything[k] - on_moves[k]) <= 1e-12 * m,
+            "infeasible",
+            f"image {k}: mass on forbidden moves",
+        )
+        found.expect(
+            flow[k].min() >= -1e-13 * max(m, 1e-300),
+            "infeasible",
+            f"image {k}: flow {flow[k].min():.3g} < 0",
+        )
         off = np.abs(rows[k] - a[k]).sum()
         found.expect(
-            off <= 1e-8 * m, "infeasible", f"image {k}: rows are off by {off / m if m else off:.3g} of the mass"
+            off <= 1e-8 * m,
+            "infeasible",
+            f"image {k}: rows are off by {off / m if m else off:.3g} of the mass",
         )
         denormal = torch.finfo(z.dtype).smallest_normal * torch.finfo(z.dtype).eps
         # What a pixel keeps is a difference, which float64 rounds in proportion to what it had.
-        slack = half_ulp(z.dtype) * np.abs(columns[k]) + 1e-14 * (np.abs(columns[k]) + a[k]) + denormal + box
+        slack = (
+            half_ulp(z.dtype) * np.abs(columns[k])
+            + 1e-14 * (np.abs(columns[k]) + a[k])
+            + denormal
+            + box
+        )
         over = (np.abs(columns[k] - b[k]) - slack).max()
-        found.expect(over <= 0, "infeasible", f"image {k}: the point differs from the plan's columns by {over:.3g}")
         found.expect(
-            cost[k] <= budget[k] * (1 + 1e-9) + 1e-300, "infeasible", f"image {k}: cost {cost[k]:.9g} > {budget[k]:.9g}"
+            over <= 0,
+            "infeasible",
+            f"image {k}: the point differs from the plan's columns by {over:.3g}",
+        )
+        found.expect(
+            cost[k] <= budget[k] * (1 + 1e-9) + 1e-300,
+            "infeasible",
+            f"image {k}: cost {cost[k]:.9g} > {budget[k]:.9g}",
         )
         if budget[k] > 1e-290:
             found.measure("plan cost / budget", cost[k] / budget[k])
@@ -195,32 +241,52 @@ def check_plan(found: Findings, ball: WassersteinBall, x: Tensor, z: Tensor, pla
 
 
 def check_projection(
-    found: Findings, ball: WassersteinBall, x: Tensor, w: Tensor, result: ProjectionResult, reg: float, tol: float
+    found: Findings,
+    ball: WassersteinBall,
+    x: Tensor,
+    w: Tensor,
+    result: ProjectionResult,
+    reg: float,
+    tol: float,
 ) -> None:
     """The gap that the returned plan and duals prove, against what ``converged`` claims."""
     check_point(found, ball, x, result.point)
     for name in ("objective", "gap", "residual"):
-        found.expect(bool(getattr(result, name).isfinite().all()), "nan", f"{name} is {getattr(result, name).tolist()}")
+        found.expect(
+            bool(getattr(result, name).isfinite().all()),
+            "nan",
+            f"{name} is {getattr(result, name).tolist()}",
+        )
     if result.plan is None or result.duals is None:
         found.expect(False, "missing", "no plan or no duals")
         return
     geometry, flow = check_plan(found, ball, x, result.point, result.plan)
-    lo, hi = ball.box if ball.box is not None else (0.0, math.inf)  # columns of a plan are not negative
+    lo, hi = (
+        ball.box if ball.box is not None else (0.0, math.inf)
+    )  # columns of a plan are not negative
     a, target = centres(ball, x), planes(w)
     u, psi = planes(result.duals.beta), result.duals.psi.double().numpy()
     columns = geometry.sums(flow, geometry.target)
     mass, budget = a.sum((1, 2)), budgets(ball, a, x.dtype)
     claimed = result.converged.tolist()
     for k in range(len(a)):
-        found.expect(bool(np.isfinite(u[k]).all() and np.isfinite(psi[k])), "nan", f"duals of image {k}")
+        found.expect(
+            bool(np.isfinite(u[k]).all() and np.isfinite(psi[k])), "nan", f"duals of image {k}"
+        )
         if mass[k] <= 0 or budget[k] <= 0:
-            found.expect(np.array_equal(columns[k], a[k]), "false point", f"image {k}: mass moved without a budget")
+            found.expect(
+                np.array_equal(columns[k], a[k]),
+                "false point",
+                f"image {k}: mass moved without a budget",
+            )
             leaving = geometry.source[(geometry.price == 0) & (geometry.source != geometry.target)]
             alone = not bool(
                 (a[k][:, leaving] > 0).any()
             )  # otherwise the ball has other points, and they may be nearer
             found.expect(
-                claimed[k] or not alone, "false point", f"image {k}: the only point of a ball is not its nearest"
+                claimed[k] or not alone,
+                "false point",
+                f"image {k}: the only point of a ball is not its nearest",
             )
             continue
         found.expect(psi[k] >= 0, "dual", f"psi of image {k} is {psi[k]}")
@@ -243,7 +309,9 @@ def check_projection(
         allowed = tol * max(distance, 0.03 * (distance + tau * abs(entropy))) + tol**2 * at_centre
         allowed += 1e-18 * (1 + np.square(target[k]).sum())
         rounding = 1e-11 * size + 1e-300
-        found.expect(gap >= -rounding, "unsound", f"image {k}: the dual exceeds the primal by {-gap:.3g}")
+        found.expect(
+            gap >= -rounding, "unsound", f"image {k}: the dual exceeds the primal by {-gap:.3g}"
+        )
         stated, value = float(result.gap[k]), float(result.objective[k])
         found.expect(
             abs(stated - max(gap, 0)) <= 1e-6 * abs(gap) + 0.01 * allowed + rounding,
@@ -257,7 +325,9 @@ def check_projection(
         )
         if claimed[k]:
             found.expect(
-                gap <= 1.001 * allowed + rounding, "false converged", f"image {k}: gap {gap:.4g}, allowed {allowed:.4g}"
+                gap <= 1.001 * allowed + rounding,
+                "false converged",
+                f"image {k}: gap {gap:.4g}, allowed {allowed:.4g}",
             )
 
 
@@ -283,7 +353,11 @@ def check_support(
     """``value <= optimum <= upper``; ``solve`` asks a linear program (or a search for the price) for the optimum."""
     check_point(found, ball, x, result.point)
     for name in ("value", "upper"):
-        found.expect(bool(getattr(result, name).isfinite().all()), "nan", f"{name} is {getattr(result, name).tolist()}")
+        found.expect(
+            bool(getattr(result, name).isfinite().all()),
+            "nan",
+            f"{name} is {getattr(result, name).tolist()}",
+        )
     if result.plan is None:
         found.expect(False, "missing", "no plan")
         return
@@ -297,8 +371,14 @@ def check_support(
         # the point is rounded to its dtype, and value is the rounded point's
         rounding = (half_ulp(result.point.dtype) + 1e-12) * size + 1e-300
         here = float((direction[k] * point[k]).sum())
-        found.expect(abs(value - here) <= 1e-12 * size + 1e-300, "value", f"image {k}: states {value}, is {here}")
-        found.expect(upper >= value - 1e-12 * size, "unsound", f"image {k}: upper {upper} < value {value}")
+        found.expect(
+            abs(value - here) <= 1e-12 * size + 1e-300,
+            "value",
+            f"image {k}: states {value}, is {here}",
+        )
+        found.expect(
+            upper >= value - 1e-12 * size, "unsound", f"image {k}: upper {upper} < value {value}"
+        )
         gained = abs(value - float((direction[k] * a[k]).sum()))
         allowed = tol * (gained + 1e-2 * float((np.abs(direction[k]) * a[k]).sum()))
         claimed = bool(result.converged[k])
@@ -314,14 +394,23 @@ def check_support(
             best = linear_optimum(geometry, ball.box, a[k], direction[k], budget[k])
             # of the program, which sees masses and gradients up to 1 and takes 1e-10 for 0
             loose = 1e-7 * size + 1e-9 * mass[k] * float(np.abs(direction[k]).max())
-            found.expect(value <= best + loose + rounding, "infeasible", f"image {k}: value {value} > optimum {best}")
-            found.expect(upper >= best - loose, "unsound", f"image {k}: upper {upper} < optimum {best}")
+            found.expect(
+                value <= best + loose + rounding,
+                "infeasible",
+                f"image {k}: value {value} > optimum {best}",
+            )
+            found.expect(
+                upper >= best - loose, "unsound", f"image {k}: upper {upper} < optimum {best}"
+            )
         elif claimed and ball.box is None:
             tau = 1 / reg
-            entropic = float((direction[k] * columns[k]).sum()) - tau * _entropy(flow[k], a[k][:, geometry.source])
+            entropic = float((direction[k] * columns[k]).sum()) - tau * _entropy(
+                flow[k], a[k][:, geometry.source]
+            )
             best, spread = entropic_optimum(geometry, a[k], direction[k], budget[k], tau)
             allowed = tol * (
-                abs(entropic - float((direction[k] * a[k]).sum())) + 1e-2 * float((np.abs(direction[k]) * a[k]).sum())
+                abs(entropic - float((direction[k] * a[k]).sum()))
+                + 1e-2 * float((np.abs(direction[k]) * a[k]).sum())
             )
             found.expect(
                 best - entropic <= 1.01 * allowed + 1e-10 * (size + spread), "false converged",
@@ -329,7 +418,9 @@ def check_support(
             )  # fmt: skip
 
 
-def linear_optimum(geometry: Geometry, box: tuple[float, float] | None, a: Array, g: Array, budget: float) -> float:
+def linear_optimum(
+    geometry: Geometry, box: tuple[float, float] | None, a: Array, g: Array, budget: float
+) -> float:
     """``max <g, z>`` over the ball by HiGHS, all channels in one program, in units where mass and gradient are 1."""
     channels, mass, scale = len(a), float(a.sum()), float(np.abs(g).max())
     n = geometry.n
@@ -366,7 +457,9 @@ def linear_optimum(geometry: Geometry, box: tuple[float, float] | None, a: Array
     return -float(answer.fun) * mass * scale
 
 
-def entropic_optimum(geometry: Geometry, a: Array, g: Array, budget: float, tau: float) -> tuple[float, float]:
+def entropic_optimum(
+    geometry: Geometry, a: Array, g: Array, budget: float, tau: float
+) -> tuple[float, float]:
     """The least ``psi budget + sum x tau log sum exp((g - psi C) / tau)`` over ``psi >= 0``, by golden sections."""
     ends = g[:, geometry.target]
 
@@ -421,7 +514,9 @@ def transport(geometry: Geometry, a: Array, b: Array) -> float:
         blocks = sparse.bmat([[rows, slack, None], [columns, None, slack]])
         costs = np.concatenate([price, np.full(2 * geometry.n, dear)])
         tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-        answer = linprog(costs, A_eq=blocks, b_eq=np.concatenate([start, end]), method="highs", options=tight)
+        answer = linprog(
+            costs, A_eq=blocks, b_eq=np.concatenate([start, end]), method="highs", options=tight
+        )
         if answer.status != 0:
             return math.nan
         if answer.x[len(arcs) :].sum() > 2e-5:

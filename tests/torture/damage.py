@@ -50,10 +50,26 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
     model, ball = _network(), wball.WassersteinBall(0.4)
     x = torch.rand(9, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     y = model(x).argmax(1)
-    evaluate(model, x, y, ball, [0.1, 0.4], wball.DualAveraging(ball, steps=3), out=folder / "e", name="m", command="c")
+    evaluate(
+        model,
+        x,
+        y,
+        ball,
+        [0.1, 0.4],
+        wball.DualAveraging(ball, steps=3),
+        out=folder / "e",
+        name="m",
+        command="c",
+    )
     batch = {name: torch.arange(9) for name in ("label", "predicted")} | {"adversarial": x}
-    write_tensors(folder / "batch-00000.safetensors", batch, {"batch": 0, "done": 2, "rejected": []})
-    save_state(folder / "checkpoint.safetensors", dict(model.state_dict()), {"step": 3, "history": [{"loss": 0.25}]})
+    write_tensors(
+        folder / "batch-00000.safetensors", batch, {"batch": 0, "done": 2, "rejected": []}
+    )
+    save_state(
+        folder / "checkpoint.safetensors",
+        dict(model.state_dict()),
+        {"step": 3, "history": [{"loss": 0.25}]},
+    )
     wball.save_weights(model, folder / "w.safetensors", {"epochs": "3"})
     return {
         "batch": (folder / "batch-00000.safetensors", read_tensors),
@@ -77,7 +93,9 @@ def flip_bits(path: Path, read: Reader, count: int, seed: int) -> dict[str, int]
         try:
             found = read(path)
         except ValueError as error:
-            counts["noticed" if path.name in str(error) or path.parent.name in str(error) else "silent"] += 1
+            counts[
+                "noticed" if path.name in str(error) or path.parent.name in str(error) else "silent"
+            ] += 1
         else:
             counts["harmless" if _same(found, expected) else "silent"] += 1
     path.write_bytes(whole)
@@ -88,7 +106,11 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(_same(one[k], other[k]) for k in one)
+        )
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
@@ -104,10 +126,13 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kinds = {
-            kind: flip_bits(path, read, given.flips, given.seed) for kind, (path, read) in make_files(folder).items()
+            kind: flip_bits(path, read, given.flips, given.seed)
+            for kind, (path, read) in make_files(folder).items()
         }
     shutil.rmtree(folder)
-    given.out.write_text(json.dumps({"flips": given.flips, "seed": given.seed, "kinds": kinds}, indent=2) + "\n")
+    given.out.write_text(
+        json.dumps({"flips": given.flips, "seed": given.seed, "kinds": kinds}, indent=2) + "\n"
+    )
     if any(counts["silent"] for counts in kinds.values()):
         raise SystemExit("some flips went unnoticed")
 

@@ -39,7 +39,16 @@ BLOCK = 4  # networks between two notes of progress
 KEPT = 20  # findings of a kind that are written out
 METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown", "complete")
 COUNTS = (
-    *("networks", "certificates", "points tried", "broken", "below", "confirmed", "unconfirmed", "unfollowed"),
+    *(
+        "networks",
+        "certificates",
+        "points tried",
+        "broken",
+        "below",
+        "confirmed",
+        "unconfirmed",
+        "unfollowed",
+    ),
     *("refused", "failed"),
 )
 EFFORT = {"alpha-crown": {"steps": 5}, "complete": {"time_limit": 2.0}}
@@ -79,17 +88,34 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
     kernel = draw.randint(1, min(3, small))
     out = draw.choice((1, 2, 4))
     groups = draw.choice([g for g in (1, 2) if channels % g == 0 and out % g == 0])
-    mode = draw.choice(("zeros", "zeros", "reflect" if small > 2 else "zeros", "replicate", "circular"))
+    mode = draw.choice(
+        ("zeros", "zeros", "reflect" if small > 2 else "zeros", "replicate", "circular")
+    )
     norm = nn.BatchNorm2d(channels, affine=draw.random() < 0.7)
     nn.init.normal_(norm.running_mean, std=0.3)  # type: ignore[arg-type]
     nn.init.uniform_(norm.running_var, 0.2, 3.0)  # type: ignore[arg-type]
     constant = torch.randn(channels, 1, 1)
-    pool = {"kernel_size": min(2, small), "stride": draw.choice((1, 2)), "ceil_mode": draw.random() < 0.5}
+    pool = {
+        "kernel_size": min(2, small),
+        "stride": draw.choice((1, 2)),
+        "ceil_mode": draw.random() < 0.5,
+    }
     pad = draw.choice((0, 1)) if small >= 2 else 0
     curve = draw.choice(
-        (nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, lambda: nn.Hardtanh(-0.5, 1.5), lambda: nn.Hardtanh(0.0, 0.7))
+        (
+            nn.Sigmoid,
+            nn.Tanh,
+            nn.GELU,
+            nn.SiLU,
+            nn.ReLU6,
+            lambda: nn.Hardtanh(-0.5, 1.5),
+            lambda: nn.Hardtanh(0.0, 0.7),
+        )
     )
-    matrix, lines = torch.randn(height, height) / height, torch.randn(2, channels * height, 1) / height
+    matrix, lines = (
+        torch.randn(height, height) / height,
+        torch.randn(2, channels * height, 1) / height,
+    )
     convolution = nn.Conv2d(
         channels, out, kernel, stride=draw.choice((1, 1, 2)), padding=draw.randint(0, kernel - 1),
         dilation=1 if kernel * 2 > small else draw.choice((1, 2)), groups=groups, bias=draw.random() < 0.8,
@@ -160,7 +186,10 @@ def network(draw: random.Random, shape: tuple[int, int, int]) -> nn.Sequential:
     parts.append(nn.Flatten())
     width = h[0].numel()
     for _ in range(draw.randint(0, 2)):
-        parts += [nn.Linear(width, 6), draw.choice((nn.ReLU(), nn.ReLU(), nn.LeakyReLU(0.2), nn.Tanh(), nn.GELU()))]
+        parts += [
+            nn.Linear(width, 6),
+            draw.choice((nn.ReLU(), nn.ReLU(), nn.LeakyReLU(0.2), nn.Tanh(), nn.GELU())),
+        ]
         width = 6
     parts.append(nn.Linear(width, 3))
     if draw.random() < 0.15:
@@ -191,9 +220,10 @@ class Counts:
         side, channels = draw.choice((2, 3, 4, 5)), draw.choice((1, 1, 2))
         dtype = draw.choice((torch.float32, torch.float32, torch.float64))
         net, ball = network(draw, (channels, side, side)).to(dtype), a_ball(draw)
-        x = (torch.rand(IMAGES, channels, side, side) * torch.bernoulli(torch.full((IMAGES, 1, side, side), 0.8))).to(
-            dtype
-        )
+        x = (
+            torch.rand(IMAGES, channels, side, side)
+            * torch.bernoulli(torch.full((IMAGES, 1, side, side), 0.8))
+        ).to(dtype)
         if draw.random() < 0.15:
             x = x.to(draw.choice((torch.float16, torch.bfloat16)))
         method, plans = draw.choice(METHODS), draw.choice(("full", "full", "window"))
@@ -203,7 +233,9 @@ class Counts:
         try:
             # What is decided at a radius is decided in seconds or not at all: the others search the radius.
             search = method if method != "complete" else "crown"
-            radius = wball.certified_radius(net, x, y, ball, search, plans, rounds=6, **EFFORT.get(search, {}))
+            radius = wball.certified_radius(
+                net, x, y, ball, search, plans, rounds=6, **EFFORT.get(search, {})
+            )
         except wball.certificates.UnsupportedModule as refusal:  # type: ignore[attr-defined]
             self.numbers["refused"] += 1
             self.note(seed, "refused", str(refusal))
@@ -224,12 +256,26 @@ class Counts:
             if status is not VerificationStatus.NOTHING:
                 self.numbers[status.name.lower()] += 1
         if found.disagreements:
-            margins = [(float(a), float(b)) for a, b in zip(found.margin, proof.margin, strict=True) if a <= 0]
-            self.note(seed, "unconfirmed", f"{method}: margins of the checker and of the proof {margins}")
+            margins = [
+                (float(a), float(b))
+                for a, b in zip(found.margin, proof.margin, strict=True)
+                if a <= 0
+            ]
+            self.note(
+                seed, "unconfirmed", f"{method}: margins of the checker and of the proof {margins}"
+            )
         if found.reason:
             self.note(seed, "unfollowed", found.reason)
 
-    def _attack(self, seed: int, net: nn.Module, x: Tensor, y: Tensor, at: Any, proof: wball.CertificateResult) -> None:
+    def _attack(
+        self,
+        seed: int,
+        net: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        at: Any,
+        proof: wball.CertificateResult,
+    ) -> None:
         kind = wball.PGD if isinstance(at, wball.LinfBall) else wball.DualAveraging
         points: list[Tensor] = []
         try:
@@ -240,8 +286,12 @@ class Counts:
         own = next(net.parameters()).dtype
         for z in points:
             logits = net(z.to(own)).detach().double()
-            margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -math.inf).amax(1)
-            rounding = max(torch.finfo(own).eps, torch.finfo(z.dtype).eps)  # of the model, and of the point itself
+            margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(
+                1, y[:, None], -math.inf
+            ).amax(1)
+            rounding = max(
+                torch.finfo(own).eps, torch.finfo(z.dtype).eps
+            )  # of the model, and of the point itself
             size = 64 * rounding * logits.abs().amax(1)
             self.numbers["points tried"] += z.shape[0]
             if broken := int((proof.certified & (margin < -size)).sum()):
@@ -284,7 +334,9 @@ def main() -> None:
     parser.add_argument("--networks", type=int, default=1_000_000, help="at most so many")
     parser.add_argument("--seed", type=int, default=0, help="of the first network")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "torture-networks", help="where progress is kept")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "torture-networks", help="where progress is kept"
+    )
     parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_networks.json")
     options = parser.parse_args()
     began, noted = time.time(), time.time()
@@ -292,13 +344,17 @@ def main() -> None:
     todo = (start for start in starts if not (options.out / f"{start}.json").is_file())
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         work = {
-            pool.submit(work_off, start, options.out) for _, start in zip(range(2 * options.jobs), todo, strict=False)
+            pool.submit(work_off, start, options.out)
+            for _, start in zip(range(2 * options.jobs), todo, strict=False)
         }
         while work:
             done = next(as_completed(work))
             work.remove(done)
             done.result()
-            if time.time() - began < 60 * options.minutes and (start := next(todo, None)) is not None:
+            if (
+                time.time() - began < 60 * options.minutes
+                and (start := next(todo, None)) is not None
+            ):
                 work.add(pool.submit(work_off, start, options.out))
             if time.time() - noted > 30:
                 noted = time.time()

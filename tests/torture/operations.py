@@ -53,7 +53,9 @@ def _project(case: Case, found: Findings) -> None:
     result = case.ball.project(case.x, case.w, case.reg, tol=case.tol, max_iter=case.max_iter)
     check_projection(found, case.ball, case.x, case.w, result, case.reg, case.tol)
     if case.rng.random() < 0.1 and case.x.shape[0]:  # a warm start is as valid, and claims as much
-        again = case.ball.project(case.x, case.w, case.reg, tol=case.tol, max_iter=case.max_iter, init=result.duals)
+        again = case.ball.project(
+            case.x, case.w, case.reg, tol=case.tol, max_iter=case.max_iter, init=result.duals
+        )
         check_projection(found, case.ball, case.x, case.w, again, case.reg, case.tol)
     _audited(case, found, result.point, result.plan)
 
@@ -73,10 +75,17 @@ def _audited(case: Case, found: Findings, z: Tensor, plan: object) -> None:
         report = wball.audit(case.ball, case.x, z, plan=plan, exact="needed")  # type: ignore[arg-type]
     else:
         return
-    found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
+    found.expect(
+        report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}"
+    )
     eps = radii(case.ball, len(case.x))
     for k, (d, e) in enumerate(zip(report.distance.tolist(), eps.tolist(), strict=True)):
-        if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d) and bool(report.exact[k]):
+        if (
+            case.ball.mass == "relative"
+            and e >= 1e-3
+            and math.isfinite(d)
+            and bool(report.exact[k])
+        ):
             found.measure("audited distance / eps", d / e)
         found.expect(not math.isnan(d), "nan", f"audit: distance of image {k}")
 
@@ -86,7 +95,11 @@ def _distance(case: Case, found: Findings) -> None:
     ball, x = case.ball, case.x
     z = ball.sample(x, torch.Generator().manual_seed(case.index))
     far = ball.distance(x, z)
-    found.expect(far.shape == (x.shape[0],) and far.dtype is torch.float64, "shape", f"{far.shape} {far.dtype}")
+    found.expect(
+        far.shape == (x.shape[0],) and far.dtype is torch.float64,
+        "shape",
+        f"{far.shape} {far.dtype}",
+    )
     found.expect(not bool(far.isnan().any()), "nan", f"distance {far.tolist()}")
     lo, hi = ball.box if ball.box is not None else (0.0, math.inf)
     centre = x.detach().double().clamp(lo, hi).to(x.dtype)
@@ -94,11 +107,21 @@ def _distance(case: Case, found: Findings) -> None:
     found.expect(bool((own <= 1e-12).all()), "distance", f"of x to itself: {own.tolist()}")
     inside = ball.contains(x, z)
     report = wball.audit(ball, x, z)
-    found.expect(bool(inside.all()), "infeasible", f"contains says {inside.tolist()} of a sample at {far.tolist()}")
-    found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
+    found.expect(
+        bool(inside.all()),
+        "infeasible",
+        f"contains says {inside.tolist()} of a sample at {far.tolist()}",
+    )
+    found.expect(
+        report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}"
+    )
     both = far.isfinite() & report.distance.isfinite()
     off = (far - report.distance).abs() - 1e-6 * report.distance - 1e-9
-    found.expect(bool((off[both] <= 0).all()), "distance", f"{far.tolist()}, audit {report.distance.tolist()}")
+    found.expect(
+        bool((off[both] <= 0).all()),
+        "distance",
+        f"{far.tolist()}, audit {report.distance.tolist()}",
+    )
     if not case.small or x.shape[0] == 0:
         return
     geometry, a = Geometry(ball.cost, tuple(x.shape)), centres(ball, x)
@@ -112,7 +135,11 @@ def _distance(case: Case, found: Findings) -> None:
         least = least / mass if ball.mass == "relative" else least
         unit = 1.0 if ball.mass == "relative" else mass
         slack = 1e-5 * least + 1e-6 * unit * (1 + geometry.price.max(initial=0.0))
-        found.expect(abs(float(far[k]) - least) <= slack, "distance", f"image {k}: {float(far[k])}, program {least}")
+        found.expect(
+            abs(float(far[k]) - least) <= slack,
+            "distance",
+            f"image {k}: {float(far[k])}, program {least}",
+        )
 
 
 def _sample(case: Case, found: Findings) -> None:
@@ -122,7 +149,9 @@ def _sample(case: Case, found: Findings) -> None:
     check_point(found, case.ball, case.x, z)
     if case.x[:1].numel() <= 400:
         report = wball.audit(case.ball, case.x, z)
-        found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
+        found.expect(
+            report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}"
+        )
 
 
 def _plan(case: Case, found: Findings) -> None:
@@ -134,21 +163,37 @@ def _plan(case: Case, found: Findings) -> None:
         return  # below are products of masses and shares, which denormal numbers cannot hold
     moves = ball.cost.arcs(x.shape[2], x.shape[3], x)
     still = Plan.identity(moves, x)
-    score = torch.where(moves.allowed, moves.gather(as_grid(case.g.sign() * 3)) - moves.cost, -math.inf)
+    score = torch.where(
+        moves.allowed, moves.gather(as_grid(case.g.sign() * 3)) - moves.cost, -math.inf
+    )
     raw = type(still)(moves, x.unsqueeze(2) * torch.softmax(score, 2))
     net = raw.cancelled()
     scale = x.flatten(1).sum(1)
     tiny = 1e-12 * scale.view(-1, 1, 1, 1) + 1e-300
-    found.expect(bool(((net.rows() - x).abs() <= tiny).all()), "plan", "cancelling changed the rows")
-    found.expect(bool(((net.columns() - raw.columns()).abs() <= tiny).all()), "plan", "cancelling changed the columns")
-    found.expect(bool((net.cost() <= raw.cost() * (1 + 1e-9) + 1e-300).all()), "plan", "cancelling raised the cost")
+    found.expect(
+        bool(((net.rows() - x).abs() <= tiny).all()), "plan", "cancelling changed the rows"
+    )
+    found.expect(
+        bool(((net.columns() - raw.columns()).abs() <= tiny).all()),
+        "plan",
+        "cancelling changed the columns",
+    )
+    found.expect(
+        bool((net.cost() <= raw.cost() * (1 + 1e-9) + 1e-300).all()),
+        "plan",
+        "cancelling raised the cost",
+    )
     eps = radii(ball, len(x))
     budget = torch.from_numpy(budgets(ball, planes(x), torch.float64))
     for plan in (raw, net, still):
         fixed = plan.repair(budget, ball.box)
         point = fixed.columns().reshape(x.shape)
         check_plan(
-            found, wball.WassersteinBall(torch.from_numpy(eps.copy()), ball.cost, ball.mass, ball.box), x, point, fixed
+            found,
+            wball.WassersteinBall(torch.from_numpy(eps.copy()), ball.cost, ball.mass, ball.box),
+            x,
+            point,
+            fixed,
         )
 
 
@@ -185,36 +230,53 @@ def _attack(
         result = make(case, y)(model, case.x, y)
         z = result.images
         check_point(found, case.ball, case.x, z)
-        found.expect(model.training and model.dropout.training, "model", "was not left in train mode")
-        found.expect(bool(result.distance.isfinite().all()), "nan", f"distance {result.distance.tolist()}")
+        found.expect(
+            model.training and model.dropout.training, "model", "was not left in train mode"
+        )
+        found.expect(
+            bool(result.distance.isfinite().all()), "nan", f"distance {result.distance.tolist()}"
+        )
         found.expect(not bool(result.loss.isnan().any()), "nan", f"loss {result.loss.tolist()}")
         if z.shape[0] == 0:
             return
         with torch.no_grad():
             wrong = model.eval()(z).argmax(1) != y
-        found.expect(torch.equal(wrong, result.success), "success", f"{result.success.tolist()}, is {wrong.tolist()}")
+        found.expect(
+            torch.equal(wrong, result.success),
+            "success",
+            f"{result.success.tolist()}, is {wrong.tolist()}",
+        )
         if case.x[:1].numel() > 800:
             return
         report = wball.audit(case.ball, case.x, z)
-        found.expect(report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}")
+        found.expect(
+            report.all_valid, "infeasible", f"audit: {'; '.join(r for r in report.reasons if r)}"
+        )
         a, geometry = centres(case.ball, case.x), Geometry(case.ball.cost, tuple(case.x.shape))
         unit = np.ones(len(a)) if case.ball.mass == "relative" else a.sum((1, 2))
         slack = torch.from_numpy(
-            (1e-4 * radii(case.ball, len(a))) + 4 * half_ulp(torch.float32) * unit * (1 + geometry.price.max())
+            (1e-4 * radii(case.ball, len(a)))
+            + 4 * half_ulp(torch.float32) * unit * (1 + geometry.price.max())
         )
         proved = result.distance >= report.distance - slack
         found.expect(
             bool((proved | ~report.distance.isfinite()).all()), "distance",
             f"claims {result.distance.tolist()}, audit {report.distance.tolist()}",
         )  # fmt: skip
-        for k, (d, e) in enumerate(zip(report.distance.tolist(), radii(case.ball, len(a)).tolist(), strict=True)):
+        for k, (d, e) in enumerate(
+            zip(report.distance.tolist(), radii(case.ball, len(a)).tolist(), strict=True)
+        ):
             if case.ball.mass == "relative" and e >= 1e-3 and math.isfinite(d):
                 found.measure("audited distance / eps", d / e)
             if case.small and k == 0 and case.rng.random() < 0.3 and a[k].sum() > 1e-30:
                 least = transport(geometry, a[k], planes(z)[k])
                 least = least / a[k].sum() if case.ball.mass == "relative" else least
                 allowed = e * (1 + 1e-4) + 2e-6 * unit[k] * (1 + geometry.price.max())
-                found.expect(not least > allowed, "infeasible", f"image {k}: a program finds {least}, eps {e}")
+                found.expect(
+                    not least > allowed,
+                    "infeasible",
+                    f"image {k}: a program finds {least}, eps {e}",
+                )
 
     return attacked
 
@@ -275,7 +337,9 @@ def _certify(case: Case, found: Findings) -> None:
     net.eval()
     y = net(x.detach().to(dtype)).argmax(1)
     result = wball.certify(net, x, y, ball, method, plans, steps=3)  # type: ignore[arg-type]
-    found.expect(result.margin.shape == (x.shape[0],), "shape", f"margin {tuple(result.margin.shape)}")
+    found.expect(
+        result.margin.shape == (x.shape[0],), "shape", f"margin {tuple(result.margin.shape)}"
+    )
     found.expect(not bool(result.margin.isnan().any()), "nan", f"margin {result.margin.tolist()}")
     if x.shape[0] == 0:
         return

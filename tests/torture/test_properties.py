@@ -24,8 +24,13 @@ def test_flipped_problems_have_flipped_answers(p: Problem, axes: tuple[int, ...]
     other = p.ball.support(p.x.flip(axes), p.g.flip(axes), tol=TOL)
     scale = float(1 + value.value.abs() + (p.g.abs() * p.x).sum())
     assert abs(float(value.value - other.value)) <= 1e-5 * scale
-    one, two = p.ball.project(p.x, p.w, tol=TOL), p.ball.project(p.x.flip(axes), p.w.flip(axes), tol=TOL)
-    assert float((one.point - two.point.flip(axes)).abs().max()) <= 2e-3  # strongly convex: the root of the gap
+    one, two = (
+        p.ball.project(p.x, p.w, tol=TOL),
+        p.ball.project(p.x.flip(axes), p.w.flip(axes), tol=TOL),
+    )
+    assert (
+        float((one.point - two.point.flip(axes)).abs().max()) <= 2e-3
+    )  # strongly convex: the root of the gap
 
 
 @few
@@ -61,7 +66,9 @@ def test_projecting_again_stays_and_brings_points_no_farther_apart(p: Problem) -
     assert float((again - first).norm()) <= 1e-3 * (1 + float(first.norm()))
     v = p.w + 0.3 * p.g
     second = p.ball.project(p.x, v, tol=TOL).point
-    assert float((second - first).norm()) <= float((v - p.w).norm()) + 4e-3 * (1 + float(p.w.norm()))
+    assert float((second - first).norm()) <= float((v - p.w).norm()) + 4e-3 * (
+        1 + float(p.w.norm())
+    )
 
 
 @few
@@ -84,12 +91,18 @@ def test_channels_are_equals_and_padding_is_free(p: Problem) -> None:
     order = torch.arange(p.x.shape[1]).flip(0)
     value = float(p.ball.support(p.x, p.g, tol=TOL).value)
     scale = float((p.g.abs() * p.x).sum()) + 1e-9
-    assert abs(float(p.ball.support(p.x[:, order], p.g[:, order], tol=TOL).value) - value) <= 1e-5 * scale
+    assert (
+        abs(float(p.ball.support(p.x[:, order], p.g[:, order], tol=TOL).value) - value)
+        <= 1e-5 * scale
+    )
     assert isinstance(p.ball.cost, GridCost)
     pad, free = p.ball.cost.radius, replace(p.ball, box=None)  # in a box the border would be room
     x = torch.nn.functional.pad(p.x, (pad,) * 4)
     g = torch.nn.functional.pad(p.g, (pad,) * 4, value=float(p.g.min()) - 1.0)
-    wide, narrow = float(free.support(x, g, tol=TOL).value), float(free.support(p.x, p.g, tol=TOL).value)
+    wide, narrow = (
+        float(free.support(x, g, tol=TOL).value),
+        float(free.support(p.x, p.g, tol=TOL).value),
+    )
     assert abs(wide - narrow) <= 1e-5 * scale
 
 

@@ -35,7 +35,9 @@ def test_certificates_of_random_networks_hold_and_are_proved_again() -> None:
     for seed in range(4):
         counts.run(seed)
     assert counts.numbers["certificates"] >= 8
-    assert counts.numbers["broken"] == counts.numbers["below"] == counts.numbers["unconfirmed"] == 0, counts.findings
+    assert (
+        counts.numbers["broken"] == counts.numbers["below"] == counts.numbers["unconfirmed"] == 0
+    ), counts.findings
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -56,7 +58,9 @@ def test_a_case_is_the_same_each_time() -> None:
 
 def test_the_gap_is_a_number_wherever_the_solver_is_stopped() -> None:
     x = torch.rand(2, 1, 4, 7)
-    result = wball.WassersteinBall(1e30).project(x, x + 0.1 * torch.randn_like(x), 600.0, max_iter=1)
+    result = wball.WassersteinBall(1e30).project(
+        x, x + 0.1 * torch.randn_like(x), 600.0, max_iter=1
+    )
     assert bool(result.gap.isfinite().all())
 
 
@@ -64,7 +68,9 @@ def test_plans_of_tiny_budgets_keep_to_them() -> None:
     x = torch.rand(1, 1, 4, 4, dtype=torch.float64)
     ball = wball.WassersteinBall(1e-14)
     moves = ball.cost.arcs(4, 4, x)
-    raw = Plan(moves, x.unsqueeze(2) * torch.where(moves.allowed, -moves.cost, -math.inf).softmax(0))
+    raw = Plan(
+        moves, x.unsqueeze(2) * torch.where(moves.allowed, -moves.cost, -math.inf).softmax(0)
+    )
     spent = raw.repair(ball.budget(x), ball.box).cost()
     assert float(spent) == pytest.approx(float(ball.budget(x)), rel=1e-9)
 
@@ -103,7 +109,12 @@ def test_the_standard_attack_takes_half_precision(dtype: torch.dtype) -> None:
 def test_tensors_that_carry_gradients_are_taken_as_they_are() -> None:
     x, w = torch.rand(1, 1, 4, 4, requires_grad=True), torch.rand(1, 1, 4, 4, requires_grad=True)
     ball = wball.WassersteinBall(0.2)
-    for z in (ball.project(x, w).point, ball.project(x, w, 100.0).point, ball.support(x, w).point, ball.sample(x)):
+    for z in (
+        ball.project(x, w).point,
+        ball.project(x, w, 100.0).point,
+        ball.support(x, w).point,
+        ball.sample(x),
+    ):
         assert not z.requires_grad
         checked(ball, x, z)
     assert bool(ball.contains(x, x)) and not ball.distance(x, x).requires_grad
@@ -121,7 +132,11 @@ def test_labels_that_the_model_does_not_have() -> None:
     """On a GPU such an index ends the process; here it says what is wrong."""
     x, y = torch.rand(2, 1, 4, 4), torch.tensor([0, 2])
     ball = wball.WassersteinBall(0.2)
-    for attack in (wball.DualAveraging(ball, steps=1), wball.PGD(ball, steps=1), wball.StandardAttack(ball)):
+    for attack in (
+        wball.DualAveraging(ball, steps=1),
+        wball.PGD(ball, steps=1),
+        wball.StandardAttack(ball),
+    ):
         with pytest.raises(ValueError, match="labels from 0 to 2, but the model has 2 classes"):
             attack(Spots(), x, y)
         with pytest.raises(ValueError, match="target has labels from -1 to 0"):
@@ -155,7 +170,9 @@ def test_a_window_of_one_pixel_is_certified() -> None:
     x = torch.rand(1, 3, 1, 1)
     y = model(x).argmax(1)
     for plans in ("window", "full"):
-        result = wball.certify(model, x, y, wball.WassersteinBall(0.5, wball.GridCost(1)), plans=plans)
+        result = wball.certify(
+            model, x, y, wball.WassersteinBall(0.5, wball.GridCost(1)), plans=plans
+        )
         assert bool(result.certified.all())
 
 
@@ -183,7 +200,9 @@ def test_a_search_in_float64_at_a_radius_of_1e_12_with_free_moves() -> None:
     assert not found.lines, found.lines
 
 
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+@pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # log(0) in numpy, which is meant
 @pytest.mark.parametrize("kernel", ["torch", "triton", "cpu"])
 def test_large_potentials_lose_no_mass(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 exponents of size 3000 are off by 2e-4, and so was the mass of what moved."""
@@ -293,7 +312,11 @@ def test_tiny_negative_pixels_are_rounding() -> None:
     x = digits(2).clone()
     x[x == 0] = -3e-8
     ball = wball.WassersteinBall(0.1)
-    for z in (ball.project(x, x + 0.1).point, ball.support(x, torch.randn_like(x)).point, ball.sample(x)):
+    for z in (
+        ball.project(x, x + 0.1).point,
+        ball.support(x, torch.randn_like(x)).point,
+        ball.sample(x),
+    ):
         assert bool(z.isfinite().all()) and float(z.min()) >= 0
         checked(ball, x, z)
     with pytest.raises(ValueError, match="outside"):
@@ -331,14 +354,20 @@ def test_the_conjugate_maximises() -> None:
     x[..., 1] = 1.0
     g = torch.tensor([[[[0.0, 0.0, 1.0]]]])
     result = wball.WassersteinBall(0.25).support(x, g)
-    assert float(result.value) == pytest.approx(0.25) and float(result.point[..., 2]) == pytest.approx(0.25)
+    assert float(result.value) == pytest.approx(0.25) and float(
+        result.point[..., 2]
+    ) == pytest.approx(0.25)
 
 
 class Spots(nn.Module):
     """Class 1 if there is more mass on the right."""
 
     def forward(self, x: Tensor) -> Tensor:
-        right = (x * torch.linspace(-1, 1, x.shape[3], device=x.device, dtype=x.dtype)).flatten(1).sum(1)
+        right = (
+            (x * torch.linspace(-1, 1, x.shape[3], device=x.device, dtype=x.dtype))
+            .flatten(1)
+            .sum(1)
+        )
         return torch.stack([-right, right], 1)
 
 
@@ -349,7 +378,11 @@ def test_radii_per_image_are_kept() -> None:
     eps = torch.tensor([0.0, 1e-3, 0.01, 0.1, 0.5, 2.0])
     ball = wball.WassersteinBall(eps)
     model, y = Spots(), Spots()(x).argmax(1)
-    for attack in (wball.DualAveraging(ball, steps=5), wball.PGD(ball, steps=3), wball.FrankWolfe(ball, steps=3)):
+    for attack in (
+        wball.DualAveraging(ball, steps=5),
+        wball.PGD(ball, steps=3),
+        wball.FrankWolfe(ball, steps=3),
+    ):
         result = attack(model, x, y)
         checked(ball, x, result.images)
         assert torch.equal(result.images[0], x[0])

@@ -36,7 +36,12 @@ THREADS, CALLS = 4, 8
 def network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     net = nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(48, 4)
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(48, 4),
     )
     nn.init.uniform_(net[1].running_mean, -1, 1)  # type: ignore[arg-type]
     net[0].bias.requires_grad_(False)  # type: ignore[union-attr, operator]
@@ -46,11 +51,17 @@ def network(seed: int) -> nn.Sequential:
 def _held(net: nn.Module) -> list[Any]:
     """Everything about a model that a call could change."""
     values = [value.clone() for value in net.state_dict().values()]
-    return [values, [m.training for m in net.modules()], [p.requires_grad for p in net.parameters()]]
+    return [
+        values,
+        [m.training for m in net.modules()],
+        [p.requires_grad for p in net.parameters()],
+    ]
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    return one[1:] == other[1:] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    return one[1:] == other[1:] and all(
+        torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)
+    )
 
 
 def a_round(seed: int) -> Counter[str]:
@@ -68,15 +79,21 @@ def a_round(seed: int) -> Counter[str]:
         found: list[tuple[Tensor | None, Tensor]] = []
         for k in range(CALLS):
             if k == CALLS - 1:
-                found.append((None, wball.certify(net, x[worker], y[worker], ball.at(0.005)).certified))
+                found.append(
+                    (None, wball.certify(net, x[worker], y[worker], ball.at(0.005)).certified)
+                )
                 continue
-            result = kinds[(k + worker) % len(kinds)](ball, steps=2 + k % 3)(net, x[worker], y[worker])
+            result = kinds[(k + worker) % len(kinds)](ball, steps=2 + k % 3)(
+                net, x[worker], y[worker]
+            )
             found.append((result.images, result.success))
         return found
 
     with ThreadPoolExecutor(THREADS) as pool:
         results = list(pool.map(work, range(THREADS)))
-    counts: Counter[str] = Counter({"models": 1, "changed models": int(not _same(before, _held(net)))})
+    counts: Counter[str] = Counter(
+        {"models": 1, "changed models": int(not _same(before, _held(net)))}
+    )
     with evaluating(net), torch.no_grad():
         for worker, calls in enumerate(results):
             for images, said in calls:
@@ -85,7 +102,9 @@ def a_round(seed: int) -> Counter[str]:
                     counts["wrong certificates"] += int((said != alone[worker]).sum())
                 else:
                     counts["flags"] += len(said)
-                    counts["wrong flags"] += int(((net(images).argmax(1) != y[worker]) != said).sum())
+                    counts["wrong flags"] += int(
+                        ((net(images).argmax(1) != y[worker]) != said).sum()
+                    )
     return counts
 
 

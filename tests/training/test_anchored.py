@@ -33,7 +33,9 @@ def margins(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     with torch.no_grad():
         logits, gains = AnchoredBounds(model, x[:1])(x, y, WassersteinBall(eps).budget(x))
         raised = logits + gains
-        return raised.gather(1, y[:, None])[:, 0] - raised.scatter(1, y[:, None], -torch.inf).amax(1)
+        return raised.gather(1, y[:, None])[:, 0] - raised.scatter(1, y[:, None], -torch.inf).amax(
+            1
+        )
 
 
 @pytest.mark.slow
@@ -53,7 +55,9 @@ def test_no_attack_inside_the_neighbours_goes_below_the_margin() -> None:
     model, x, y = trained()
     eps = 0.15
     bound = margins(model, x, y, eps)
-    attack = DualAveraging(WassersteinBall(eps, GridCost(3)), steps=20, objective="margin", until_success=False)
+    attack = DualAveraging(
+        WassersteinBall(eps, GridCost(3)), steps=20, objective="margin", until_success=False
+    )
     with torch.no_grad():
         logits = model(attack(model, x, y).images)
     found = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
@@ -75,7 +79,9 @@ def test_units_that_cannot_switch_charge_nothing() -> None:
     for k in range(10):
         rise = logits[:, k] - logits.gather(1, y[:, None])[:, 0]
         (gradient,) = torch.autograd.grad(rise.sum(), z, retain_graph=True)
-        torch.testing.assert_close(gains[:, k], linear_gain(gradient, x, ball), atol=1e-5, rtol=2e-2)
+        torch.testing.assert_close(
+            gains[:, k], linear_gain(gradient, x, ball), atol=1e-5, rtol=2e-2
+        )
 
 
 def test_a_ball_of_radius_0_gains_nothing_and_has_a_gradient() -> None:
@@ -83,7 +89,9 @@ def test_a_ball_of_radius_0_gains_nothing_and_has_a_gradient() -> None:
     logits, gains = AnchoredBounds(model, x[:1])(x, y, torch.zeros(6, dtype=torch.float64))
     assert not bool(gains.detach().any())
     F.cross_entropy(logits + gains, y).backward()
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
+    )
 
 
 def test_colour_images_and_normalisation_inside_the_network() -> None:
@@ -98,7 +106,9 @@ def test_colour_images_and_normalisation_inside_the_network() -> None:
 def test_other_networks_are_refused() -> None:
     with pytest.raises(UnsupportedModule, match="mnist-shallow"):
         AnchoredBounds(nn.Sequential(nn.Flatten(), nn.Linear(196, 10)), torch.zeros(1, 1, 14, 14))
-    grouped = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4), nn.ReLU())
+    grouped = nn.Sequential(
+        nn.Conv2d(2, 2, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 4), nn.ReLU()
+    )
     grouped.append(nn.Linear(4, 3))
     with pytest.raises(UnsupportedModule, match="groups"):
         AnchoredBounds(grouped, torch.zeros(1, 2, 8, 8))
@@ -130,12 +140,18 @@ def test_a_recording_on_a_gpu_gives_the_same_gains_and_gradients() -> None:
         model.zero_grad()
         logits, gains = bounds(x, y, budget)
         F.cross_entropy(logits + gains, y).backward()
-        return [logits.detach().clone(), gains.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        return [
+            logits.detach().clone(),
+            gains.detach().clone(),
+            *(p.grad.clone() for p in model.parameters()),
+        ]
 
     plain = step(AnchoredBounds(model, x[:1]))
     bounds = AnchoredBounds(model, x[:1])
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # that it was not recorded; torch has warnings of its own
+        warnings.simplefilter(
+            "error", RuntimeWarning
+        )  # that it was not recorded; torch has warnings of its own
         record(bounds, x, y, budget)
     for _ in range(2):
         for ours, theirs in zip(step(bounds), plain, strict=True):

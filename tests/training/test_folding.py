@@ -17,7 +17,9 @@ from wball.training import opponent as opponent_module
 from wball.training.folding import Folded
 from wball.training.replay import Replay
 
-ATTACK = DualAveraging(WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2)
+ATTACK = DualAveraging(
+    WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2
+)
 
 
 def normalised_model(bias: bool = False) -> nn.Module:
@@ -51,7 +53,9 @@ def test_a_folded_network_answers_as_the_network_does_at_each_refresh(bias: bool
     folded = Folded(model, torch.float64)
     for _ in range(2):
         for ours, theirs in zip(
-            logits_and_gradient(folded, x.double()), logits_and_gradient(model, x.double()), strict=True
+            logits_and_gradient(folded, x.double()),
+            logits_and_gradient(model, x.double()),
+            strict=True,
         ):
             torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)
         with torch.no_grad():
@@ -64,7 +68,9 @@ def test_a_folded_network_answers_as_the_network_does_at_each_refresh(bias: bool
 
 def test_every_normalisation_of_a_residual_network_is_folded() -> None:
     model = build_model("mnist-resnet").eval()
-    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == len(Folded(model, torch.float32)._pairs)
+    assert sum(isinstance(m, nn.BatchNorm2d) for m in model.modules()) == len(
+        Folded(model, torch.float32)._pairs
+    )
     x = torch.rand(2, 1, 28, 28)
     torch.testing.assert_close(Folded(model, torch.float32)(x), model(x), atol=1e-4, rtol=1e-3)
 
@@ -98,7 +104,9 @@ KEPT = {
     "used twice": lambda: _Twice().eval(),
     "depends on values": lambda: _Undecided().eval(),
     "hooks": hooked,
-    "no statistics": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)).eval(),
+    "no statistics": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)
+    ).eval(),
 }
 
 

@@ -40,7 +40,9 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 def test_standard_training_learns_and_the_files_agree(tmp_path: Path) -> None:
     data = small_data(512)
-    config = small_config(epochs=8, adversary=None, augment=0, optimisation=Optimisation(schedule="one-cycle"))
+    config = small_config(
+        epochs=8, adversary=None, augment=0, optimisation=Optimisation(schedule="one-cycle")
+    )
     result = train(config, data, data, model=small_model(), out=tmp_path)
     assert result.history[-1]["clean_accuracy"] > 0.9
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -63,14 +65,18 @@ def test_adversarial_training_raises_robust_accuracy() -> None:
     hard = dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform"))
     some = tuple(v[:128] for v in data)
     test = DualAveraging(ball, steps=15, objective="margin")
-    accuracies = [robust_accuracy(train(c, data, model=small_model()).model, *some, test) for c in (plain, hard)]
+    accuracies = [
+        robust_accuracy(train(c, data, model=small_model()).model, *some, test)
+        for c in (plain, hard)
+    ]
     assert accuracies[1] > accuracies[0] + 0.1
 
 
 def test_same_seed_same_weights_other_seed_other_weights() -> None:
     data = small_data(32)
     first, again, other = (
-        weights(train(small_config(epochs=1, seed=s), data, model=small_model()).model) for s in (1, 1, 2)
+        weights(train(small_config(epochs=1, seed=s), data, model=small_model()).model)
+        for s in (1, 1, 2)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -79,7 +85,9 @@ def test_same_seed_same_weights_other_seed_other_weights() -> None:
 @pytest.mark.parametrize(
     "attack",
     [
-        PGD.paper("mnist", ball=WassersteinBall(0.1), steps=4, growth=GrowingRadius(1.4, 2), max_iter=5),
+        PGD.paper(
+            "mnist", ball=WassersteinBall(0.1), steps=4, growth=GrowingRadius(1.4, 2), max_iter=5
+        ),
         FrankWolfe(WassersteinBall(0.1), steps=2, reg=100.0, max_iter=5),
         PGD(LinfBall(0.1), steps=2, random_start=True),
     ],
@@ -95,7 +103,9 @@ def test_any_attack_and_any_loss(attack: PGD, kind: str) -> None:
 
 
 def test_an_ensemble_as_the_adversary_checks_nothing_at_each_step() -> None:
-    config = small_config(epochs=1, adversary=Adversary(StandardAttack(WassersteinBall(0.05), version="fast")))
+    config = small_config(
+        epochs=1, adversary=Adversary(StandardAttack(WassersteinBall(0.05), version="fast"))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = train(config, small_data(16), model=small_model())
@@ -105,7 +115,10 @@ def test_an_ensemble_as_the_adversary_checks_nothing_at_each_step() -> None:
 def test_noise_is_for_training_only() -> None:
     data, options = small_data(64), Optimisation(lr=1e-9, schedule="constant")
     settings = {"epochs": 1, "adversary": None, "augment": 0, "optimisation": options}
-    quiet, noisy = (train(small_config(**settings, noise=s), data, data, model=small_model()) for s in (0.0, 0.1))
+    quiet, noisy = (
+        train(small_config(**settings, noise=s), data, data, model=small_model())
+        for s in (0.0, 0.1)
+    )
     assert noisy.history[0]["loss"] != pytest.approx(quiet.history[0]["loss"], rel=1e-3)
     assert noisy.history[0]["clean_accuracy"] == quiet.history[0]["clean_accuracy"]
 
@@ -114,7 +127,9 @@ def test_radii_of_their_own_grow_where_images_withstand() -> None:
     data = small_data(64)
     attack = DualAveraging(WassersteinBall(0.2), steps=1, until_success=False, sweeps=1)
     options = Optimisation(lr=1e-9, schedule="constant")
-    clean = small_config(epochs=12, adversary=None, augment=0, optimisation=Optimisation(schedule="constant"))
+    clean = small_config(
+        epochs=12, adversary=None, augment=0, optimisation=Optimisation(schedule="constant")
+    )
     model = train(clean, data, model=small_model()).model
     config = small_config(
         epochs=3,
@@ -129,7 +144,9 @@ def test_radii_of_their_own_grow_where_images_withstand() -> None:
 
 
 def test_a_clock_ends_the_run_with_the_learning_rate_down() -> None:
-    config = small_config(epochs=100_000, adversary=None, optimisation=Optimisation(schedule="one-cycle"))
+    config = small_config(
+        epochs=100_000, adversary=None, optimisation=Optimisation(schedule="one-cycle")
+    )
     result = train(config, small_data(), model=small_model(), time_limit=0.5)
     assert 0.4 < result.history[-1]["seconds"] < 3
     assert result.history[-1]["lr"] < 0.03 < max(r["lr"] for r in result.history)
@@ -160,14 +177,19 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt, match="stopped at once"):
         train(small_config(), small_data(), model=small_model(), out=tmp_path, on_epoch=stop)
-    plain, resumed = (train(small_config(), small_data(), model=small_model(), out=out) for out in (None, tmp_path))
+    plain, resumed = (
+        train(small_config(), small_data(), model=small_model(), out=out)
+        for out in (None, tmp_path)
+    )
     assert torch.equal(weights(plain.model), weights(resumed.model))
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     data, seen = small_data(32), []
     first = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path)
-    second = train(small_config(epochs=1), data, data, model=small_model(), out=tmp_path, on_epoch=seen.append)
+    second = train(
+        small_config(epochs=1), data, data, model=small_model(), out=tmp_path, on_epoch=seen.append
+    )
     assert not seen and torch.equal(weights(first.model), weights(second.model))
     assert first.card["clean_accuracy"] == second.card["clean_accuracy"]
 
@@ -180,7 +202,11 @@ def test_training_starts_from_given_weights_unless_it_goes_on(tmp_path: Path) ->
         for p in given.parameters():
             p.mul_(2)
     save_weights(given, tmp_path / "given.safetensors")
-    start = {"model": small_model(), "init": tmp_path / "given.safetensors", "out": tmp_path / "run"}
+    start = {
+        "model": small_model(),
+        "init": tmp_path / "given.safetensors",
+        "out": tmp_path / "run",
+    }
     result = train(config, data, **start)
     assert torch.allclose(weights(result.model), weights(given), atol=1e-6)
     assert result.card["training"]["init"] == "given.safetensors"
@@ -194,7 +220,13 @@ def test_augmentations_are_all_applied() -> None:
     settings = {"epochs": 1, "adversary": None, "augment": 0, "optimisation": options}
     losses = [
         train(small_config(**settings, **extra), data, model=small_model()).history[0]["loss"]
-        for extra in ({}, {"affine": 1.0}, {"cutout": 6}, {"flip": True}, {"affine": 1.0, "cutout": 6})
+        for extra in (
+            {},
+            {"affine": 1.0},
+            {"cutout": 6},
+            {"flip": True},
+            {"affine": 1.0, "cutout": 6},
+        )
     ]
     assert len(set(losses)) == 5
 
@@ -211,18 +243,25 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     [
         ({"data": small_data(64)}, "data.images is 32, this run's is 64"),
         ({"data": (small_data(32)[0], small_data(64)[1][32:])}, "data.labels is"),
-        ({"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(196, 10))}, "model's 1.weight is None"),
+        (
+            {"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(196, 10))},
+            "model's 1.weight is None",
+        ),
         ({"init": "given.safetensors"}, "init is None, this run's is 'given.safetensors'"),
     ],
 )
-def test_other_data_model_or_start_in_the_same_folder_are_refused(tmp_path: Path, settings, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_other_data_model_or_start_in_the_same_folder_are_refused(
+    tmp_path: Path, settings, message: str
+) -> None:  # type: ignore[no-untyped-def]
     config = small_config(epochs=1, adversary=None)
     train(config, small_data(32), model=small_model(), out=tmp_path)
     if "init" in settings:
         settings = {"init": tmp_path / settings["init"]}
         save_weights(small_model(), settings["init"])
     with pytest.raises(ValueError, match=rf"belongs to another run: its {message}"):
-        train(config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings})
+        train(
+            config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings}
+        )
 
 
 def test_a_loader_that_shuffles_is_no_obstacle_to_going_on(tmp_path: Path) -> None:
@@ -263,7 +302,9 @@ def test_averaged_weights_can_be_trained_further() -> None:
     model = small_model()
     next(model.parameters()).requires_grad_(False)
     result = train(config, small_data(32), model=model)
-    assert [p.requires_grad for p in result.model.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert [p.requires_grad for p in result.model.parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
     before = weights(result.model)
     assert not torch.equal(weights(train(config, small_data(32), model=result.model).model), before)
 
@@ -282,13 +323,20 @@ def test_one_run_at_a_time_in_a_folder(tmp_path: Path) -> None:
         seen.append(record)
 
     seen: list[dict[str, object]] = []
-    train(small_config(epochs=2), small_data(32), model=small_model(), out=tmp_path, on_epoch=second)
+    train(
+        small_config(epochs=2), small_data(32), model=small_model(), out=tmp_path, on_epoch=second
+    )
     assert len(seen) == len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def dropping_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = (torch.nn.Flatten(), torch.nn.Linear(196, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+    layers = (
+        torch.nn.Flatten(),
+        torch.nn.Linear(196, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.ReLU(),
+    )
     return torch.nn.Sequential(*layers, torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
 
 
@@ -305,7 +353,9 @@ def test_layers_that_draw_at_random_repeat_themselves(tmp_path: Path) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     resumed = train(small_config(), data, model=model, out=tmp_path)
-    assert torch.equal(torch.get_rng_state(), before)  # the caller's own numbers go on as if nothing had happened
+    assert torch.equal(
+        torch.get_rng_state(), before
+    )  # the caller's own numbers go on as if nothing had happened
     assert torch.equal(weights(whole.model), weights(resumed.model))
     other = train(small_config(seed=1), data, model=dropping_model())
     assert not torch.equal(weights(whole.model), weights(other.model))
@@ -317,7 +367,9 @@ def test_images_come_in_the_precision_of_the_model() -> None:
     single = train(config, (x, y), model=small_model())
     wide = train(config, (x.double(), y), (x.half(), y), model=small_model())
     assert torch.equal(weights(single.model), weights(wide.model))
-    double = train(small_config(epochs=1, batch_size=32), (x, y), (x, y), model=small_model().double())
+    double = train(
+        small_config(epochs=1, batch_size=32), (x, y), (x, y), model=small_model().double()
+    )
     assert weights(double.model).dtype == torch.float64
     loss = torch.tensor(double.history[0]["loss"], dtype=torch.float64)
     assert loss != loss.float()  # not by way of float32
@@ -328,7 +380,9 @@ def test_images_come_in_the_precision_of_the_model() -> None:
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     config = small_config(adversary=None, optimisation=Optimisation(lr=1e9))
-    with pytest.raises(ValueError, match=r"loss is (nan|inf) in epoch 1.*optimisation.lr \(it is 1e\+09\)"):
+    with pytest.raises(
+        ValueError, match=r"loss is (nan|inf) in epoch 1.*optimisation.lr \(it is 1e\+09\)"
+    ):
         train(config, small_data(), small_data(), model=small_model(), out=tmp_path)
     assert not (tmp_path / "small.safetensors").exists()
 
@@ -410,7 +464,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for seed in (1.5, None, True, -1, 2**63):
         with pytest.raises((TypeError, ValueError), match="seed must be"):
             small_config(seed=seed)
-    with pytest.raises(TypeError, match=r"adversary must be a wball.training.Adversary, got DualAveraging"):
+    with pytest.raises(
+        TypeError, match=r"adversary must be a wball.training.Adversary, got DualAveraging"
+    ):
         small_config(adversary=attack)
     with pytest.raises(ValueError, match="goes without an adversary"):
         small_config(noise=0.1)
@@ -445,6 +501,12 @@ def test_an_evaluation_attack_without_radii_has_its_own() -> None:
 
 
 def test_descriptions_are_json() -> None:
-    text = json.dumps(describe(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False)
+    text = json.dumps(
+        describe(small_config(adversary=Adversary(PGD.paper("mnist")))), allow_nan=False
+    )
     assert "0x" not in describe(partial(small_data, count=3))
-    assert json.loads(text)["adversary"]["attack"]["growth"] == {"type": "GrowingRadius", "factor": 1.1, "every": 10}
+    assert json.loads(text)["adversary"]["attack"]["growth"] == {
+        "type": "GrowingRadius",
+        "factor": 1.1,
+        "every": 10,
+    }

@@ -42,7 +42,9 @@ def small_resnet() -> nn.Module:
 
 
 @pytest.mark.parametrize("crown", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("model", "shape"), [(small_model, (1, 14, 14)), (small_resnet, (3, 32, 32))])
+@pytest.mark.parametrize(
+    ("model", "shape"), [(small_model, (1, 14, 14)), (small_resnet, (3, 32, 32))]
+)
 def test_bounds_hold_at_every_point_of_the_ball(model, shape, crown) -> None:  # type: ignore[no-untyped-def]
     net, eps = model().double(), 0.05
     x, y = torch.rand((2, *shape), dtype=torch.float64), torch.tensor([3, 7])
@@ -59,7 +61,10 @@ def test_provable_training_can_begin_with_a_fresh_residual_network() -> None:
     torch.manual_seed(0)
     x, y = torch.rand(4, 3, 32, 32), torch.arange(4)
     fresh = Normalized(SmallResNet(), (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
-    least = [float(LinfBounds(net, x).margins(x, y, 2 / 255, 1.0).detach().min()) for net in (fresh, small_resnet())]
+    least = [
+        float(LinfBounds(net, x).margins(x, y, 2 / 255, 1.0).detach().min())
+        for net in (fresh, small_resnet())
+    ]
     assert -50 < least[0] < 0 and least[1] < -1000
 
 
@@ -95,15 +100,25 @@ def test_bounds_refuse_what_they_cannot_bound() -> None:
 
 
 def test_provable_training_refuses_statistics_that_change() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 4, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    with pytest.raises(UnsupportedModule, match=r"'1' \(BatchNorm2d\).*without batch normalisation"):
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 4, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    )
+    with pytest.raises(
+        UnsupportedModule, match=r"'1' \(BatchNorm2d\).*without batch normalisation"
+    ):
         train(small_config(adversary=None, provable=Provable(0.1)), small_data(32), model=net)
 
 
 def test_provable_training_raises_verified_accuracy() -> None:
     data = small_data(256)
     options = Optimisation("adamw", lr=1e-2, weight_decay=0.0, schedule="one-cycle")
-    settings = {"epochs": 20, "adversary": None, "augment": 0, "batch_size": 32, "optimisation": options}
+    settings = {
+        "epochs": 20,
+        "adversary": None,
+        "augment": 0,
+        "batch_size": 32,
+        "optimisation": options,
+    }
     plain = train(small_config(**settings), data, model=small_model()).model
     provable = Provable(0.1, kappa=0.3, ramp=(0.05, 0.5))
     robust = train(small_config(**settings, provable=provable), data, data, model=small_model())
@@ -119,7 +134,9 @@ def test_losses_are_their_formulas(kind: str) -> None:
     net = small_model()
     x, y = small_data(4)
     z = x.flip(2)
-    loss, right, _ = Objective(net, small_config(adversary=Adversary(attack), loss=settings), x)(x, z, y, 0.0)
+    loss, right, _ = Objective(net, small_config(adversary=Adversary(attack), loss=settings), x)(
+        x, z, y, 0.0
+    )
     p, q = net(x).softmax(1), net(z).softmax(1)
     rows = torch.arange(4)
     kl = (p * (p / q).log()).sum(1)
@@ -128,7 +145,9 @@ def test_losses_are_their_formulas(kind: str) -> None:
     elif kind == "mart":
         wrong = q.clone()
         wrong[rows, y] = 0
-        expected = (-q[rows, y].log() - (1 - wrong.amax(1)).log() + 3 * kl * (1 - p[rows, y])).mean()
+        expected = (
+            -q[rows, y].log() - (1 - wrong.amax(1)).log() + 3 * kl * (1 - p[rows, y])
+        ).mean()
     else:
         expected = -0.75 * q[rows, y].log().mean() - 0.25 * p[rows, y].log().mean()
     assert torch.allclose(loss, expected, rtol=1e-5)
@@ -151,7 +170,12 @@ def test_papers_presets_are_the_papers() -> None:
     mnist, cifar = preset("mnist-adversarial-paper"), preset("cifar10-adversarial-paper")
     for config, eps, factor in ((mnist, 0.1, 1.4), (cifar, 0.01, 1.5)):
         attack, options = config.adversary.attack, config.optimisation  # type: ignore[union-attr]
-        assert (attack.ball.eps, attack.steps, attack.growth.factor, attack.growth.every) == (eps, 50, factor, 5)
+        assert (attack.ball.eps, attack.steps, attack.growth.factor, attack.growth.every) == (
+            eps,
+            50,
+            factor,
+            5,
+        )
         assert attack.until_success and attack.mode == "paper"
         assert (options.momentum, options.weight_decay, config.batch_size) == (0.9, 5e-4, 128)
         assert options.lr_at(9.9 / config.epochs, config.epochs) == 0.1
@@ -174,17 +198,33 @@ def test_override_reaches_any_depth_and_names_what_it_cannot_find() -> None:
         override(preset("mnist-adversarial"), "adversary.attack.until_success", "no")
     with pytest.raises(ValueError, match="lr must be a number, got 'fast'"):
         override(preset("mnist-adversarial"), "optimisation.lr", "fast")
-    for path, value in (("optimisation.ema", None), ("adversary.low", None), ("optimisation.lr", True)):
+    for path, value in (
+        ("optimisation.ema", None),
+        ("adversary.low", None),
+        ("optimisation.lr", True),
+    ):
         with pytest.raises(ValueError, match=rf"(ema|low|lr) must be a number, got {value}"):
             override(preset("mnist-adversarial"), path, value)
-    assert override(preset("mnist-adversarial"), "optimisation.clip", None).optimisation.clip is None
+    assert (
+        override(preset("mnist-adversarial"), "optimisation.clip", None).optimisation.clip is None
+    )
     with pytest.raises(ValueError, match="unknown preset"):
         preset("mnist")
 
 
 def test_settings_of_the_command_line_may_be_spelled_as_in_python() -> None:
-    read = [setting(text) for text in ("flip=False", "flip=true", "clip=None", "name=a", "eps=[0.1]", "lr=1e-3")]
-    assert read == [("flip", False), ("flip", True), ("clip", None), ("name", "a"), ("eps", [0.1]), ("lr", 1e-3)]
+    read = [
+        setting(text)
+        for text in ("flip=False", "flip=true", "clip=None", "name=a", "eps=[0.1]", "lr=1e-3")
+    ]
+    assert read == [
+        ("flip", False),
+        ("flip", True),
+        ("clip", None),
+        ("name", "a"),
+        ("eps", [0.1]),
+        ("lr", 1e-3),
+    ]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -203,7 +243,9 @@ def test_optimizers_come_back_in_the_layout_of_their_parameters(kind) -> None:  
     for entry, expected in zip(second.state.values(), first.state.values(), strict=True):
         for name, value in entry.items():
             if isinstance(value, torch.Tensor):
-                assert torch.equal(value, expected[name]) and value.stride() == expected[name].stride()
+                assert (
+                    torch.equal(value, expected[name]) and value.stride() == expected[name].stride()
+                )
 
 
 def test_averages_are_exponential_and_forget_the_start() -> None:

@@ -32,7 +32,9 @@ def test_weights_go_up_the_gradient_and_come_back() -> None:
                 assert float(cosine.detach()) == pytest.approx(1.0, abs=1e-4)
             else:
                 assert torch.equal(now, old)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    )
 
 
 def test_weights_come_back_after_an_error() -> None:
@@ -46,7 +48,9 @@ def test_weights_come_back_after_an_error() -> None:
 
 def test_the_step_is_taken_with_the_gradient_of_the_perturbed_weights() -> None:
     x, y = small_data(8)
-    options = Optimisation(lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", perturbation=0.05)
+    options = Optimisation(
+        lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", perturbation=0.05
+    )
     config = small_config(epochs=1, batch_size=8, adversary=None, augment=0, optimisation=options)
     model = small_model()
     expected = copy.deepcopy(model)

@@ -21,7 +21,9 @@ from wball.training import opponent as opponent_module
 from wball.training.network import AsTrained
 from wball.training.replay import Replay, can_replay, recorded
 
-ATTACK = DualAveraging(WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2)
+ATTACK = DualAveraging(
+    WassersteinBall(0.4), steps=4, until_success=False, random_start=1.0, sweeps=2
+)
 ATTACKS = {
     "dual averaging": ATTACK,
     "until success": DualAveraging(WassersteinBall(0.4), steps=12, sweeps=2),
@@ -47,7 +49,9 @@ def test_replays_are_the_attack_at_each_radius_seed_and_state_of_the_network(
     attack: Any = ATTACKS[name]
     size, tries = 16, 3
     if isinstance(attack, PGD):
-        monkeypatch.setenv("WBALL_KERNEL", "triton")  # in its interpreter, which takes a second a step
+        monkeypatch.setenv(
+            "WBALL_KERNEL", "triton"
+        )  # in its interpreter, which takes a second a step
         size, tries = 2, 1
     model = victim().train()
     x, y = small_data(3 * size)
@@ -59,7 +63,9 @@ def test_replays_are_the_attack_at_each_radius_seed_and_state_of_the_network(
         expected = attack.at(radius)(model, x[part], y[part], generator=draws)
         z, success = replay(x[part], y[part], radius, k)
         # Sums over a smaller batch round differently, once images that fell are left out.
-        torch.testing.assert_close(z, expected.images, atol=1e-4 if attack.until_success else 0, rtol=0)
+        torch.testing.assert_close(
+            z, expected.images, atol=1e-4 if attack.until_success else 0, rtol=0
+        )
         assert torch.equal(success, expected.success)
         assert bool((z != x[part]).any())
         with torch.no_grad():
@@ -73,16 +79,23 @@ def test_a_recording_that_does_something_else_is_refused(monkeypatch: pytest.Mon
     x, y = small_data(16)
 
     def idle(replay: Replay) -> None:
-        replay._z, replay._success = replay._x.clone(), torch.zeros_like(replay._y, dtype=torch.bool)
+        replay._z, replay._success = (
+            replay._x.clone(),
+            torch.zeros_like(replay._y, dtype=torch.bool),
+        )
 
     monkeypatch.setattr(Replay, "_make", idle)
-    with pytest.warns(RuntimeWarning, match="not replayed as a CUDA graph: a replay raises the mean loss"):
+    with pytest.warns(
+        RuntimeWarning, match="not replayed as a CUDA graph: a replay raises the mean loss"
+    ):
         assert recorded(ATTACK, victim(), x, y) is None
 
 
 @pytest.mark.usefixtures("standing_in")
 @pytest.mark.parametrize("radius", ["fixed", "uniform", "per-image"])
-def test_training_with_replays_ends_with_the_same_weights(monkeypatch: pytest.MonkeyPatch, radius: str) -> None:
+def test_training_with_replays_ends_with_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, radius: str
+) -> None:
     ends = []
     for replayed in (False, True):
         options = Optimisation(lr=0.05, schedule="one-cycle", cuda_graph=replayed)
@@ -107,13 +120,21 @@ class _Asked(TorchDispatchMode):
         masks = name in ("index", "index_put_", "index_put") and any(
             k is not None and k.dtype == torch.bool for k in args[1]
         )
-        if masks or name in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique"):
+        if masks or name in (
+            "_local_scalar_dense",
+            "nonzero",
+            "is_nonzero",
+            "masked_select",
+            "unique",
+        ):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_what_is_recorded_never_asks_the_device_for_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_recorded_never_asks_the_device_for_a_value(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place in ("wball.inputs", "wball.model"):
         monkeypatch.setattr(f"{place}.recording", lambda _: True)
     x, y = small_data(16)
@@ -125,7 +146,14 @@ def test_what_is_recorded_never_asks_the_device_for_a_value(name: str, monkeypat
     draws = torch.Generator()
     with _Asked() as asked:
         batch = AttackBatch(
-            small_model(), attack.ball, x, y, None, objectives.cross_entropy, attack.until_success, whole=True
+            small_model(),
+            attack.ball,
+            x,
+            y,
+            None,
+            objectives.cross_entropy,
+            attack.until_success,
+            whole=True,
         )
         attack.run(batch, draws)
         batch.finish()
@@ -147,4 +175,7 @@ class _Idle:
 def test_only_attacks_that_keep_their_batch_on_a_gpu_are_recorded() -> None:
     x = torch.zeros(1, 1, 4, 4)
     assert not can_replay(ATTACK, x)
-    assert recorded(PGD(WassersteinBall(0.1), until_success=False), victim(), x, torch.zeros(1).long()) is None
+    assert (
+        recorded(PGD(WassersteinBall(0.1), until_success=False), victim(), x, torch.zeros(1).long())
+        is None
+    )

@@ -37,10 +37,14 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["training.worker"])
 
 
-def start(out: Path, what: Callable[[str, dict[str, str]], None] = run, **environment: str) -> ForkServerProcess:
+def start(
+    out: Path, what: Callable[[str, dict[str, str]], None] = run, **environment: str
+) -> ForkServerProcess:
     process = CONTEXT.Process(target=what, args=(str(out), environment), daemon=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))  # the clean one does not inherit sys.path
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(p for p in sys.path if p)
+        )  # the clean one does not inherit sys.path
         process.start()
     return process
 
@@ -86,7 +90,10 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
     # On ARM a resumed run was seen to differ by one unit in the last place.
     exactly = platform.machine() == "x86_64"
     assert largest_difference(tmp_path, undisturbed) <= (0.0 if exactly else 1e-6)
-    metrics = [[json.loads(t) for t in (p / "metrics.jsonl").read_text().splitlines()] for p in (tmp_path, undisturbed)]
+    metrics = [
+        [json.loads(t) for t in (p / "metrics.jsonl").read_text().splitlines()]
+        for p in (tmp_path, undisturbed)
+    ]
     for killed, whole in zip(*metrics, strict=True):
         assert killed.keys() == whole.keys()
         assert all(killed[k] == whole[k] for k in killed if k != "seconds")
@@ -106,7 +113,9 @@ def test_two_processes_agree_on_batch_statistics(tmp_path: Path) -> None:
 
 def test_of_two_processes_the_main_one_stops_first(tmp_path: Path) -> None:
     processes = start_two(tmp_path, run_until_stopped)
-    while not (tmp_path / "checkpoint.safetensors").is_file() and all(p.is_alive() for p in processes):
+    while not (tmp_path / "checkpoint.safetensors").is_file() and all(
+        p.is_alive() for p in processes
+    ):
         time.sleep(0.01)
     for process in reversed(processes):  # one after the other, as signals come
         assert process.pid is not None
@@ -126,10 +135,15 @@ def test_two_processes_train_the_model_of_one(tmp_path: Path, undisturbed: Path)
 
 def test_one_process_goes_on_where_two_were_killed(tmp_path: Path, undisturbed: Path) -> None:
     processes = start_two(tmp_path, run)
-    while not (tmp_path / "checkpoint.safetensors").is_file() and all(p.is_alive() for p in processes):
+    while not (tmp_path / "checkpoint.safetensors").is_file() and all(
+        p.is_alive() for p in processes
+    ):
         time.sleep(0.01)
     processes[1].kill()
-    assert [wait(p) for p in processes] == [1, -signal.SIGKILL]  # the other one does not wait for ever
+    assert [wait(p) for p in processes] == [
+        1,
+        -signal.SIGKILL,
+    ]  # the other one does not wait for ever
     step = state.load_state(tmp_path / "checkpoint.safetensors")[1]["step"]
     result = train(small_config(), small_data(), small_data(), model=small_model(), out=tmp_path)
     assert 0 < step < 18 and largest_difference(tmp_path, undisturbed) < 1e-5
@@ -169,7 +183,9 @@ def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines] == result.history and len(lines) == 3
 
 
-def test_tensorboard_keeps_what_the_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_keeps_what_the_checkpoint_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: dict[int, float] = {}
 
     class Writer:
@@ -190,13 +206,17 @@ def test_tensorboard_keeps_what_the_checkpoint_has(tmp_path: Path, monkeypatch: 
         def close(self) -> None:
             pass
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
+    )
     config = stopped_after_two_epochs(tmp_path)
     result = train(config, small_data(32), model=small_model(), out=tmp_path)
     assert shown == {r["step"]: r["loss"] for r in result.history}
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "c.safetensors"
     state.save_state(path, {"a": torch.ones(2)}, {"step": 1})
 
@@ -222,13 +242,22 @@ def test_a_checkpoint_edited_by_hand_is_refused(tmp_path: Path) -> None:
     train(config, data, data, model=small_model(), out=tmp_path)
     path = tmp_path / "checkpoint.safetensors"
     tensors, header = state.load_state(path)
-    edited = [(tensors, {k: v for k, v in header.items() if k != name}) for name in ("config", "step", "history")]
+    edited = [
+        (tensors, {k: v for k, v in header.items() if k != name})
+        for name in ("config", "step", "history")
+    ]
     edited += [(tensors, header | {"step": "x"}), (tensors, header | {"images": -1}), (tensors, [])]  # type: ignore[list-item]
     edited += [({k: v for k, v in tensors.items() if k != "totals"}, header)]
-    edited += [({**tensors, "totals": torch.zeros(3)}, header), ({**tensors, "optimizer.x.y": torch.zeros(3)}, header)]
+    edited += [
+        ({**tensors, "totals": torch.zeros(3)}, header),
+        ({**tensors, "optimizer.x.y": torch.zeros(3)}, header),
+    ]
     for changed, head in edited:
         state.save_state(path, changed, head)
-        with pytest.raises(ValueError, match=r"checkpoint\.safetensors is not .*checkpoint.*; delete it to start over"):
+        with pytest.raises(
+            ValueError,
+            match=r"checkpoint\.safetensors is not .*checkpoint.*; delete it to start over",
+        ):
             train(config, data, data, model=small_model(), out=tmp_path)
 
 
@@ -236,7 +265,10 @@ def test_a_checkpoint_edited_by_hand_is_refused(tmp_path: Path) -> None:
 def test_optimizer_state_survives(method: str) -> None:
     def fresh() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         p = torch.nn.Parameter(torch.arange(3.0))
-        kinds = {"sgd": torch.optim.SGD([p], lr=0.1, momentum=0.9), "adamw": torch.optim.AdamW([p], lr=0.1)}
+        kinds = {
+            "sgd": torch.optim.SGD([p], lr=0.1, momentum=0.9),
+            "adamw": torch.optim.AdamW([p], lr=0.1),
+        }
         return p, kinds[method]
 
     def steps(p: torch.nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:

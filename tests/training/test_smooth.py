@@ -62,7 +62,9 @@ def test_the_loss_raises_the_wrong_logits_by_the_gain() -> None:
     torch.testing.assert_close(loss, total / len(x), atol=1e-4, rtol=1e-4)
     assert int(right) == int((logits.argmax(1) == y).sum())
     loss.backward()
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters()
+    )
 
 
 def test_a_share_of_the_clean_loss_goes_with_it() -> None:
@@ -85,7 +87,9 @@ def test_training_makes_gradients_pay_less() -> None:
         model = train(config, (x, y), model=small_model()).model
         z = x.clone().requires_grad_(True)
         logits = model(z)
-        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(
+            1, y[:, None], -torch.inf
+        ).amax(1)
         (g,) = torch.autograd.grad(margin.sum(), z)
         return float(linear_gain(-g, x, WassersteinBall(0.1)).mean() / logits.detach().std())
 

@@ -12,20 +12,30 @@ from wball.training import mixed
 def network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 2)
+        nn.Conv2d(1, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(12, 2),
     )
 
 
 def test_weights_and_statistics_are_on_the_line_between_both() -> None:
     first, second = network(0).eval(), network(1).train()
     second.load_state_dict(
-        {k: v + 4 if "running" in k or "tracked" in k else v for k, v in second.state_dict().items()}
+        {
+            k: v + 4 if "running" in k or "tracked" in k else v
+            for k, v in second.state_dict().items()
+        }
     )
     before = {k: v.clone() for k, v in first.state_dict().items()}
     found = mixed(first, second, 0.25)
     for name, value in found.state_dict().items():
         mine, theirs = before[name], second.state_dict()[name]
-        torch.testing.assert_close(value, mine + 0.25 * (theirs - mine) if value.is_floating_point() else mine)
+        torch.testing.assert_close(
+            value, mine + 0.25 * (theirs - mine) if value.is_floating_point() else mine
+        )
         assert torch.equal(first.state_dict()[name], mine)  # a new network
     assert not found.training
     for share, end in ((0.0, first), (1.0, second)):

@@ -56,7 +56,9 @@ def test_each_epoch_has_every_image_in_an_order_of_its_own() -> None:
     for epoch in range(3):
         images = torch.cat(batches[3 * epoch : 3 * epoch + 3]).flatten(1)
         orders.append(torch.cdist(images, x.flatten(1)).argmin(1).tolist())
-        assert torch.equal(images, x.flatten(1)[orders[-1]]) and sorted(orders[-1]) == list(range(24))
+        assert torch.equal(images, x.flatten(1)[orders[-1]]) and sorted(orders[-1]) == list(
+            range(24)
+        )
     assert len({tuple(order) for order in orders}) == 3
 
 
@@ -67,11 +69,15 @@ RANDOM: dict[str, dict[str, Any]] = {
     "squares": {"cutout": 4},
     "noise": {"noise": 0.05},
     "starts": {
-        "adversary": Adversary(DualAveraging(WassersteinBall(0.3), steps=1, until_success=False, random_start=5.0))
+        "adversary": Adversary(
+            DualAveraging(WassersteinBall(0.3), steps=1, until_success=False, random_start=5.0)
+        )
     },
     "radii": {
         "adversary": Adversary(
-            DualAveraging(WassersteinBall(0.3), steps=1, until_success=False), radius="uniform", low=0.1
+            DualAveraging(WassersteinBall(0.3), steps=1, until_success=False),
+            radius="uniform",
+            low=0.1,
         )
     },
 }
@@ -82,18 +88,26 @@ def test_what_is_random_is_drawn_anew_at_each_step(kind: str) -> None:
     x, y = small_data(1)
     settings = {"data": (x.repeat(8, 1, 1, 1), y.repeat(8)), **RANDOM[kind]}
     first, second, third = seen(**settings)
-    assert not torch.equal(first, second) and not torch.equal(second, third) and not torch.equal(first, third)
+    assert (
+        not torch.equal(first, second)
+        and not torch.equal(second, third)
+        and not torch.equal(first, third)
+    )
     assert torch.equal(
         torch.stack([first, second, third]), torch.stack(seen(**settings))
     )  # but not anew in another run
-    assert len({tuple(image.flatten().tolist()) for image in first}) > 1  # nor once for the whole batch
+    assert (
+        len({tuple(image.flatten().tolist()) for image in first}) > 1
+    )  # nor once for the whole batch
 
 
 @pytest.mark.parametrize(
     "options",
     [
         Optimisation(lr=0.05, momentum=0.8, weight_decay=0.01, schedule="constant"),
-        Optimisation(lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01, schedule="constant", clip=0.1),
+        Optimisation(
+            lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01, schedule="constant", clip=0.1
+        ),
         Optimisation("adamw", lr=0.01, weight_decay=0.1, schedule="constant"),
         Optimisation(lr=0.05, momentum=0.8, schedule="step", drop_epochs=2),
         Optimisation(lr=0.05, momentum=0.8, schedule="one-cycle", warmup=0.5),
@@ -103,14 +117,23 @@ def test_what_is_random_is_drawn_anew_at_each_step(kind: str) -> None:
 def test_weights_move_as_the_optimiser_of_torch_moves_them(options: Optimisation) -> None:
     x, y = small_data(32)
     config = small_config(
-        epochs=4, batch_size=32, adversary=None, augment=0, optimisation=options, loss=Loss(label_smoothing=0.2)
+        epochs=4,
+        batch_size=32,
+        adversary=None,
+        augment=0,
+        optimisation=options,
+        loss=Loss(label_smoothing=0.2),
     )
     found = train(config, (x, y), model=small_model()).model
     model, shared = small_model(), {"weight_decay": options.weight_decay}
     optimiser: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **shared)
     if options.method == "sgd":
-        optimiser = torch.optim.SGD(model.parameters(), momentum=options.momentum, nesterov=options.nesterov, **shared)
-    rates = {"constant": [1, 1, 1, 1], "step": [1, 1, 0.1, 0.1], "one-cycle": [1e-4, 0.5, 1, 0.5]}[options.schedule]
+        optimiser = torch.optim.SGD(
+            model.parameters(), momentum=options.momentum, nesterov=options.nesterov, **shared
+        )
+    rates = {"constant": [1, 1, 1, 1], "step": [1, 1, 0.1, 0.1], "one-cycle": [1e-4, 0.5, 1, 0.5]}[
+        options.schedule
+    ]
     for rate in rates:
         optimiser.param_groups[0]["lr"] = rate * options.lr
         optimiser.zero_grad()
@@ -161,16 +184,24 @@ def test_the_radius_of_smooth_grows_over_its_ramp() -> None:
         assert radii.batch(torch.arange(16), 0, progress, World()) == pytest.approx(eps)
     objective = Objective(model, small_config(adversary=None, smooth=settings), x)
     torch.testing.assert_close(objective(x, x, y, 0.0, 0.0)[0], F.cross_entropy(model(x), y))
-    assert objective(x, x, y, 0.5, 0.1)[0] > objective(x, x, y, 0.5, 0.05)[0] > objective(x, x, y, 0.0, 0.0)[0]
+    assert (
+        objective(x, x, y, 0.5, 0.1)[0]
+        > objective(x, x, y, 0.5, 0.05)[0]
+        > objective(x, x, y, 0.0, 0.0)[0]
+    )
 
 
 def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
     x, y = small_data(32)
-    settings = Smooth(0.4, ramp=0.0, radius="per-image", low=0.01, start=0.05, grow=0.05, shrink=0.04)
+    settings = Smooth(
+        0.4, ramp=0.0, radius="per-image", low=0.01, start=0.05, grow=0.05, shrink=0.04
+    )
     config = small_config(adversary=None, epochs=4, smooth=settings)
     objective = Objective(small_model(), config, x)
     eps = torch.linspace(0.0, 0.4, 32, dtype=torch.float64)
-    each = [objective(x[i : i + 1], x[i : i + 1], y[i : i + 1], 0.5, float(eps[i])) for i in range(32)]
+    each = [
+        objective(x[i : i + 1], x[i : i + 1], y[i : i + 1], 0.5, float(eps[i])) for i in range(32)
+    ]
     loss, _, survived = objective(x, x, y, 0.5, eps)
     torch.testing.assert_close(loss, torch.stack([v[0] for v in each]).mean())
     assert torch.equal(survived, torch.cat([v[2] for v in each]))
@@ -181,30 +212,48 @@ def test_smooth_at_a_radius_per_image_protects_what_it_can() -> None:
 
 def test_radii_follow_their_rule() -> None:
     attack = DualAveraging(WassersteinBall(0.4), steps=1)
-    rule = Adversary(attack, radius="per-image", low=0.1, start=0.2, grow=0.15, shrink=0.08, ramp=0.5)
+    rule = Adversary(
+        attack, radius="per-image", low=0.1, start=0.2, grow=0.15, shrink=0.08, ramp=0.5
+    )
 
     def radii(settings: Adversary, count: int = 6) -> Radii:
         return Radii(settings, count, seed=0, device=torch.device("cpu"))
 
-    index, broken, own = torch.tensor([5, 0, 2, 3]), torch.tensor([True, False, True, False]), radii(rule)
+    index, broken, own = (
+        torch.tensor([5, 0, 2, 3]),
+        torch.tensor([True, False, True, False]),
+        radii(rule),
+    )
     # The first and third shrink to low, the others grow to eps; the ramp scales what is asked, not what is kept.
     expected = {0.25: [0.1] * 4, 0.5: [0.12, 0.35, 0.12, 0.35], 1.0: [0.1, 0.4, 0.1, 0.4]}
     for progress, asked in expected.items():
-        torch.testing.assert_close(own.batch(index, 0, progress, World()), torch.tensor(asked, dtype=torch.float64))
+        torch.testing.assert_close(
+            own.batch(index, 0, progress, World()), torch.tensor(asked, dtype=torch.float64)
+        )
         own.follow(index, broken, World())
-    torch.testing.assert_close(own.values, torch.tensor([0.4, 0.2, 0.1, 0.4, 0.2, 0.1], dtype=torch.float64))
+    torch.testing.assert_close(
+        own.values, torch.tensor([0.4, 0.2, 0.1, 0.4, 0.2, 0.1], dtype=torch.float64)
+    )
     fixed = radii(dataclasses.replace(rule, radius="fixed"))
     fixed.follow(index, broken, World())
     assert fixed.batch(index, 0, 0.1, World()) == pytest.approx(0.08) and fixed.values.numel() == 0
     uniform = radii(dataclasses.replace(rule, radius="uniform", ramp=0.0))
-    drawn = torch.stack([torch.as_tensor(uniform.batch(index, step, 1.0, World())) for step in range(50)])
-    assert drawn.shape == (50, 4) and 0.1 <= float(drawn.min()) < 0.12 and 0.38 < float(drawn.max()) <= 0.4
+    drawn = torch.stack(
+        [torch.as_tensor(uniform.batch(index, step, 1.0, World())) for step in range(50)]
+    )
+    assert (
+        drawn.shape == (50, 4)
+        and 0.1 <= float(drawn.min()) < 0.12
+        and 0.38 < float(drawn.max()) <= 0.4
+    )
     for start, first in ((9.0, 0.4), (0.0, 0.1)):
         assert radii(dataclasses.replace(rule, start=start), 1).values.tolist() == [first]
 
 
 def test_only_so_many_test_images_are_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wball.training.measure.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y))
+    monkeypatch.setattr(
+        "wball.training.measure.robust_accuracy", lambda _, x, y, attack, world: len(x) + len(y)
+    )
     measured = Validation(attack=DualAveraging(WassersteinBall(0.3)), eps=(0.1, 0.2), images=5)
     config = small_config(epochs=1, adversary=None, evaluation=measured)
     record = train(config, small_data(16), small_data(20), model=small_model()).history[-1]
@@ -216,7 +265,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("wball.training.loop.time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(
+            "wball.training.loop.time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds
@@ -227,7 +278,11 @@ class Slow(nn.Module):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.inner, self.clock, self.steps = nn.Sequential(nn.Flatten(), nn.Linear(196, 10)), clock, 0
+        self.inner, self.clock, self.steps = (
+            nn.Sequential(nn.Flatten(), nn.Linear(196, 10)),
+            clock,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -237,20 +292,26 @@ class Slow(nn.Module):
         return logits
 
 
-def test_neither_the_first_step_nor_measuring_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_first_step_nor_measuring_is_on_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
     monkeypatch.setattr("wball.training.loop.measure", lambda *_: clock.pass_by(500.0) or {})  # type: ignore[func-returns-value]
     config = small_config(epochs=3, adversary=None, evaluation=Validation())
     history = train(config, small_data(64), small_data(4), model=Slow(clock)).history
     assert [record["seconds"] for record in history] == [3.0, 7.0, 11.0]
-    history = train(config, small_data(64), small_data(4), model=Slow(clock), time_limit=6.0).history
+    history = train(
+        config, small_data(64), small_data(4), model=Slow(clock), time_limit=6.0
+    ).history
     assert [record["step"] for record in history] == [
         4,
         8,
     ]  # six seconds after the first step, and one more at the end of the schedule
 
 
-@pytest.mark.parametrize(("every", "expected"), [(None, [1, 101, 201, 240]), (100, [100, 200, 240])])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(None, [1, 101, 201, 240]), (100, [100, 200, 240])]
+)
 def test_checkpoints_take_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, expected: list[int]
 ) -> None:

@@ -28,7 +28,14 @@ def other_model() -> nn.Module:
 
 def test_the_step_is_taken_towards_the_label_and_the_teachers_answer() -> None:
     x, y = small_data(8)
-    config = small_config(epochs=1, batch_size=8, adversary=None, augment=0, optimisation=STEP, loss=Loss(teacher=0.25))
+    config = small_config(
+        epochs=1,
+        batch_size=8,
+        adversary=None,
+        augment=0,
+        optimisation=STEP,
+        loss=Loss(teacher=0.25),
+    )
     model, teacher = small_model(), other_model()
     expected, untouched = copy.deepcopy(model), copy.deepcopy(teacher)
     targets = 0.75 * F.one_hot(y, 10) + 0.25 * teacher(x).softmax(1).detach()
@@ -53,7 +60,9 @@ def test_every_loss_sees_the_teacher() -> None:
         hard = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1)
         soft = Objective(model, config, x)(x, x.flip(3), y, 1.0, 0.1, targets)
         assert float((hard[0] - soft[0]).detach().abs()) > 1e-3
-        assert torch.equal(hard[1], soft[1]) and torch.equal(hard[2], soft[2])  # who is right does not depend on it
+        assert torch.equal(hard[1], soft[1]) and torch.equal(
+            hard[2], soft[2]
+        )  # who is right does not depend on it
 
 
 def test_several_teachers_have_equal_shares() -> None:
@@ -75,8 +84,12 @@ def test_perturbed_weights_do_not_ask_teachers_again() -> None:
             return answer
 
     settings = dataclasses.replace(STEP, perturbation=0.01)
-    config = small_config(epochs=1, batch_size=8, adversary=None, optimisation=settings, loss=Loss(teacher=0.5))
-    train(config, small_data(24), model=small_model(), teacher=[Counting(*other_model().children())])
+    config = small_config(
+        epochs=1, batch_size=8, adversary=None, optimisation=settings, loss=Loss(teacher=0.5)
+    )
+    train(
+        config, small_data(24), model=small_model(), teacher=[Counting(*other_model().children())]
+    )
     assert Counting.asked == 1 + 3  # a first look, and once a batch
 
 
@@ -89,7 +102,12 @@ def test_a_teacher_is_checked() -> None:
     with pytest.raises(ValueError, match="teacher is missing"):
         train(wanting, data, model=small_model())
     with pytest.raises(ValueError, match="teacher cannot take images"):
-        train(wanting, data, model=small_model(), teacher=nn.Sequential(nn.Flatten(), nn.Linear(5, 10)))
+        train(
+            wanting,
+            data,
+            model=small_model(),
+            teacher=nn.Sequential(nn.Flatten(), nn.Linear(5, 10)),
+        )
     with pytest.raises(ValueError, match="teacher is missing"):
         train(wanting, data, model=small_model(), teacher=[])
     with pytest.raises(TypeError, match="teacher"):

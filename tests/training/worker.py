@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from wball import DualAveraging, WassersteinBall, load_sample
 from wball.kernels import dispatch
-from wball.training import Adversary, Optimisation, Provable, Smooth, TrainConfig, Validation, distributed, train
+from wball.training import (
+    Adversary,
+    Optimisation,
+    Provable,
+    Smooth,
+    TrainConfig,
+    Validation,
+    distributed,
+    train,
+)
 
 # What torch and the kernels import late, so that forked processes find it done: seconds each.
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -76,7 +85,14 @@ class WithIdlePart(nn.Module):
 def normalised_model() -> nn.Module:
     """With batch normalisation, in double precision: what rounding does to it can be large."""
     convolution, _, flatten, *rest = small_model()
-    layers = (convolution, nn.BatchNorm2d(4), nn.ReLU(), flatten, nn.BatchNorm1d(196, momentum=None), *rest)
+    layers = (
+        convolution,
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        flatten,
+        nn.BatchNorm1d(196, momentum=None),
+        *rest,
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -86,10 +102,22 @@ def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
     return {
         "idle": (plain, WithIdlePart()),
         "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
-        "normalised": (dataclasses.replace(plain, adversary=small_config().adversary), normalised_model()),
-        "provable": (dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))), small_model()),
-        "uniform": (dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform", low=0.1)), small_model()),
-        "smooth": (dataclasses.replace(plain, epochs=3, noise=0.01, smooth=Smooth(0.1, ramp=0.0)), small_model()),
+        "normalised": (
+            dataclasses.replace(plain, adversary=small_config().adversary),
+            normalised_model(),
+        ),
+        "provable": (
+            dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))),
+            small_model(),
+        ),
+        "uniform": (
+            dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform", low=0.1)),
+            small_model(),
+        ),
+        "smooth": (
+            dataclasses.replace(plain, epochs=3, noise=0.01, smooth=Smooth(0.1, ramp=0.0)),
+            small_model(),
+        ),
     }
 
 
@@ -120,6 +148,14 @@ def run_with_statistics(out: str, environment: dict[str, str]) -> None:
     with distributed.launched("cpu"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(196), nn.Linear(196, 10))
-        result = train(small_config(epochs=1, adversary=None), small_data(33), small_data(33), model=model, out=out)
+        result = train(
+            small_config(epochs=1, adversary=None),
+            small_data(33),
+            small_data(33),
+            model=model,
+            out=out,
+        )
         saved = load_file(Path(out, "small.safetensors"))
-        assert all(torch.equal(saved[k], v) for k, v in result.model.state_dict().items() if "running" in k)
+        assert all(
+            torch.equal(saved[k], v) for k, v in result.model.state_dict().items() if "running" in k
+        )

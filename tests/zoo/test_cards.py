@@ -34,7 +34,9 @@ def test_a_card_agrees_with_the_preset_of_its_command(name: str) -> None:
     assert training["epochs"] == config.epochs or "--time-limit" in words
     assert training.get("batch", config.batch_size) == config.batch_size
     if "optimizer" in training:
-        assert training["optimizer"].startswith("SGD" if config.optimisation.method == "sgd" else "Adam")
+        assert training["optimizer"].startswith(
+            "SGD" if config.optimisation.method == "sgd" else "Adam"
+        )
     assert card["summary"].split(",")[0].rstrip(".") in config.summary
 
 
@@ -57,11 +59,17 @@ def test_zoo_models_classify_the_sample() -> None:
 
 def test_cards_say_what_complete_verification_decided() -> None:
     """Where a card has proofs of complete verification, they are those of the stored result."""
-    rows = json.loads((ROOT / "results" / "complete_mnist.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((ROOT / "results" / "complete_mnist.json").read_text(encoding="utf-8"))[
+        "rows"
+    ]
     proved = {(row["model"], f"{row['eps']:g}"): round(row["proved"], 4) for row in rows}
-    told = [name for name in wball.list_models() if "complete_verification" in wball.model_card(name)]
+    told = [
+        name for name in wball.list_models() if "complete_verification" in wball.model_card(name)
+    ]
     assert {"mnist-certified", "mnist-anchored"} <= set(told)
     for name in told:
         card = wball.model_card(name)["complete_verification"]
         shares = {key: value for key, value in card.items() if key not in ("ball", "method")}
-        assert shares == {radius: share for (model, radius), share in proved.items() if model == name}
+        assert shares == {
+            radius: share for (model, radius), share in proved.items() if model == name
+        }

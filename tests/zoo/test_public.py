@@ -43,8 +43,18 @@ class Authors(Server):
     def publish(self, content: bytes, name: str = "somebody-mnist") -> PublicModel:
         path = "checkpoints/net.pth"
         self.files[f"owner/code/raw/{PINNED}/{path}"] = content
-        known, digest = public_models()["wong2019-mnist-standard"], hashlib.sha256(content).hexdigest()
-        return replace(known, name=name, repository=f"{self.url}owner/code", commit=PINNED, path=path, sha256=digest)
+        known, digest = (
+            public_models()["wong2019-mnist-standard"],
+            hashlib.sha256(content).hexdigest(),
+        )
+        return replace(
+            known,
+            name=name,
+            repository=f"{self.url}owner/code",
+            commit=PINNED,
+            path=path,
+            sha256=digest,
+        )
 
 
 @pytest.fixture
@@ -69,7 +79,9 @@ def test_a_model_is_downloaded_once_checked_and_loaded(
     entry = known["somebody-mnist"] = authors.publish(packed(content))
     model = wball.load_model("somebody-mnist", root=tmp_path)
     wanted = content["state_dict"][0]
-    assert not model.training and all(torch.equal(v, wanted[k]) for k, v in model.state_dict().items())
+    assert not model.training and all(
+        torch.equal(v, wanted[k]) for k, v in model.state_dict().items()
+    )
     wball.load_model("somebody-mnist", root=str(tmp_path))
     assert authors.requests == [(f"owner/code/raw/{PINNED}/{entry.path}", None)]
     assert (tmp_path / "somebody-mnist.pth").is_file() and not list(tmp_path.glob("*.part"))
@@ -82,11 +94,16 @@ def test_a_folder_serves_without_a_network(
 ) -> None:
     content = packed(tiny())
     entry = replace(
-        known["wong2019-mnist-standard"], name="mine", path="a.pth", sha256=hashlib.sha256(content).hexdigest()
+        known["wong2019-mnist-standard"],
+        name="mine",
+        path="a.pth",
+        sha256=hashlib.sha256(content).hexdigest(),
     )
     known["mine"] = entry
     (tmp_path / "mine.pth").write_bytes(content)
-    monkeypatch.setattr("wball.zoo.public.fetch_file", lambda *a: pytest.fail("the network was asked"))
+    monkeypatch.setattr(
+        "wball.zoo.public.fetch_file", lambda *a: pytest.fail("the network was asked")
+    )
     monkeypatch.setenv("WBALL_MODELS", str(tmp_path))
     tmp_path.chmod(0o500)  # nothing need be written
     try:
@@ -96,7 +113,9 @@ def test_a_folder_serves_without_a_network(
     assert all(map(torch.equal, by_variable.parameters(), by_argument.parameters()))
 
 
-def test_a_broken_transfer_is_resumed(authors: Authors, known: dict[str, PublicModel], tmp_path: Path) -> None:
+def test_a_broken_transfer_is_resumed(
+    authors: Authors, known: dict[str, PublicModel], tmp_path: Path
+) -> None:
     content = packed(tiny())
     known["somebody-mnist"] = authors.publish(content)
     authors.break_after = 1000
@@ -105,14 +124,19 @@ def test_a_broken_transfer_is_resumed(authors: Authors, known: dict[str, PublicM
     assert not (tmp_path / "somebody-mnist.pth").exists()
     authors.break_after = None
     wball.load_model("somebody-mnist", root=tmp_path)
-    assert authors.requests[-1][1] == "bytes=1000-" and (tmp_path / "somebody-mnist.pth").read_bytes() == content
+    assert (
+        authors.requests[-1][1] == "bytes=1000-"
+        and (tmp_path / "somebody-mnist.pth").read_bytes() == content
+    )
 
 
 def test_another_file_than_the_published_one_is_never_opened(
     authors: Authors, known: dict[str, PublicModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = authors.publish(packed(tiny()))
-    known["somebody-mnist"] = replace(entry, sha256=64 * "0")  # the repository serves something else now
+    known["somebody-mnist"] = replace(
+        entry, sha256=64 * "0"
+    )  # the repository serves something else now
     monkeypatch.setattr("wball.zoo.load_weights", lambda *a: pytest.fail("opened"))
     with pytest.raises(DownloadError, match="wrong checksum"):
         wball.load_model("somebody-mnist", root=tmp_path)
@@ -123,11 +147,18 @@ def test_another_file_than_the_published_one_is_never_opened(
     asked = len(authors.requests)
     with pytest.raises(ValueError, match="half-downloaded or changed; delete it") as caught:
         wball.load_model("somebody-mnist", root=tmp_path)
-    assert str(half) in str(caught.value) and half.stat().st_size == 5000 and len(authors.requests) == asked
+    assert (
+        str(half) in str(caught.value)
+        and half.stat().st_size == 5000
+        and len(authors.requests) == asked
+    )
 
 
 def test_nothing_in_a_file_is_executed(
-    authors: Authors, known: dict[str, PublicModel], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    authors: Authors,
+    known: dict[str, PublicModel],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -136,35 +167,57 @@ def test_nothing_in_a_file_is_executed(
     known["somebody-mnist"] = authors.publish(packed({**tiny(), "extra": Evil()}))
     with pytest.raises(ValueError, match="holds more than tensors"):
         wball.load_model("somebody-mnist", root=tmp_path)
-    known["older"] = authors.publish(pickle.dumps(Evil(), 2), "older")  # not a zip archive, as old files are not
+    known["older"] = authors.publish(
+        pickle.dumps(Evil(), 2), "older"
+    )  # not a zip archive, as old files are not
     with pytest.raises(ValueError, match="older"):
         wball.load_model("older", root=tmp_path)
     assert "executed" not in capfd.readouterr().out
 
 
 def test_offline_is_one_clear_line(
-    known: dict[str, PublicModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    known: dict[str, PublicModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     entry = known["wong2019-mnist-standard"]
-    known["wong2019-mnist-standard"] = replace(entry, repository="http://127.0.0.1:9/locuslab/projected_sinkhorn")
+    known["wong2019-mnist-standard"] = replace(
+        entry, repository="http://127.0.0.1:9/locuslab/projected_sinkhorn"
+    )
     monkeypatch.setenv("WBALL_MODELS", str(tmp_path))
     assert main(["evaluate", "wong2019-mnist-standard", "-d", "sample", "--eps", "0.1"]) == 5
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "Are you offline?" in err and "WBALL_MODELS" in err and "Traceback" not in err
+    assert (
+        err.count("\n") == 1
+        and "Are you offline?" in err
+        and "WBALL_MODELS" in err
+        and "Traceback" not in err
+    )
 
 
 def test_unknown_names_list_both_kinds() -> None:
-    with pytest.raises(ValueError, match=r"'mine.onnx' is a file.*wball.attacks.adapters.onnx.load"):
+    with pytest.raises(
+        ValueError, match=r"'mine.onnx' is a file.*wball.attacks.adapters.onnx.load"
+    ):
         wball.load_model("mine.onnx")
-    with pytest.raises(ValueError, match=r"unknown model 'wong'; the zoo has .*mnist-standard.*wong2019-mnist-linf"):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'wong'; the zoo has .*mnist-standard.*wong2019-mnist-linf"
+    ):
         wball.load_model("wong")
 
 
 def test_the_index_is_pinned_and_complete() -> None:
     assert len(public_models()) == 8 and not set(public_models()) & set(wball.list_models())
     for name, entry in public_models().items():
-        assert re.fullmatch("[0-9a-f]{40}", entry.commit) and re.fullmatch("[0-9a-f]{64}", entry.sha256)
-        assert entry.name == name and entry.url.startswith("https://github.com/") and entry.commit in entry.url
+        assert re.fullmatch("[0-9a-f]{40}", entry.commit) and re.fullmatch(
+            "[0-9a-f]{64}", entry.sha256
+        )
+        assert (
+            entry.name == name
+            and entry.url.startswith("https://github.com/")
+            and entry.commit in entry.url
+        )
         assert entry.architecture in wball.architectures() and entry.licence and entry.authors
     assert public_models()["levine2020-mnist-flow-0.01"].noise == 0.01
 
@@ -172,7 +225,9 @@ def test_the_index_is_pinned_and_complete() -> None:
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("WBALL_MODELS", raising=False)
-    assert models_folder() == tmp_path / "wball" / "models" and models_folder("here") == Path("here")
+    assert models_folder() == tmp_path / "wball" / "models" and models_folder("here") == Path(
+        "here"
+    )
     monkeypatch.setenv("WBALL_MODELS", "there")
     assert models_folder() == Path("there") and models_folder("here") == Path("here")
 
@@ -183,7 +238,9 @@ def test_the_command_line_lists_authors_and_licences(capsys: pytest.CaptureFixtu
     assert all(entry.authors in out and entry.sha256 in out for entry in public_models().values())
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in public_models()) and "Levine, Feizi" in out and "licence" in out
+    assert (
+        all(name in out for name in public_models()) and "Levine, Feizi" in out and "licence" in out
+    )
 
 
 @pytest.mark.skipif(REAL is None, reason="WBALL_MODELS names no folder with the published files")

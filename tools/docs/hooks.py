@@ -36,16 +36,27 @@ def _leaves(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _section(name: str, command: Any) -> str:
-    lines = [f"## wball {name}", "", inspect.cleandoc(command.help or ""), "", "| | default | |", "|---|---|---|"]
+    lines = [
+        f"## wball {name}",
+        "",
+        inspect.cleandoc(command.help or ""),
+        "",
+        "| | default | |",
+        "|---|---|---|",
+    ]
     for parameter in command.params:
         if "--help" in parameter.opts:
             continue
         flags = [*parameter.opts, *parameter.secondary_opts]
         named = flags[0].startswith("-")
         title = (
-            ", ".join(f"`{flag}`" for flag in flags) if named else f"`{parameter.metavar or parameter.name.upper()}`"
+            ", ".join(f"`{flag}`" for flag in flags)
+            if named
+            else f"`{parameter.metavar or parameter.name.upper()}`"
         )
-        lines.append(f"| {title} | {_default(parameter)} | {(parameter.help or '').replace('|', '/')} |")
+        lines.append(
+            f"| {title} | {_default(parameter)} | {(parameter.help or '').replace('|', '/')} |"
+        )
     return "\n".join(lines)
 
 

@@ -32,11 +32,16 @@ class Roles(griffe.Extension):
         obj.docstring.value = translated(obj.docstring.value)
         if obj.parent is not None and obj.parent.is_module and (obj.is_function or obj.is_class):
             where = "wball" if obj.name in wball.__all__ else obj.parent.path
-            obj.docstring.value = f"```python\nfrom {where} import {obj.name}\n```\n\n{obj.docstring.value}"
+            obj.docstring.value = (
+                f"```python\nfrom {where} import {obj.name}\n```\n\n{obj.docstring.value}"
+            )
 
 
 def translated(text: str) -> str:
-    text = ROLE.sub(lambda m: f"`{m[1].rsplit('.', 1)[-1] if m[0].split('`')[1].startswith('~') else m[1]}`", text)
+    text = ROLE.sub(
+        lambda m: f"`{m[1].rsplit('.', 1)[-1] if m[0].split('`')[1].startswith('~') else m[1]}`",
+        text,
+    )
     text = MATH.sub(lambda m: f"\n{m[1]}{formula(m[2])}\n\n", text)
     text = DOCTEST.sub(lambda m: f"{m[1]}```pycon\n{m[0]}\n{m[1]}```", text)
     return TABLE.sub(lambda m: f"```text\n{m[0]}\n```", text)

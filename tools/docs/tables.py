@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # `benchmarks` is not installed; a checkout need not be, either
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "src"),
+]  # `benchmarks` is not installed; a checkout need not be, either
 
 from benchmarks.timing import Time  # noqa: E402
 
@@ -45,7 +48,9 @@ class BlockError(ValueError):
 def oracle_by_batch(path: Path) -> list[Table]:
     """Window 5; the time of a call, whatever the batch."""
     rows = [row for row in _timed(path, "oracle") if row["window"] == 5 and row["images"] in TITLES]
-    return [_grid("oracle, window 5, batch of", rows, "batch", lambda row: duration(row["time"].median))]
+    return [
+        _grid("oracle, window 5, batch of", rows, "batch", lambda row: duration(row["time"].median))
+    ]
 
 
 def oracle_by_window(path: Path) -> list[Table]:
@@ -53,11 +58,22 @@ def oracle_by_window(path: Path) -> list[Table]:
 
     Small batches are split over threads or not: on a CPU the processor's time is the one to compare.
     """
-    rows = [row for row in _timed(path, "oracle") if row["images"] in TITLES and "torch" not in row["method"]]
+    rows = [
+        row
+        for row in _timed(path, "oracle")
+        if row["images"] in TITLES and "torch" not in row["method"]
+    ]
     (batch,) = {row["batch"] for row in rows if row["window"] != 5}
     rows = [row for row in rows if row["batch"] == batch]
     if rows[0]["time"].processor is None:
-        return [_grid(f"oracle, batch of {batch}, window", rows, "window", lambda row: duration(row["time"].median))]
+        return [
+            _grid(
+                f"oracle, batch of {batch}, window",
+                rows,
+                "window",
+                lambda row: duration(row["time"].median),
+            )
+        ]
     head = f"processor time an image (batch of {batch}), window"
     return [_grid(head, rows, "window", lambda row: duration(row["time"].processor / batch))]
 
@@ -70,7 +86,9 @@ def large_images(path: Path) -> list[Table]:
 
     rows = _oracles(path)
     large = [row for row in rows if row["images"] not in TITLES]
-    small = max((r for r in rows if r["images"] == "cifar10" and pixels(r) <= pixels(large[0])), key=pixels)
+    small = max(
+        (r for r in rows if r["images"] == "cifar10" and pixels(r) <= pixels(large[0])), key=pixels
+    )
     memory = any(row.get("extra_memory") for row in large)
     head = ["oracle, window 5", "batch", "time", "a pixel", *["extra memory / batch"] * memory]
     cells = [
@@ -91,9 +109,19 @@ def projections(path: Path) -> list[Table]:
     rows = _timed(path, "projection")
     tables = []
     for released in (row for row in rows if row["method"] == "released" and row["batch"] > 1):
-        same = [row for row in rows if all(row[key] == released[key] for key in ("images", "batch"))]
+        same = [
+            row for row in rows if all(row[key] == released[key] for key in ("images", "batch"))
+        ]
         processor = released["time"].processor is not None
-        head = ["method", "time", *["processor"] * processor, "sweeps", "error", "mass error", "outside the box"]
+        head = [
+            "method",
+            "time",
+            *["processor"] * processor,
+            "sweeps",
+            "error",
+            "mass error",
+            "outside the box",
+        ]
         cells = [
             [
                 row["method"],
@@ -103,7 +131,9 @@ def projections(path: Path) -> list[Table]:
                 f"{row['error']:.1e}",
                 f"{row['mass_error']:.1e}",
                 f"{abs(row['box_violation']):.2g}",
-                factor(released["time"].median / row["time"].median) if row is not released else None,
+                factor(released["time"].median / row["time"].median)
+                if row is not released
+                else None,
             ]
             for row in same
         ]
@@ -122,7 +152,9 @@ def threads(path: Path) -> list[Table]:
         said = f"{duration(row['time'].median)} ({duration(row['time'].processor)})"
         cells.setdefault(row["setting"], {})[row["method"]] = said
     titles = {f"{row['batch']} {TITLES[row['images']]} images" for row in rows}
-    body = [[setting, *(found.get(method) for method in methods)] for setting, found in cells.items()]
+    body = [
+        [setting, *(found.get(method) for method in methods)] for setting, found in cells.items()
+    ]
     return [Table([", ".join(titles), *methods], body)]
 
 
@@ -133,17 +165,29 @@ def targets(path: Path) -> list[Table]:
         verdict, _, rest = remark.partition(": ")
         what, _, target = rest.partition(" (target ")
         if target and verdict.removeprefix("not ").startswith("reached"):
-            cells.append([what, target.partition(")")[0], verdict if verdict == "reached" else f"**{verdict}**"])
+            cells.append(
+                [
+                    what,
+                    target.partition(")")[0],
+                    verdict if verdict == "reached" else f"**{verdict}**",
+                ]
+            )
     return [Table(["measured", "target", "verdict"], cells)]
 
 
 def _timed(path: Path, work: str) -> list[Row]:
-    return [row for row in report.read(path)[0] if row["work"] == work and isinstance(row.get("time"), Time)]
+    return [
+        row
+        for row in report.read(path)[0]
+        if row["work"] == work and isinstance(row.get("time"), Time)
+    ]
 
 
 def _oracles(path: Path) -> list[Row]:
     """Of the kernel itself, at the usual window."""
-    return [row for row in _timed(path, "oracle") if row["window"] == 5 and "torch" not in row["method"]]
+    return [
+        row for row in _timed(path, "oracle") if row["window"] == 5 and "torch" not in row["method"]
+    ]
 
 
 def _grid(head: str, rows: Sequence[Row], key: str, cell: Callable[[Row], str]) -> Table:
@@ -155,7 +199,10 @@ def _grid(head: str, rows: Sequence[Row], key: str, cell: Callable[[Row], str]) 
         method = row["method"].removeprefix("wball, ")
         name = TITLES[row["images"]] + (f", {method}" if len(kernels) > 1 else "")
         found.setdefault(name, {})[row[key]] = cell(row)
-    return Table([head, *(f"{k:,}" for k in across)], [[n, *(c.get(k) for k in across)] for n, c in found.items()])
+    return Table(
+        [head, *(f"{k:,}" for k in across)],
+        [[n, *(c.get(k) for k in across)] for n, c in found.items()],
+    )
 
 
 # Other results
@@ -176,14 +223,26 @@ def evaluation(path: Path) -> list[Table]:
     found = _content(path)
     summary, audit = found["summary"], found["summary"]["audit"]
     curve = [point for point in summary["curve"] if point["eps"] > 0]
-    head = [found["settings"]["model"]["name"], "clean", *(f"eps {point['eps']:g}" for point in curve)]
-    accuracy = ["accuracy", percent(summary["clean_accuracy"]), *(percent(point["accuracy"]) for point in curve)]
+    head = [
+        found["settings"]["model"]["name"],
+        "clean",
+        *(f"eps {point['eps']:g}" for point in curve),
+    ]
+    accuracy = [
+        "accuracy",
+        percent(summary["clean_accuracy"]),
+        *(percent(point["accuracy"]) for point in curve),
+    ]
     counts = {
         "images": summary["images"], "examples audited": audit["checked"], "solved exactly, too": audit["both"],
         "rejected": audit["rejected"],
     }  # fmt: skip
     seconds = sum(found["provenance"]["seconds"].values())
-    row = [found["settings"]["attack"]["name"], *(f"{count:,}" for count in counts.values()), f"{seconds:.0f} s"]
+    row = [
+        found["settings"]["attack"]["name"],
+        *(f"{count:,}" for count in counts.values()),
+        f"{seconds:.0f} s",
+    ]
     return [Table(head, [accuracy]), Table(["attack", *counts, "attack, audit, report"], [row])]
 
 
@@ -194,7 +253,9 @@ def calls(path: Path) -> list[Table]:
     head = ["public call", "takes", "converged", *(["target", "launches", "reads"] if cuda else [])]
     cells = []
     for row in found:
-        target, launched, read = (row.get(key) for key in ("target_seconds", "launches", "host_reads"))
+        target, launched, read = (
+            row.get(key) for key in ("target_seconds", "launches", "host_reads")
+        )
         solved = f"{row['converged']} of {row['of']}" if "converged" in row else None
         counts = [None if target is None else f"≤ {duration(1e3 * target)}", launched, read]
         more = [None if value is None else str(value) for value in counts] if cuda else []
@@ -255,7 +316,11 @@ def exact(path: Path) -> list[Table]:
         ]
         for (work, images, eps), t in rows.items()
     ]
-    return [Table([f"processor time an image, gap {found['gap']:g}", "torch", "compiled", "factor"], cells)]
+    return [
+        Table(
+            [f"processor time an image, gap {found['gap']:g}", "torch", "compiled", "factor"], cells
+        )
+    ]
 
 
 def proving(path: Path) -> list[Table]:
@@ -263,12 +328,22 @@ def proving(path: Path) -> list[Table]:
     rows: dict[tuple[float, ...], list[list[str | None]]] = {}
     cases: dict[str, list[Row]] = {}
     for row in _content(path)["rows"]:
-        cases.setdefault(f"{row['case']}, {row['images']} image{'s' * (row['images'] > 1)}", []).append(row)
+        cases.setdefault(
+            f"{row['case']}, {row['images']} image{'s' * (row['images'] > 1)}", []
+        ).append(row)
     for case, found in cases.items():
         body = rows.setdefault(tuple(row["eps"] for row in found), [])
         body.append([case, *(percent(row["certified"]) for row in found)])
-        body.append(["processor time an image", *(duration(1e3 * row["seconds_per_image"]) for row in found)])
-    return [Table(["certified", *(f"eps {eps:g}" for eps in radii)], body) for radii, body in rows.items()]
+        body.append(
+            [
+                "processor time an image",
+                *(duration(1e3 * row["seconds_per_image"]) for row in found),
+            ]
+        )
+    return [
+        Table(["certified", *(f"eps {eps:g}" for eps in radii)], body)
+        for radii, body in rows.items()
+    ]
 
 
 def decided(path: Path) -> list[Table]:
@@ -283,11 +358,19 @@ def proved_colours(path: Path) -> list[Table]:
     cells: list[list[str | None]] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = {row["eps"]: row for row in rows if row["model"] == model}
-        found = [f"{percent(mine[r]['proved'])} of {mine[r]['images']:,}" if r in mine else None for r in radii]
+        found = [
+            f"{percent(mine[r]['proved'])} of {mine[r]['images']:,}" if r in mine else None
+            for r in radii
+        ]
         took = max(row["seconds_mean"] for row in mine.values())
         largest = max(mine.values(), key=lambda row: row["images"])
         cells.append([f"`{model}`", percent(largest["clean"]), *found, f"{took:.2f} s"])
-    head = ["network", "clean", *(f"proved at {r:g}" for r in radii), "an image takes at most, on average"]
+    head = [
+        "network",
+        "clean",
+        *(f"proved at {r:g}" for r in radii),
+        "an image takes at most, on average",
+    ]
     return [Table(head, cells)]
 
 
@@ -335,11 +418,19 @@ def anchored_training(path: Path) -> list[Table]:
 def certified_variants(path: Path) -> list[Table]:
     """CIFAR-10 networks made to be certified: what an attack leaves, and what is proved."""
     radii = ("0.001", "0.002", "0.005")
-    head = ["layers", "weights", "radii", "clean, 10,000 images", *(f"an attack leaves at {r}" for r in radii)]
+    head = [
+        "layers",
+        "weights",
+        "radii",
+        "clean, 10,000 images",
+        *(f"an attack leaves at {r}" for r in radii),
+    ]
     cells: list[list[str | None]] = []
     for row in _content(path)["certified"]:
         proved, left = row["proved"], row["attack_leaves_first_1000"]
-        found = [f"{percent(proved[r])} of {proved['images']}" if r in proved else None for r in radii]
+        found = [
+            f"{percent(proved[r])} of {proved['images']}" if r in proved else None for r in radii
+        ]
         cells.append(
             [
                 row["layers"],
@@ -368,7 +459,9 @@ def agreed(path: Path) -> list[Table]:
     found, boxes = content["transport"], content["linf"]
     answers = found["answers"]
     wrong = sum(row["contradicts"] for row in boxes)
-    halves = [sorted(row[key] for row in boxes)[len(boxes) // 2] for key in ("seconds", "seconds_milp")]
+    halves = [
+        sorted(row[key] for row in boxes)[len(boxes) // 2] for key in ("seconds", "seconds_milp")
+    ]
     cells = [
         [
             "Wasserstein balls",
@@ -381,12 +474,22 @@ def agreed(path: Path) -> list[Table]:
         [
             "l-inf balls",
             f"{len(boxes):,}",
-            *(str(sum(row["answer"] == name for row in boxes)) for name in ("CERTIFIED", "FALSIFIED", "UNKNOWN")),
+            *(
+                str(sum(row["answer"] == name for row in boxes))
+                for name in ("CERTIFIED", "FALSIFIED", "UNKNOWN")
+            ),
             str(wrong),
             *(f"{value:.2f} s" for value in halves),
         ],
     ]
-    head = ["random networks over", "networks", "certified", "falsified", "unknown", "contradictions"]
+    head = [
+        "random networks over",
+        "networks",
+        "certified",
+        "falsified",
+        "unknown",
+        "contradictions",
+    ]
     return [Table([*head, "median time", "of the programs"], cells)]
 
 
@@ -400,9 +503,15 @@ def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
     for row in _content(audits)["rows"]:
         checks.setdefault(row["images"], {})[row["network"]] = row
     cells = []
-    for name in sorted({*oracles, *checks}, key=lambda name: [int(side) for side in name.split(" x ")]):
+    for name in sorted(
+        {*oracles, *checks}, key=lambda name: [int(side) for side in name.split(" x ")]
+    ):
         oracle, check = oracles.get(name), checks.get(name, {})
-        step = None if oracle is None else f"{duration(oracle['time'].median / oracle['batch'])} ({oracle['batch']:,})"
+        step = (
+            None
+            if oracle is None
+            else f"{duration(oracle['time'].median / oracle['batch'])} ({oracle['batch']:,})"
+        )
         asked = (("linear", "plan_s"), ("convolutional", "exact_s"), ("linear", "exact_s"))
         times = [duration(1e3 * check[kind][key]) if kind in check else None for kind, key in asked]
         cells.append([name, step, *times])
@@ -420,13 +529,19 @@ def scale(gpu: Path, audits: Path, runs: Path) -> list[Table]:
         for model in part["models"]
         for found in (model["same_ball"], model["standard_attack"])
     ]
-    return [Table(head, cells), Table(["one curve, H200", "attack", "images", "radii", "took"], measured)]
+    return [
+        Table(head, cells),
+        Table(["one curve, H200", "attack", "images", "radii", "took"], measured),
+    ]
 
 
 def strength(path: Path) -> list[Table]:
     """Robust accuracy under each adversary, and what it costs."""
     found = _content(path)
-    rows = [[row["adversary"], percent(row["withstand"]), f"{row['seconds']:,.0f} s"] for row in found["rows"]]
+    rows = [
+        [row["adversary"], percent(row["withstand"]), f"{row['seconds']:,.0f} s"]
+        for row in found["rows"]
+    ]
     title = f"{found['images']} test digits, `{found['model']}`, eps {found['eps']:g}"
     return [Table(["adversary", "robust accuracy", "time"], rows, title)]
 
@@ -439,7 +554,10 @@ def masks(path: Path) -> list[Table]:
     cells = []
     for name in dict.fromkeys(row["mask"] for row in found["rows"]):
         here = [rows[name, eps] for eps in radii]
-        said = [f"{row['robust']:.0f} %" if row["reliable"] else f"({row['robust']:.0f} %)" for row in here]
+        said = [
+            f"{row['robust']:.0f} %" if row["reliable"] else f"({row['robust']:.0f} %)"
+            for row in here
+        ]
         cells.append([name, *said])
     title = f"{found['images']} test digits, `{found['model']}`; in brackets: not reliable"
     return [Table(["mask", *(f"eps {eps:g}" for eps in radii)], cells, title)]
@@ -453,11 +571,22 @@ def public_checks(path: Path) -> list[Table]:
         shares = [f"{row['robust']:.1f} %" for row in (first, second)]
         times = f"{first['seconds']:.1f} s, {second['seconds']:.1f} s"
         cells.append(
-            [f"`{first['model']}`", f"{first['eps']:g}", *shares, times, "yes" if second["reliable"] else "no"]
+            [
+                f"`{first['model']}`",
+                f"{first['eps']:g}",
+                *shares,
+                times,
+                "yes" if second["reliable"] else "no",
+            ]
         )
     title = f"the first {found['images']:,} test digits"
     every = [
-        [f"`{row['model']}`", f"{row['eps']:g}", f"{row['robust']:.1f} %", "yes" if row["reliable"] else "no"]
+        [
+            f"`{row['model']}`",
+            f"{row['eps']:g}",
+            f"{row['robust']:.1f} %",
+            "yes" if row["reliable"] else "no",
+        ]
         for row in sorted(found["zoo"], key=lambda row: (row["model"], row["eps"]))
     ]
     of_zoo = f"{found['zoo_images']} bundled images"
@@ -487,10 +616,19 @@ def summary(board: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
         cells.append([what, f"{percent(left)} ({broken['images']:,} digits)", told])
     if (smoothed := rows.get("levine2020-mnist-flow-0.01")) is not None:
         for eps in ("0.02", "0.05"):
-            proved, theirs = smoothed["certificate"]["accuracy"][eps], smoothed["smoothing"]["authors"][eps]
+            proved, theirs = (
+                smoothed["certificate"]["accuracy"][eps],
+                smoothed["smoothing"]["authors"][eps],
+            )
             what = f"certified accuracy of the network of Levine & Feizi 2020 at eps {eps}, for any transport plan"
             digits = f"{smoothed['certificate']['images']:,} digits"
-            cells.append([what, f"{percent(proved)} ({digits})", f"{percent(theirs)} (their smoothing, same digits)"])
+            cells.append(
+                [
+                    what,
+                    f"{percent(proved)} ({digits})",
+                    f"{percent(theirs)} (their smoothing, same digits)",
+                ]
+            )
     digits = _content(proofs)["data"]["sets"][0]
     found = {row["method"].partition(",")[0]: row for row in digits["rows"]}
     said = []
@@ -498,27 +636,36 @@ def summary(board: Path, proofs: Path, gpu: Path, cpu: Path) -> list[Table]:
         row = found[method]
         share = next(point["accuracy"] for point in row["curve"] if point["eps"] == 0.01)
         said.append(f"{percent(share)} ({how}{row['images']:,} digits)")
-    cells.append([f"certified accuracy of `{digits['name']}` at eps 0.01, for any transport plan", *said])
+    cells.append(
+        [f"certified accuracy of `{digits['name']}` at eps 0.01, for any transport plan", *said]
+    )
     same = [row for row in rows.values() if row["architecture"] == "mnist-cnn"]
     ours, others = ([row for row in same if (row["paper"] is None) == own] for own in (True, False))
     if ours and others:
-        best = [max(group, key=lambda row: row["attack"]["accuracy"]["0.3"]) for group in (ours, others)]
-        said = [
-            f"{percent(row['attack']['accuracy']['0.3'])} (`{row['name']}`, {row['images']:,} digits)" for row in best
+        best = [
+            max(group, key=lambda row: row["attack"]["accuracy"]["0.3"]) for group in (ours, others)
         ]
-        cells.append(["best robust accuracy at eps 0.3 of the paper's network, whoever trained it", *said])
+        said = [
+            f"{percent(row['attack']['accuracy']['0.3'])} (`{row['name']}`, {row['images']:,} digits)"
+            for row in best
+        ]
+        cells.append(
+            ["best robust accuracy at eps 0.3 of the paper's network, whoever trained it", *said]
+        )
     for path, where in ((gpu, "one H200"), (cpu, "two CPU cores")):
         timed = {row["call"]: row for row in _content(path)["rows"]}
         fast, released = (
             timed[f"{name}, mnist x 100"]
             for name in ("project, reg 1000, tol 1e-4", "released projection (peer), reg 1000")
         )
-        theirs = (
-            f"{duration(1e3 * released['seconds'])} (code released with the paper, {released['iterations']} iterations)"
-        )
+        theirs = f"{duration(1e3 * released['seconds'])} (code released with the paper, {released['iterations']} iterations)"
         told = f"entropic projection of 100 digits on {where} (`ball.project`)"
         cells.append([told, duration(1e3 * fast["seconds"]), theirs])
-    head = ["MNIST; moves cost their length (p = 1), 5 × 5 window", "here", "strongest public predecessor"]
+    head = [
+        "MNIST; moves cost their length (p = 1), 5 × 5 window",
+        "here",
+        "strongest public predecessor",
+    ]
     return [Table(head, cells)]
 
 
@@ -532,12 +679,16 @@ class Source:
         paths = [results / file for file in self.files]
         for path, file in zip(paths, self.files, strict=True):
             if not path.is_file():
-                raise BlockError(f"there is no results/{file}; take the block out, or make the result")
+                raise BlockError(
+                    f"there is no results/{file}; take the block out, or make the result"
+                )
         said = ", ".join(f"results/{file}" for file in self.files)  # each says where it comes from
         try:
             parts = [table.markdown() for table in self.make(*paths)]
         except (LookupError, TypeError, ValueError, StopIteration) as error:
-            raise BlockError(f"{said} does not hold what the table shows ({error!r}); make the result again") from error
+            raise BlockError(
+                f"{said} does not hold what the table shows ({error!r}); make the result again"
+            ) from error
         if len(paths) == 1:
             said = origin(_content(paths[0]), self.files[0])
         return "\n\n".join([*parts, f"<small>{said}</small>"])
@@ -572,7 +723,9 @@ TABLES = {
     "public-checks": Source(public_checks, "public_checks.json"),
     "strength": Source(strength, "strength.json"),
     "scale": Source(scale, "bench_cuda.json", "auditing.json", "paper/defences.json"),
-    "summary": Source(summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"),
+    "summary": Source(
+        summary, "leaderboard.json", "paper/certificates.json", "calls_cuda.json", "calls_cpu.json"
+    ),
     "cuda-calls": Source(calls, "calls_cuda.json"),
     "cpu-calls": Source(calls, "calls_cpu.json"),
     "cuda-growth": Source(growth, "growth_cuda.json"),
@@ -634,14 +787,18 @@ def filled(text: str, results: Path) -> str:
     def block(found: re.Match[str]) -> str:
         opening, name, closing = found.groups()
         if MARK.search(found[0][len(opening) : -len(closing)]):
-            raise BlockError(f"the block {name!r} is not closed: it ends with a line <!-- /table -->")
+            raise BlockError(
+                f"the block {name!r} is not closed: it ends with a line <!-- /table -->"
+            )
         if name not in TABLES:
             raise BlockError(f"there is no table {name!r}; known are {', '.join(TABLES)}")
         return f"{opening}\n\n{TABLES[name].markdown(results)}\n\n{closing}"
 
     new, blocks = BLOCK.subn(block, text)
     if len(MARK.findall(text)) != 2 * blocks:
-        raise BlockError("a line <!-- table: NAME --> without <!-- /table -->, or the other way round")
+        raise BlockError(
+            "a line <!-- table: NAME --> without <!-- /table -->, or the other way round"
+        )
     return new
 
 
@@ -662,8 +819,12 @@ def stale(root: Path) -> Iterable[tuple[Path, str]]:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is stale")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 if a page is stale"
+    )
     check: bool = parser.parse_args(arguments).check
     try:
         found = list(stale(root))

@@ -72,7 +72,9 @@ class Attack(ABC):
         if self.levels is not None:
             inputs.check_count("levels", self.levels, 2)
         if not hasattr(self.ball, "project"):
-            raise TypeError(f"ball must be a threat model such as WassersteinBall(0.1), got {self.ball!r}")
+            raise TypeError(
+                f"ball must be a threat model such as WassersteinBall(0.1), got {self.ball!r}"
+            )
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
 
@@ -162,8 +164,12 @@ class Attack(ABC):
                 progress.batch(start, index.numel())
             try:
                 part = None if target is None else target[index]
-                found = self.take(index).attack_batch(model, x[index], y[index], part, generator, progress)
-                parts.append(self.stored(found, model, x[index], y[index], part, self.ball.take(index)))
+                found = self.take(index).attack_batch(
+                    model, x[index], y[index], part, generator, progress
+                )
+                parts.append(
+                    self.stored(found, model, x[index], y[index], part, self.ball.take(index))
+                )
             except RuntimeError as error:
                 if not out_of_memory(error) or size == 1:
                     raise
@@ -173,13 +179,23 @@ class Attack(ABC):
             # Outside the handler, so that the failed batch's tensors are released with the exception.
             generator.set_state(seeds)
             size = max(1, min(size, index.numel()) // 2)
-            warnings.warn(f"out of memory: continuing with batches of {size} images", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"out of memory: continuing with batches of {size} images",
+                RuntimeWarning,
+                stacklevel=4,
+            )
             if x.is_cuda:
                 torch.cuda.empty_cache()
         return joined(parts)
 
     def stored(
-        self, found: AttackResult, model: Model, x: Tensor, y: Tensor, target: Tensor | None, ball: Ball
+        self,
+        found: AttackResult,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        ball: Ball,
     ) -> AttackResult:
         """What was found, on the levels if there are some."""
         if self.levels is None:
@@ -187,7 +203,9 @@ class Attack(ABC):
 
         def judge(index: Tensor, images: Tensor) -> Tensor:
             with torch.no_grad():
-                return reached(ask(model, images), y[index], None if target is None else target[index])
+                return reached(
+                    ask(model, images), y[index], None if target is None else target[index]
+                )
 
         return to_levels(found, ball, x, self.levels, judge)
 
@@ -288,7 +306,9 @@ class GradientAttack(Attack):
 class _Loop:
     """The loop of an attack between two gradients: what one step reads and changes."""
 
-    def __init__(self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator) -> None:
+    def __init__(
+        self, attack: GradientAttack, batch: AttackBatch, generator: torch.Generator
+    ) -> None:
         self.attack, self.batch, self.generator = attack, batch, generator
         self.state = attack.init(batch, generator)
         self.gradient = attack.gradient(batch, self.state, generator)
@@ -302,7 +322,9 @@ class _Loop:
 def normal(like: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
     """Standard normal noise like images, or ``count`` times that. The same on every device of the generator."""
     shape = like.shape if count is None else (count, *like.shape)
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(like)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(
+        like
+    )
 
 
 def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
@@ -337,9 +359,13 @@ def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:
     """Integer classes, one per image, on the images' device."""
     if not isinstance(labels, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor of class indices, got {type(labels).__name__}"
+        )
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)")
+        raise TypeError(
+            f"{name} must hold integer class indices, got {labels.dtype}; for one-hot rows use argmax(1)"
+        )
     if labels.shape != x.shape[:1]:
         hint = "; for one-hot rows use argmax(1)" if labels.ndim == 2 else ""
         hint = "; for a column of classes use flatten()" if labels.shape == (len(x), 1) else hint
@@ -352,4 +378,7 @@ def out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory ran out, on a GPU or on the host (in the words of torch's two allocators)."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return True
-    return any(words in str(error) for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory"))
+    return any(
+        words in str(error)
+        for words in ("t allocate memory", "DefaultCPUAllocator: not enough memory")
+    )

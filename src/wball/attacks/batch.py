@@ -59,7 +59,9 @@ class State:
                 return value if value.ndim == 0 else value[index.to(value.device)]
             return value.take(index) if hasattr(value, "take") else value
 
-        return replace(self, **{field.name: part(getattr(self, field.name)) for field in fields(self)})
+        return replace(
+            self, **{field.name: part(getattr(self, field.name)) for field in fields(self)}
+        )
 
 
 class _Best(NamedTuple):
@@ -124,16 +126,23 @@ class AttackBatch:
             check_classes("y", y, logits)
             if target is not None:
                 check_classes("target", target, logits)
-            self._aim = objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
+            self._aim = (
+                objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
+            )
             success, loss = self.reached(logits), self.loss(logits)
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        survived, wrong = STATUSES.index(AttackStatus.SURVIVED), STATUSES.index(AttackStatus.ALREADY_WRONG)
+        survived, wrong = (
+            STATUSES.index(AttackStatus.SURVIVED),
+            STATUSES.index(AttackStatus.ALREADY_WRONG),
+        )
         status = torch.where(success, wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         queries = steps + self.queries
         late = loss.clone()
-        self._all = _Best(x.clone(), success, zero, loss, steps, status, self._radius(ball), queries, late)
+        self._all = _Best(
+            x.clone(), success, zero, loss, steps, status, self._radius(ball), queries, late
+        )
         self._best = self._all.at(torch.arange(x.shape[0], device=x.device))
         self._active = torch.arange(x.shape[0], device=x.device)
 
@@ -152,7 +161,9 @@ class AttackBatch:
         loss = self.objective(logits, self.y, target)
         if not isinstance(loss, Tensor) or loss.shape != self.y.shape:
             seen = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"objective must return one value per image, shape ({len(self.y)},), got {seen}")
+            raise ValueError(
+                f"objective must return one value per image, shape ({len(self.y)},), got {seen}"
+            )
         return loss
 
     def keep_proofs(self, of_nothing: Callable[[Tensor], AnyPlan]) -> AnyPlan:
@@ -182,7 +193,9 @@ class AttackBatch:
         gradient = torch.where(finite, gradient, torch.zeros_like(gradient))
         dead = ~(finite & (gradient != 0)).flatten(1).any(1) & ~self._best.success
         status = torch.where(dead, STATUSES.index(AttackStatus.NO_GRADIENT), self._best.status)
-        self._best = self._best._replace(status=status, n_steps=self._best.n_steps + (~self._best.success))
+        self._best = self._best._replace(
+            status=status, n_steps=self._best.n_steps + (~self._best.success)
+        )
         return gradient
 
     def count_step(self) -> None:
@@ -230,7 +243,9 @@ class AttackBatch:
             loss=torch.where(better, loss, best.loss),
             status=torch.where(better, status, best.status),
             radius=torch.where(best.success & ~better, best.radius, self._radius(state.ball)),
-            queries=torch.where(best.success, best.queries, going_on) if self.until_success else going_on,
+            queries=torch.where(best.success, best.queries, going_on)
+            if self.until_success
+            else going_on,
         )
         if state.kernel != "none":
             self.kernel = state.kernel
@@ -241,7 +256,11 @@ class AttackBatch:
     def survivors(self) -> Tensor | None:
         """Every few steps, drop the images that are done. The positions kept, or ``None`` if nothing changed."""
         device = self.x.device.type
-        return self.drop(DROP_FROM.get(device, 0.5)) if self.steps_done % DROP_EVERY.get(device, 10) == 0 else None
+        return (
+            self.drop(DROP_FROM.get(device, 0.5))
+            if self.steps_done % DROP_EVERY.get(device, 10) == 0
+            else None
+        )
 
     def drop(self, least: float = 0.0) -> Tensor | None:
         """Leave out what is done, if it is a share of at least ``least``. The positions kept, or ``None`` if all."""
@@ -254,7 +273,12 @@ class AttackBatch:
         self._put()
         self._active, self._best = self._active[kept], self._best.at(kept)
         self._proof = None if self._proof is None else self._proof.take(kept)
-        self.x, self.y, self.ball, self.logits = self.x[kept], self.y[kept], self.ball.take(kept), self.logits[kept]
+        self.x, self.y, self.ball, self.logits = (
+            self.x[kept],
+            self.y[kept],
+            self.ball.take(kept),
+            self.logits[kept],
+        )
         self.target = None if self.target is None else self.target[kept]
         self.start = None if self.start is None else self.start[kept]
         self._aim = None if self._aim is None else self._aim[kept]

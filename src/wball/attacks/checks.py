@@ -60,7 +60,9 @@ class FewClassesWarning(ModelWarning):
     """Some objectives need more classes than the model has."""
 
 
-def check_model(model: Model, x: Tensor, y: Tensor, *, limit: int = 64) -> tuple[type[ModelWarning], ...]:
+def check_model(
+    model: Model, x: Tensor, y: Tensor, *, limit: int = 64
+) -> tuple[type[ModelWarning], ...]:
     """Evaluate the model on up to ``limit`` images, warn about each sign found, and return their categories.
 
     The model is evaluated as attacks do, in evaluation mode, and left as found.
@@ -70,23 +72,37 @@ def check_model(model: Model, x: Tensor, y: Tensor, *, limit: int = 64) -> tuple
     if x.shape[0] == 0:
         return ()
     if in_training(model):
-        found[TrainModeWarning] = "a module is in training mode; the attack evaluates the model in evaluation mode"
+        found[TrainModeWarning] = (
+            "a module is in training mode; the attack evaluates the model in evaluation mode"
+        )
     with as_found(model, x.device), torch.inference_mode(False):
         logits, gradient = _evaluate(model, x.clone(), y)
         with torch.no_grad():
             drift = float((ask(model, x) - logits).abs().nan_to_num().max())
-    if drift > 1e-4 * float(1 + logits.abs().nan_to_num().max()):  # kernels may choose another order of summation
-        found[RandomModelWarning] = f"two evaluations of the same images differ by up to {drift:.3g}"
-    probabilities = (logits >= 0).all() & (logits <= 1).all() & ((logits.sum(1) - 1).abs() < 1e-4).all()
+    if drift > 1e-4 * float(
+        1 + logits.abs().nan_to_num().max()
+    ):  # kernels may choose another order of summation
+        found[RandomModelWarning] = (
+            f"two evaluations of the same images differ by up to {drift:.3g}"
+        )
+    probabilities = (
+        (logits >= 0).all() & (logits <= 1).all() & ((logits.sum(1) - 1).abs() < 1e-4).all()
+    )
     if bool(probabilities):
-        found[ProbabilitiesWarning] = "the outputs look like probabilities; return logits, softmax hides gradients"
+        found[ProbabilitiesWarning] = (
+            "the outputs look like probabilities; return logits, softmax hides gradients"
+        )
     if not bool(logits.isfinite().all()) or not bool(gradient.isfinite().all()):
         found[NonFiniteWarning] = "logits or gradients have NaN or infinite values"
     zero = int((gradient.flatten(1) == 0).all(1).sum())
     if zero:
-        found[ZeroGradientWarning] = f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
+        found[ZeroGradientWarning] = (
+            f"the gradient is exactly zero on {zero} of {x.shape[0]} images"
+        )
     if logits.shape[1] < 4:
-        found[FewClassesWarning] = f"the model has {logits.shape[1]} classes; targeted DLR needs 4 and uses the margin"
+        found[FewClassesWarning] = (
+            f"the model has {logits.shape[1]} classes; targeted DLR needs 4 and uses the margin"
+        )
     for category, message in found.items():
         warnings.warn(message, category, stacklevel=3)
     return tuple(found)

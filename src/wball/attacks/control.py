@@ -32,7 +32,12 @@ SURVIVORS, GUESSES = 16, 4
 
 
 def missed_in_full_ball(
-    attacks: Sequence[GradientAttack], view: View, model: Model, x: Tensor, y: Tensor, survived: Tensor
+    attacks: Sequence[GradientAttack],
+    view: View,
+    model: Model,
+    x: Tensor,
+    y: Tensor,
+    survived: Tensor,
 ) -> Finding:
     """How many of the first survivors a cheap guess breaks in a full ball, and none of the attacks does."""
     here = survived.nonzero().squeeze(1)[:SURVIVORS]

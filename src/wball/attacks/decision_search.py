@@ -110,7 +110,9 @@ class DecisionSearch(Search):
         least = spread_eps(state.ball, state.radius)
         finite = state.radius.nan_to_num(posinf=1.0)
         nearer = self._try(state, b, [torch.maximum(finite * factor, least) for factor in SHRINK])
-        state.pace = torch.where(nearer, state.pace * 1.2, state.pace * 0.7).clamp(0.1 * self.step_size, self.step_size)
+        state.pace = torch.where(nearer, state.pace * 1.2, state.pace * 0.7).clamp(
+            0.1 * self.step_size, self.step_size
+        )
         return state
 
     @staticmethod
@@ -125,7 +127,10 @@ class DecisionSearch(Search):
             distance = point.cost / oracle.unit
             closer = state.succeeds(point.z) & (distance < state.radius)
             mask = per_image(closer, state.x)
-            state.wrong, state.b = torch.where(mask, point.z, state.wrong), torch.where(mask, b, state.b)
+            state.wrong, state.b = (
+                torch.where(mask, point.z, state.wrong),
+                torch.where(mask, b, state.b),
+            )
             state.radius = torch.where(closer, distance, state.radius)
             found = closer & (radius <= inside)
             state.z = torch.where(per_image(found, state.x), point.z, state.z)
@@ -145,5 +150,9 @@ def _shapes(x: Tensor, generator: torch.Generator) -> list[Tensor]:
     clouds = []
     for _ in range(CLOUDS):
         noise = normal(x, generator)
-        clouds.append(F.avg_pool2d(noise, 5, 1, 2) if x.ndim == 4 else F.avg_pool1d(noise[:, None], 5, 1, 2)[:, 0])
+        clouds.append(
+            F.avg_pool2d(noise, 5, 1, 2)
+            if x.ndim == 4
+            else F.avg_pool1d(noise[:, None], 5, 1, 2)[:, 0]
+        )
     return others + clouds

@@ -54,7 +54,9 @@ class _Detoured(torch.autograd.Function):
         detour: _Detour = ctx.detour
         if not detour.scores.requires_grad:  # where the model cuts the graph
             return ctx.zero, None
-        (gradient,) = torch.autograd.grad(detour.scores, [detour.place], gradients[0], allow_unused=True)
+        (gradient,) = torch.autograd.grad(
+            detour.scores, [detour.place], gradients[0], allow_unused=True
+        )
         return ctx.zero if gradient is None else gradient, None
 
 
@@ -131,7 +133,9 @@ def _places(scores: Tensor, x: Tensor) -> list[GradientEdge]:
         below = []
         for node in layer:
             for number, about in enumerate(getattr(node, "_input_metadata", ())):
-                if tuple(about.shape) == tuple(x.shape) and node.next_functions:  # the image itself has none
+                if (
+                    tuple(about.shape) == tuple(x.shape) and node.next_functions
+                ):  # the image itself has none
                     found.append(GradientEdge(node, number))
             for after, _ in node.next_functions:
                 if after is not None and after not in seen:

@@ -72,7 +72,9 @@ class DualAveraging(GradientAttack):
         super().__post_init__()
         if not hasattr(self.ball, "oracle"):
             name = type(self.ball).__name__
-            raise TypeError(f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls")
+            raise TypeError(
+                f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls"
+            )
         inputs.check_count("steps", self.steps)
         inputs.check_count("sweeps", self.sweeps, 0)
         inputs.check_count("newton", self.newton, 0)
@@ -80,7 +82,9 @@ class DualAveraging(GradientAttack):
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if not 0 <= self.random_start < math.inf:
-            raise ValueError(f"random_start must be >= 0 and finite, in nats, got {self.random_start}")
+            raise ValueError(
+                f"random_start must be >= 0 and finite, in nats, got {self.random_start}"
+            )
 
     @property
     def n_gradients(self) -> int:
@@ -88,9 +92,21 @@ class DualAveraging(GradientAttack):
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> Potentials:
         x = batch.x
-        proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball)) if self.proofs else None
+        proof = (
+            batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
+            if self.proofs
+            else None
+        )
         oracle = oracle_of(batch.ball, x, sweeps=self.sweeps, newton=self.newton)
-        state = Potentials(x, batch.ball, x, torch.zeros_like(oracle.unit), proof, b=torch.zeros_like(x), oracle=oracle)
+        state = Potentials(
+            x,
+            batch.ball,
+            x,
+            torch.zeros_like(oracle.unit),
+            proof,
+            b=torch.zeros_like(x),
+            oracle=oracle,
+        )
         if batch.start is not None:
             state.b = START_NATS * normalised(batch.start - x)
         if self.random_start > 0:

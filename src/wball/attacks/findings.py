@@ -89,7 +89,9 @@ CODES: dict[str, Code] = {
         tolerated=None,
     ),
     "few-classes": Code(
-        "the model has fewer than 4 classes; targeted DLR becomes the margin", "nothing to do", tolerated=None
+        "the model has fewer than 4 classes; targeted DLR becomes the margin",
+        "nothing to do",
+        tolerated=None,
     ),
 }
 """Every code. They are stable: scripts may test for them."""
@@ -119,7 +121,11 @@ class Finding:
     def serious(self) -> bool:
         """Whether the robust accuracy may be too high for this reason."""
         code = CODES[self.code]
-        return code.tolerated is not None and self.images > code.tolerated * self.of and self.images >= code.fewest
+        return (
+            code.tolerated is not None
+            and self.images > code.tolerated * self.of
+            and self.images >= code.fewest
+        )
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

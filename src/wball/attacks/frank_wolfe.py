@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, distance_bound, into_box, lists_plans, plan_of_nothing, understood
+from wball.attacks.base import (
+    GradientAttack,
+    distance_bound,
+    into_box,
+    lists_plans,
+    plan_of_nothing,
+    understood,
+)
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.ball import Ball, WassersteinBall
@@ -95,7 +102,10 @@ class FrankWolfe(GradientAttack):
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Mixture:
         x, ball = batch.x, batch.ball
         # In float64, so that the mixture of many corners is rounded once, for the model.
-        z, distance = x.to(torch.float64), torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+        z, distance = (
+            x.to(torch.float64),
+            torch.zeros(x.shape[0], dtype=torch.float64, device=x.device),
+        )
         proof: Plan | None = None
         if self.random_start:
             start = ball.sample(x, generator)
@@ -104,7 +114,9 @@ class FrankWolfe(GradientAttack):
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
         oracle = None
         if self._by_oracle(ball):
-            oracle = cast("WassersteinBall", ball).oracle(x, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1)
+            oracle = cast("WassersteinBall", ball).oracle(
+                x, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
+            )
         return _Mixture(x, ball, z, distance, proof, value=batch.value, oracle=oracle)
 
     def _by_oracle(self, ball: Ball) -> bool:
@@ -125,10 +137,14 @@ class FrankWolfe(GradientAttack):
         state.distance = state.distance + gamma * (reach - state.distance)
         return state
 
-    def _corner(self, state: _Mixture, direction: Tensor) -> tuple[Tensor, Tensor, StoredPlan | None]:
+    def _corner(
+        self, state: _Mixture, direction: Tensor
+    ) -> tuple[Tensor, Tensor, StoredPlan | None]:
         """About the farthest point in float64, how far it is at most, and the plan that proves it, if there is one."""
         if state.oracle is not None:
-            along = state.oracle.along(direction, NATS) if self.reg is None else self.reg * direction
+            along = (
+                state.oracle.along(direction, NATS) if self.reg is None else self.reg * direction
+            )
             point = state.oracle(along)
             state.kernel = point.kernel
             return point.z.to(torch.float64), point.cost / state.oracle.unit, point.proof
@@ -141,7 +157,9 @@ class FrankWolfe(GradientAttack):
         return corner, distance_bound(state.ball, state.x, result.point, plan), plan
 
 
-def _line_search(value: Callable[[Tensor], Tensor], z: Tensor, corner: Tensor, dtype: torch.dtype) -> Tensor:
+def _line_search(
+    value: Callable[[Tensor], Tensor], z: Tensor, corner: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Of the lengths of :data:`LINE_SEARCH`, the one of highest value, per image."""
     best = torch.full((z.shape[0],), -torch.inf, dtype=dtype, device=z.device)
     gamma = torch.zeros(z.shape[0], dtype=torch.float64, device=z.device)

@@ -64,7 +64,11 @@ def rounded(z: Tensor, x: Tensor, levels: int) -> Tensor:
 
 
 def to_levels(
-    result: AttackResult, ball: Ball, x: Tensor, levels: int, judge: Callable[[Tensor, Tensor], Tensor]
+    result: AttackResult,
+    ball: Ball,
+    x: Tensor,
+    levels: int,
+    judge: Callable[[Tensor, Tensor], Tensor],
 ) -> AttackResult:
     """The result with its examples on the levels; the clean image, and no success, where none could be kept.
 
@@ -87,10 +91,16 @@ def to_levels(
         far = inside.violations(x[left], points)
         kept = far.within(inside.eps)
         where = left[kept]
-        images[where], success[where], distance[where] = points[kept], True, far.distance[kept].to(distance)
+        images[where], success[where], distance[where] = (
+            points[kept],
+            True,
+            far.distance[kept].to(distance),
+        )
     status = list(result.status)
     for i in already.nonzero().flatten().tolist():
         status[i] = AttackStatus.ALREADY_WRONG
     for i in (result.success & ~success).nonzero().flatten().tolist():
         status[i] = AttackStatus.SURVIVED
-    return replace(result, images=images, success=success, distance=distance, status=tuple(status), proof=None)
+    return replace(
+        result, images=images, success=success, distance=distance, status=tuple(status), proof=None
+    )

@@ -111,7 +111,9 @@ def minimal_radius(
         goal = None if target is None else target[todo]
         result = attack.at(eps[todo])(model, x[todo], y[todo], target=goal, generator=generator)
         tried[todo] += 1
-        success = result.success & (result.radius <= eps[todo])  # an attack's radius may grow by itself
+        success = result.success & (
+            result.radius <= eps[todo]
+        )  # an attack's radius may grow by itself
         if bool(result.distance[success].isnan().any()):
             raise ValueError(
                 "attack must prove distances, but they are NaN: PGD in mode 'paper' leaves every ball; use mode 'exact'"
@@ -136,7 +138,9 @@ def minimal_radius(
     return MinimalRadius(radius, failed, images, radius.isfinite(), tried)
 
 
-def _pull_back(model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+def _pull_back(
+    model: Model, x: Tensor, z: Tensor, y: Tensor, target: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The nearest success on the segment from ``z`` to ``x``, by bisection, and its share of the way."""
     low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     high, best = torch.ones_like(low), z

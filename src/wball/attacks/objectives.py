@@ -67,7 +67,9 @@ def dlr(logits: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
     top = logits.topk(4 if target is not None else 3, 1).values
     tiny = torch.finfo(logits.dtype).eps
     if target is not None:
-        return (_at(logits, target) - _at(logits, y)) / (top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + tiny)
+        return (_at(logits, target) - _at(logits, y)) / (
+            top[:, 0] - (top[:, 2] + top[:, 3]) / 2 + tiny
+        )
     return margin(logits, y) / (top[:, 0] - top[:, 2] + tiny)
 
 
@@ -102,7 +104,9 @@ def find(objective: str | Objective) -> Objective:
             return RunnerUp(int(runner_up.group(1)))
         if objective in _NAMED:
             return _NAMED[objective]
-    raise ValueError(f'objective must be one of {", ".join(_NAMED)}, "runner-up-<k>", or a callable, got {objective!r}')
+    raise ValueError(
+        f'objective must be one of {", ".join(_NAMED)}, "runner-up-<k>", or a callable, got {objective!r}'
+    )
 
 
 def report(objective: Objective, value: Tensor, *, targeted: bool) -> Tensor:

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import GradientAttack, distance_bound, lists_plans, plan_of_nothing, understood
+from wball.attacks.base import (
+    GradientAttack,
+    distance_bound,
+    lists_plans,
+    plan_of_nothing,
+    understood,
+)
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
 from wball.attacks.schedule import GrowingRadius
@@ -81,7 +87,9 @@ class PGD(GradientAttack):
         inputs.check_positive("tol", self.tol)
         inputs.check_count("max_iter", self.max_iter)
         if self.growth is not None and not isinstance(self.growth, GrowingRadius):
-            raise TypeError(f"growth must be a GrowingRadius(factor, every) or None, got {self.growth!r}")
+            raise TypeError(
+                f"growth must be a GrowingRadius(factor, every) or None, got {self.growth!r}"
+            )
         if self.mode not in ("exact", "paper"):
             raise ValueError(f'mode must be "exact" or "paper", got {self.mode!r}')
         if self.step_size is not None:
@@ -89,9 +97,13 @@ class PGD(GradientAttack):
         if self.step not in ("linf", "l2", "wasserstein"):
             raise ValueError(f'step must be "linf", "l2" or "wasserstein", got {self.step!r}')
         if self.step == "wasserstein" and not lists_plans(self.ball):
-            raise ValueError(f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}')
+            raise ValueError(
+                f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}'
+            )
         if self.mode == "paper" and not (lists_plans(self.ball) and math.isfinite(self.reg)):
-            raise ValueError('mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings')
+            raise ValueError(
+                'mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings'
+            )
 
     @classmethod
     def paper(
@@ -125,7 +137,9 @@ class PGD(GradientAttack):
             raise ValueError(f'dataset must be "mnist" or "cifar10", got {dataset!r}')
         if source not in ("curves", "text", "scripts"):
             raise ValueError(f'source must be "curves", "text" or "scripts", got {source!r}')
-        eps, factor, steps, reg = (0.3, 1.1, 200, 1000.0) if dataset == "mnist" else (0.001, 1.17, 400, 3000.0)
+        eps, factor, steps, reg = (
+            (0.3, 1.1, 200, 1000.0) if dataset == "mnist" else (0.001, 1.17, 400, 3000.0)
+        )
         window = 5
         if source == "scripts" and dataset == "mnist":
             eps, window = 0.7, 7
@@ -169,15 +183,27 @@ class PGD(GradientAttack):
 
     def records(self) -> bool:
         # The exact solver reads from the device, for the step or for the projection.
-        return self.step != "wasserstein" and (math.isfinite(self.reg) or not lists_plans(self.ball))
+        return self.step != "wasserstein" and (
+            math.isfinite(self.reg) or not lists_plans(self.ball)
+        )
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         w = self._ahead(state, gradient)
         if state.fused is not None:
             point = state.fused(w)
-            state.z, state.distance, state.kernel = point.z, point.cost / state.fused.unit, point.kernel
+            state.z, state.distance, state.kernel = (
+                point.z,
+                point.cost / state.fused.unit,
+                point.kernel,
+            )
             return state
-        options = understood(state.ball.project, tol=self.tol, max_iter=self.max_iter, mode=self.mode, init=state.duals)
+        options = understood(
+            state.ball.project,
+            tol=self.tol,
+            max_iter=self.max_iter,
+            mode=self.mode,
+            init=state.duals,
+        )
         result = state.ball.project(state.x, w, self.reg, **options)
         state.z, state.kernel = result.point, result.kernel
         if math.isinf(self.reg):  # entropic problems start better at their temperature
@@ -192,7 +218,9 @@ class PGD(GradientAttack):
 
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
         """The projection without plans, where a kernel has it."""
-        if not lists_plans(ball) or not EntropicProjection.serves(cast("WassersteinBall", ball).problem(x), self.reg):
+        if not lists_plans(ball) or not EntropicProjection.serves(
+            cast("WassersteinBall", ball).problem(x), self.reg
+        ):
             return None
         options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
         return EntropicProjection(cast("WassersteinBall", ball).problem(x), self.reg, **options)
@@ -208,7 +236,11 @@ class PGD(GradientAttack):
         if self.step_size is not None:
             alpha = self.step_size
         elif state.ball.unit == "pixel value":
-            alpha = per_image(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z) * 2.5 / self.steps
+            alpha = (
+                per_image(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z)
+                * 2.5
+                / self.steps
+            )
         if self.step == "linf":
             return z + alpha * gradient.sign()
         length = per_image(gradient.flatten(1).norm(dim=1), z)

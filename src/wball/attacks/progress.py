@@ -22,7 +22,9 @@ class Bar:
     def step(self, active: int) -> None:
         """One gradient step of ``active`` images."""
         self._step += 1
-        self._shown.within((self._start + self._size * min(1.0, self._step / self._steps)) / self._images)
+        self._shown.within(
+            (self._start + self._size * min(1.0, self._step / self._steps)) / self._images
+        )
 
 
 @contextmanager

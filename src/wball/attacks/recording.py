@@ -37,7 +37,9 @@ AGREEMENT, DISAGREEING = 1e-2, 0.1
 any order on a GPU, and a step along signs magnifies that)."""
 
 
-def cuda_graph(function: Callable[[], None], device: torch.device, generator: torch.Generator) -> Callable[[], None]:
+def cuda_graph(
+    function: Callable[[], None], device: torch.device, generator: torch.Generator
+) -> Callable[[], None]:
     """What ``function`` launches, as one launch. Calls made by other threads meanwhile are not recorded.
 
     A recording's memory is its own and goes back with it.
@@ -85,9 +87,9 @@ def _end_without_graph(device: torch.device, pool: Any, generator: torch.Generat
             one.graphsafe_set_state(one.clone_state())
 
 
-RECORDERS: dict[str, Callable[[Callable[[], None], torch.device, torch.Generator], Callable[[], None]]] = {
-    "cuda": cuda_graph
-}
+RECORDERS: dict[
+    str, Callable[[Callable[[], None], torch.device, torch.Generator], Callable[[], None]]
+] = {"cuda": cuda_graph}
 """How the work of a function is recorded, by type of device."""
 
 
@@ -106,7 +108,11 @@ class _Slot:
         if isinstance(value, StoredPlan):
             setattr(self.owner, self.name, value.with_tensors(tensors))
         else:
-            setattr(self.owner, self.name, type(value)(*tensors) if isinstance(value, tuple) else tensors[0])
+            setattr(
+                self.owner,
+                self.name,
+                type(value)(*tensors) if isinstance(value, tuple) else tensors[0],
+            )
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -114,7 +120,11 @@ def _tensors(value: object) -> list[Tensor]:
         return [value]
     if isinstance(value, StoredPlan):
         return value.tensors()
-    return list(value) if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value) else []
+    return (
+        list(value)
+        if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value)
+        else []
+    )
 
 
 class Moment:
@@ -159,7 +169,9 @@ class Recording:
                 raise RuntimeError(f"a step changes the shape of {slot.name}")
             if any(o is not n for o, n in zip(old, new, strict=True)):
                 self._slots.append(slot)
-                self._buffers.append([n if o is n else n.clone() for o, n in zip(old, new, strict=True)])
+                self._buffers.append(
+                    [n if o is n else n.clone() for o, n in zip(old, new, strict=True)]
+                )
                 first.append(old)
         self._owned = {t.untyped_storage().data_ptr() for held in self._buffers for t in held}
         last = [[t.clone() for t in held] for held in self._buffers]
@@ -176,7 +188,9 @@ class Recording:
             self._load(last)
             self._hold()
         if not wrong <= DISAGREEING:
-            raise RuntimeError(f"a replay differs from the step itself on {100 * wrong:.1f} % of the images")
+            raise RuntimeError(
+                f"a replay differs from the step itself on {100 * wrong:.1f} % of the images"
+            )
 
     def __call__(self) -> None:
         self._replay()
@@ -186,9 +200,13 @@ class Recording:
         self._step()
         # What was in one buffer may have gone to another: it is saved before the first is overwritten.
         fresh = [
-            [n if n is own or n.untyped_storage().data_ptr() not in self._owned else n.clone() for n, own in pairs]
+            [
+                n if n is own or n.untyped_storage().data_ptr() not in self._owned else n.clone()
+                for n, own in pairs
+            ]
             for pairs in (
-                list(zip(slot.get(), held, strict=True)) for slot, held in zip(self._slots, self._buffers, strict=True)
+                list(zip(slot.get(), held, strict=True))
+                for slot, held in zip(self._slots, self._buffers, strict=True)
             )
         ]
         self._load(fresh)
@@ -210,7 +228,10 @@ class Recording:
         for slot, held, given in zip(self._slots, self._buffers, expected, strict=True):
             if slot.name in judged:
                 (a,), (b,) = held, given
-                a, b = a.flatten(1) if a.ndim > 1 else a[:, None], b.flatten(1) if b.ndim > 1 else b[:, None]
+                a, b = (
+                    a.flatten(1) if a.ndim > 1 else a[:, None],
+                    b.flatten(1) if b.ndim > 1 else b[:, None],
+                )
                 size = b.abs().nan_to_num(0.0, 0.0, 0.0).amax(1, keepdim=True)
                 same = ((a - b).abs() <= AGREEMENT * size) | (a == b) | (a.isnan() & b.isnan())
                 bad = ~same.all(1)
@@ -220,7 +241,11 @@ class Recording:
 
 def _allocated(device: torch.device) -> int:
     """Bytes that were allocated on a GPU so far, whether or not they are free again."""
-    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0)) if device.type == "cuda" else 0
+    return (
+        int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
+        if device.type == "cuda"
+        else 0
+    )
 
 
 class Loop(Protocol):
@@ -272,18 +297,32 @@ class Steps:
         loop, state = self._loop, self._loop.state
         device = state.x.device
         state.n_steps = torch.full((), float(number), dtype=torch.float64, device=device)
-        before, allocated = Moment((loop, *state.parts(), loop.batch), loop.generator), _allocated(device)
+        before, allocated = (
+            Moment((loop, *state.parts(), loop.batch), loop.generator),
+            _allocated(device),
+        )
         loop.step()
         if _allocated(device) - allocated > HEAVY:
             self._wanted = False
             return
         try:
-            self._recording = Recording(loop.step, before, ("z", "gradient"), device, loop.generator)
-        except (RuntimeError, AttributeError, TypeError, ValueError) as error:  # the step itself has been made
+            self._recording = Recording(
+                loop.step, before, ("z", "gradient"), device, loop.generator
+            )
+        except (
+            RuntimeError,
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # the step itself has been made
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._wanted = False
             # Torch's own words on full memory differ each time, so that every one of them would be shown.
-            why = "the GPU's memory is full" if isinstance(error, torch.OutOfMemoryError) else str(error)
+            why = (
+                "the GPU's memory is full"
+                if isinstance(error, torch.OutOfMemoryError)
+                else str(error)
+            )
             said = f"the attack is not replayed as a CUDA graph, which is slower: {why}"
             warnings.warn(said, RuntimeWarning, stacklevel=2)

@@ -21,8 +21,12 @@ class AttackStatus(Enum):
 
     FOUND = "an adversarial example was found"
     ALREADY_WRONG = "the clean image already meets the goal: distance 0"
-    SURVIVED = "no adversarial example was found: more steps, restarts or StandardAttack may find one"
-    NO_GRADIENT = "the gradient was zero or not finite: the model may mask it; try another objective"
+    SURVIVED = (
+        "no adversarial example was found: more steps, restarts or StandardAttack may find one"
+    )
+    NO_GRADIENT = (
+        "the gradient was zero or not finite: the model may mask it; try another objective"
+    )
 
     def __str__(self) -> str:
         return f"{self.name.lower()}: {self.value}"
@@ -89,7 +93,9 @@ class AttackResult(Summarised):
         """The share of images that no adversarial example was found for at a radius up to ``eps``."""
         if self.success.numel() == 0:
             return 1.0
-        wrong = torch.tensor([s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device)
+        wrong = torch.tensor(
+            [s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device
+        )
         return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
 
 
@@ -104,7 +110,17 @@ def joined(parts: list[AttackResult]) -> AttackResult:
         return parts[0]
     fields: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("images", "success", "distance", "loss", "n_steps", "radius", "member", "queries", "rising")
+        for name in (
+            "images",
+            "success",
+            "distance",
+            "loss",
+            "n_steps",
+            "radius",
+            "member",
+            "queries",
+            "rising",
+        )
         if getattr(parts[0], name) is not None
     }
     kernel = joined_kernels(part.kernel for part in parts)

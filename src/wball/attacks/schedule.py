@@ -25,7 +25,9 @@ class GrowingRadius:
 
     def __post_init__(self) -> None:
         if not inputs.check_positive("factor", self.factor) >= 1:
-            raise ValueError(f"factor must be at least 1 so that the radius grows, got {self.factor}")
+            raise ValueError(
+                f"factor must be at least 1 so that the radius grows, got {self.factor}"
+            )
         inputs.check_count("every", self.every)
 
     def at(self, eps: float | Tensor, step: int) -> float | Tensor:

@@ -100,7 +100,11 @@ class ScoreSearch(Search):
 
     def _rivals(self, batch: AttackBatch) -> Tensor:
         """The class that each restart aims at, ``(B, restarts)``; none in a targeted search."""
-        ranks = [rank for rank in RESTARTS.values() if batch.target is None and rank < batch.logits.shape[1]]
+        ranks = [
+            rank
+            for rank in RESTARTS.values()
+            if batch.target is None and rank < batch.logits.shape[1]
+        ]
         every = [objectives.RunnerUp(rank).rival(batch.logits, batch.y) for rank in ranks]
         return torch.stack(every, 1) if every else batch.y[:, None][:, :0]
 
@@ -114,7 +118,9 @@ class ScoreSearch(Search):
                 if state.proof is not None:
                     state.proof = plan_of_nothing(FactoredPlan, state.ball, state.x)
 
-    def _size(self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator) -> Tensor:
+    def _size(
+        self, batch: AttackBatch, state: _Tracked, reachable: Tensor, generator: torch.Generator
+    ) -> Tensor:
         low, high = batch.ball.box or (0.0, 1.0)
         small, large = (size * (high - low) for size in NOISE)
         u = reachable * normal(batch.x, generator, self._looks)
@@ -122,7 +128,11 @@ class ScoreSearch(Search):
 
         def change(size: float) -> Tensor:
             asked = into_box(batch.x + size * u, batch.ball.box)
-            return (_scores(batch.model, asked, state.classes) - state.logits_before).transpose(0, 1).flatten(1)
+            return (
+                (_scores(batch.model, asked, state.classes) - state.logits_before)
+                .transpose(0, 1)
+                .flatten(1)
+            )
 
         agreement = F.cosine_similarity(change(small), change(large), dim=1)
         return per_image(torch.where(agreement > AGREEMENT, small, large), batch.x).to(batch.x)
@@ -134,13 +144,17 @@ class ScoreSearch(Search):
         answers = _scores(batch.model, asked, state.classes)
         batch.queries += self.directions
         moved = torch.cat([asked - z, (z - state.z_before)[None]]).transpose(0, 1).flatten(2)
-        changed = torch.cat([answers - scores, (scores - state.logits_before)[None]]).transpose(0, 1)
+        changed = torch.cat([answers - scores, (scores - state.logits_before)[None]]).transpose(
+            0, 1
+        )
         state.jacobian = _tracked(state.jacobian, moved, changed)
         state.z_before, state.logits_before = z, scores
         with torch.enable_grad():
             logits = logits.detach().requires_grad_(True)
             aim = state.aim
-            value = batch.loss(logits) if aim is None else objectives.RunnerUp()(logits, batch.y, aim)
+            value = (
+                batch.loss(logits) if aim is None else objectives.RunnerUp()(logits, batch.y, aim)
+            )
             (pull,) = torch.autograd.grad(value.sum(), logits)
         pull = pull.gather(1, state.classes).to(state.jacobian)
         return batch.made_step(torch.einsum("bk,bkd->bd", pull, state.jacobian).view_as(z))

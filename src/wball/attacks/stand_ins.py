@@ -58,7 +58,20 @@ SATURATIONS = ("sigmoid", "tanh", "clamp", "clip", "clamp_min", "clamp_max")
 SIGNS = ("sign", "sgn")
 QUANTISED = ("quantize_per_tensor", "dequantize", "fake_quantize_per_tensor_affine")
 IDENTITY = _named(*ROUNDINGS, *QUANTISED, "detach") | {Tensor.data.__get__}  # type: ignore[attr-defined]
-CASTS = _named("float", "double", "half", "bfloat16", "to", "type", "type_as", "int", "long", "short", "byte", "char")
+CASTS = _named(
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "type",
+    "type_as",
+    "int",
+    "long",
+    "short",
+    "byte",
+    "char",
+)
 GREATER = _named("gt", "ge", "greater", "greater_equal", "__gt__", "__ge__")
 LESS = _named("lt", "le", "less", "less_equal", "__lt__", "__le__")
 SATURATING = _named(*SATURATIONS, "hardtanh", "relu6", "hardsigmoid")
@@ -67,8 +80,32 @@ SIGN = _named(*SIGNS)
 FLOOR_DIVIDE = _named("floor_divide", "__floordiv__")
 CHOOSE_CLASS = _named(
     *("softmax", "log_softmax", "argmax", "argsort", "sort", "topk", "exp"),
-    *("sigmoid", "logsigmoid", "hardsigmoid", "tanh", "hardtanh", "clamp", "clip", "softsign", "erf", "atan", "round"),
-    *("pow", "__pow__", "square", "sinh", "expm1", "relu", "leaky_relu", "elu", "softplus", "log1p", "sqrt"),
+    *(
+        "sigmoid",
+        "logsigmoid",
+        "hardsigmoid",
+        "tanh",
+        "hardtanh",
+        "clamp",
+        "clip",
+        "softsign",
+        "erf",
+        "atan",
+        "round",
+    ),
+    *(
+        "pow",
+        "__pow__",
+        "square",
+        "sinh",
+        "expm1",
+        "relu",
+        "leaky_relu",
+        "elu",
+        "softplus",
+        "log1p",
+        "sqrt",
+    ),
 )
 WHERE = _named("where")
 NOT, AND, OR = (_named(*names) for names in (
@@ -108,7 +145,8 @@ def _shadow(value: Any) -> Any:
 
 def _in_shadow(values: Iterable[Any]) -> bool:
     return any(
-        _in_shadow(v) if type(v) in (tuple, list) else isinstance(v, Tensor) and hasattr(v, SHADOW) for v in values
+        _in_shadow(v) if type(v) in (tuple, list) else isinstance(v, Tensor) and hasattr(v, SHADOW)
+        for v in values
     )
 
 
@@ -139,10 +177,18 @@ class _Mode(TorchFunctionMode):
         self.scores: list[Tensor] = []
 
     def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (func in CHOOSE_CLASS or func in OUTSIDE) and isinstance(args[0], Tensor) and args[0].ndim == 2:
+        if (
+            (func in CHOOSE_CLASS or func in OUTSIDE)
+            and isinstance(args[0], Tensor)
+            and args[0].ndim == 2
+        ):
             self.scores.append(args[0])
         if not self._gradients:
             return func(*args, **kwargs)
@@ -162,10 +208,18 @@ class _Mode(TorchFunctionMode):
         """An argument, with the gradient of the image that left torch if it is that image, changed."""
         if type(value) in (tuple, list):
             return type(value)(map(self._come_back, value))
-        if type(value) is not Tensor or value.requires_grad or hasattr(value, SHADOW) or value.numel() < 2:
+        if (
+            type(value) is not Tensor
+            or value.requires_grad
+            or hasattr(value, SHADOW)
+            or value.numel() < 2
+        ):
             return value
         same = (layout for left in self._left for layout in _layouts(left, value))
-        best = max(((_correlation(value, layout)[0], k, layout) for k, layout in enumerate(same)), default=None)
+        best = max(
+            ((_correlation(value, layout)[0], k, layout) for k, layout in enumerate(same)),
+            default=None,
+        )
         return _carry(value, best[2]) if best is not None and best[0] > ALIKE else value
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +229,9 @@ class _Mode(TorchFunctionMode):
         if not isinstance(value, Tensor) or not args:
             return value
         with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-            value = _stand_in(func, args, kwargs, value)  # where a shadow does not fit, there is none
+            value = _stand_in(
+                func, args, kwargs, value
+            )  # where a shadow does not fit, there is none
         value = value if _followed(value) else _alike(value, args)
         if not self._left and not _followed(value) and any(map(_followed, args)):
             self._left.append(self._image)
@@ -195,14 +251,21 @@ def _alike(value: Tensor, args: tuple[Any, ...]) -> Tensor:
     """A result that has lost its gradient, with that of the argument of its shape that it rises or falls with."""
     for source in args if len(args) < 2 or not isinstance(args[1], tuple) else (args[0], *args[1]):
         shadow = _shadow(source)
-        if isinstance(shadow, Tensor) and shadow.requires_grad and shadow.shape == value.shape and value.numel() > 1:
+        if (
+            isinstance(shadow, Tensor)
+            and shadow.requires_grad
+            and shadow.shape == value.shape
+            and value.numel() > 1
+        ):
             correlation, slope = _correlation(value, shadow)
             if abs(correlation) > ALIKE:
                 return _carry(value, slope * shadow)
     return value
 
 
-def _stand_in(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> Tensor:
+def _stand_in(
+    func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
+) -> Tensor:
     first = _shadow(args[0])
     soft = isinstance(first, Tensor) and first.is_floating_point()
     if func in IDENTITY and soft:
@@ -255,7 +318,9 @@ class StandIns:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._sources: dict[int, float] | None = None  # which scores the first answer came of, and factors of theirs
+        self._sources: dict[int, float] | None = (
+            None  # which scores the first answer came of, and factors of theirs
+        )
         self._count = 0
 
     @property
@@ -271,7 +336,9 @@ class StandIns:
             self._count, self._sources = len(mode.scores), _sources(mode.scores, logits)
         if not self._sources:
             return logits
-        scores = torch.stack([mode.scores[k].to(logits) * factor for k, factor in self._sources.items()])
+        scores = torch.stack(
+            [mode.scores[k].to(logits) * factor for k, factor in self._sources.items()]
+        )
         return _with_class_of(logits, scores.mean(0))
 
 
@@ -280,10 +347,15 @@ def _sources(scores: list[Tensor], logits: Tensor) -> dict[int, float]:
     weighed by factors that make them differ by as much."""
     alike = [k for k, one in enumerate(scores) if _chose(one, logits)]
     alike = [k for k in alike if _implies(scores[k], logits)] or alike
-    first = [k for n, k in enumerate(alike) if not any(_implies(scores[j], scores[k]) for j in alike[:n])]
+    first = [
+        k for n, k in enumerate(alike) if not any(_implies(scores[j], scores[k]) for j in alike[:n])
+    ]
     if len(first) < 2:
         return dict.fromkeys(first, 1.0)
-    widths = {k: float((scores[k].detach().amax(1) - scores[k].detach().amin(1)).double().median()) for k in first}
+    widths = {
+        k: float((scores[k].detach().amax(1) - scores[k].detach().amin(1)).double().median())
+        for k in first
+    }
     return {k: max(widths.values()) / width for k, width in widths.items() if 0 < width < math.inf}
 
 
@@ -291,7 +363,9 @@ def _chose(scores: Tensor, logits: Tensor) -> bool:
     """Whether every image's class has the largest score, up to ties among the logits."""
     if scores.shape != logits.shape or not scores.is_floating_point():
         return False
-    own = scores.argmax(1, keepdim=True).to(logits.device)  # what leaves torch is taken to the host first
+    own = scores.argmax(1, keepdim=True).to(
+        logits.device
+    )  # what leaves torch is taken to the host first
     return bool((logits.gather(1, own) >= logits.amax(1, keepdim=True)).all())
 
 
@@ -308,4 +382,6 @@ def _with_class_of(logits: Tensor, scores: Tensor) -> Tensor:
     top = scores.detach().amax(1, keepdim=True)
     above = torch.nextafter(top, torch.full_like(top, torch.inf)) - scores.detach().gather(1, own)
     tied = scores.detach().argmax(1, keepdim=True) != own
-    return scores + torch.zeros_like(scores).scatter(1, own, torch.where(tied, above, torch.zeros_like(above)))
+    return scores + torch.zeros_like(scores).scatter(
+        1, own, torch.where(tied, above, torch.zeros_like(above))
+    )

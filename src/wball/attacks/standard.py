@@ -125,7 +125,9 @@ class _Member:
                 progress=False,
                 proofs=proofs,
             )
-        return PGD(ball, objective=self.objective, steps=self.steps, random_start=True, progress=False)
+        return PGD(
+            ball, objective=self.objective, steps=self.steps, random_start=True, progress=False
+        )
 
 
 def _falling(
@@ -158,7 +160,10 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _falling("margin", random_start=10.0),
         _falling("cross-entropy", steps=80, random_start=10.0),
     ),
-    "fast": tuple(_falling(name, steps=30) for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")),
+    "fast": tuple(
+        _falling(name, steps=30)
+        for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")
+    ),
 }
 MEMBERS["standard"] = (
     *MEMBERS["standard-1"],
@@ -195,7 +200,12 @@ class StandardAttack(Attack):
             raise ValueError(f"version must be one of {', '.join(MEMBERS)}, got {self.version!r}")
 
     def members(
-        self, *, targeted: bool = False, classes: int | None = None, hidden: bool = False, labels_only: bool = False
+        self,
+        *,
+        targeted: bool = False,
+        classes: int | None = None,
+        hidden: bool = False,
+        labels_only: bool = False,
     ) -> tuple[GradientAttack, ...]:
         """The attacks that are run, in order.
 
@@ -205,7 +215,9 @@ class StandardAttack(Attack):
             hidden: as for a model that hides its gradients.
             labels_only: as for a model that hides its scores as well.
         """
-        members = tuple(m.on(self.ball, self.proofs) for m in self._gradient_members(targeted, classes))
+        members = tuple(
+            m.on(self.ball, self.proofs) for m in self._gradient_members(targeted, classes)
+        )
         if self.version != "standard":
             return members
         if labels_only:
@@ -230,10 +242,14 @@ class StandardAttack(Attack):
         if self.view is not None:
             return self
         with as_found(model, x.device), torch.inference_mode(False):
-            return replace(self, view=self._view(model, x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()))
+            return replace(
+                self, view=self._view(model, x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone())
+            )
 
     def _view(self, model: Model, x: Tensor, y: Tensor) -> View:
-        return plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
+        return (
+            plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
+        )
 
     def attack_batch(
         self,
@@ -254,20 +270,29 @@ class StandardAttack(Attack):
             check_classes("target", target, outputs)
         view = self.view or self._view(model, x, y)
         hidden, targeted = not (view.is_useful and (view.own or view.clear)), target is not None
-        members = self.members(targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only)
+        members = self.members(
+            targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only
+        )
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
         kinds = dict(enumerate(self._gradient_members(targeted, outputs.shape[1])))
         best: AttackResult | None = None
         member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
-        rising, unclear = torch.zeros_like(member_of, dtype=torch.bool), torch.ones_like(member_of, dtype=torch.bool)
+        rising, unclear = (
+            torch.zeros_like(member_of, dtype=torch.bool),
+            torch.ones_like(member_of, dtype=torch.bool),
+        )
         near, almost = torch.zeros_like(rising), None
         if any(kind.near for kind in kinds.values()):
             with torch.no_grad():
                 almost = NEAR * objectives.margin(ask(view.model, x), y, target)
         for number, member in enumerate(members):
             kind = kinds.get(number)
-            here = (unclear & (near | rising) if kind is not None and kind.near else unclear).nonzero().squeeze(1)
+            here = (
+                (unclear & (near | rising) if kind is not None and kind.near else unclear)
+                .nonzero()
+                .squeeze(1)
+            )
             if here.numel() == 0:
                 continue
             goal = None if target is None else target[here]
@@ -279,7 +304,9 @@ class StandardAttack(Attack):
                 if view.random or isinstance(asked, Smoothed):  # they are averaged already
                     continue
                 asked = Smoothed(asked, kind.smoothed, self.ball.box, generator)
-            found = member.take(here).attack_batch(asked, x[here], y[here], goal, generator, progress, begin)
+            found = member.take(here).attack_batch(
+                asked, x[here], y[here], goal, generator, progress, begin
+            )
             if kind is not None and kind.steady and found.rising is not None:
                 rising[here] = found.rising
             found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
@@ -319,7 +346,9 @@ class StandardAttack(Attack):
         if not view.is_useful and alive:
             found.append(Finding("masked-gradients", alive, count))
         if isinstance(members[-1], Search):
-            found.append(Finding("black-box-stronger", int((best.member == len(members) - 1).sum()), count))
+            found.append(
+                Finding("black-box-stronger", int((best.member == len(members) - 1).sum()), count)
+            )
         if view.random:
             found.append(Finding("random-answers", count, count))
         if any(member.steady for member in MEMBERS[self.version]):
@@ -344,16 +373,24 @@ def _judged(
     loss = objectives.report(objectives.cross_entropy, score, targeted=target is not None)
     success = found.success & view.judge(model, found.images, y, target)
     changed = (success != found.success).tolist()
-    status = tuple(AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True))
+    status = tuple(
+        AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True)
+    )
     margin = objectives.margin(logits, y, target)
     ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return replace(found, loss=loss, success=success, status=status), margin, success & (ahead | view.random)
+    return (
+        replace(found, loss=loss, success=success, status=status),
+        margin,
+        success & (ahead | view.random),
+    )
 
 
 def _asked_again(view: View, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
     """Which examples still are some in batches of other sizes: each alone, and all of them twice."""
     goals = [None] * len(z) if target is None else list(target.split(1))
-    alone = torch.cat([view.judge(model, *one) for one in zip(z.split(1), y.split(1), goals, strict=True)])
+    alone = torch.cat(
+        [view.judge(model, *one) for one in zip(z.split(1), y.split(1), goals, strict=True)]
+    )
     twice = None if target is None else target.repeat(2)
     again = view.judge(model, torch.cat([z, z]), y.repeat(2), twice)
     return alone & again[: len(z)] & again[len(z) :]

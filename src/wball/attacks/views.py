@@ -80,7 +80,9 @@ def _scaled(model: Model, outputs: Tensor) -> Model:
     middle = float(wide.double().median()) if len(wide) else math.nan
     if not 0 < middle < math.inf or USUAL[0] <= middle <= USUAL[1]:
         return model
-    return Scaled(model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle)))))
+    return Scaled(
+        model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle))))
+    )
 
 
 class Forward:
@@ -167,7 +169,9 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
     first = x[:LOOKED_AT]
     with torch.no_grad():
         outputs = ask(model, first)
-        few = [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]  # other sizes of a batch may round otherwise
+        few = [
+            ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)
+        ]  # other sizes of a batch may round otherwise
         again = [(outputs, ask(model, first)), *((few[0], other) for other in few[1:])]
         random = any(bool(answers_differ(one, other).any()) for one, other in again)
         probabilities = are_probabilities(outputs)
@@ -195,7 +199,11 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
         worth = WORTH
         try:
             view = seen(candidate)
-            if number == 0 and open_model.replaces_scores and not (probabilities and bool((outputs > 0).all())):
+            if (
+                number == 0
+                and open_model.replaces_scores
+                and not (probabilities and bool((outputs > 0).all()))
+            ):
                 # A sigmoid of each class flattens what is far from its middle, a softmax of large scores rounds to
                 # 0 and 1; the scores behind it do neither.
                 worth = -WORTH
@@ -213,7 +221,9 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
             best, cosine = view, other
     useful = float((cosine > USEFUL).double().mean()) if x.shape[0] else 1.0
     labels_only = useful < MOST and are_labels(outputs)
-    return View(best, useful, best is own, random, probabilities, labels_only, float(cosine.mean()) >= clear)
+    return View(
+        best, useful, best is own, random, probabilities, labels_only, float(cosine.mean()) >= clear
+    )
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
@@ -247,7 +257,9 @@ class _Shaken:
 
     def __init__(self, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> None:
         self._x, self._y, self._box = x, y, box
-        self._measured: dict[int, tuple[Model, list[Tensor]]] = {}  # keeps the model, so that no id is used twice
+        self._measured: dict[
+            int, tuple[Model, list[Tensor]]
+        ] = {}  # keeps the model, so that no id is used twice
 
     def foresight(self, view: Model, values: Model) -> Tensor:
         """How well each image's gradient predicts what the changes do: the cosine of both, at the size of changes that
@@ -267,7 +279,10 @@ class _Shaken:
         gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
         if id(values) not in self._measured:
             with torch.no_grad():
-                self._measured[id(values)] = values, [self._change(view, asked) for asked in self._changes()]
+                self._measured[id(values)] = (
+                    values,
+                    [self._change(view, asked) for asked in self._changes()],
+                )
         for asked, measured in zip(self._changes(), self._measured[id(values)][1], strict=True):
             predicted = ((asked - x) * gradient).flatten(2).sum(2)
             best = torch.maximum(best, _cosine(predicted, measured).to(best))
@@ -281,7 +296,9 @@ class _Shaken:
 
     def _change(self, view: Model, asked: Tensor) -> Tensor:
         """By how much the objective changes, ``(DIRECTIONS, B)``."""
-        values = torch.stack([objectives.cross_entropy(ask(view, one), self._y) for one in (self._x, *asked)])
+        values = torch.stack(
+            [objectives.cross_entropy(ask(view, one), self._y) for one in (self._x, *asked)]
+        )
         return (values[1:] - values[:1]).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -289,5 +306,8 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
     """Of each image's changes ``(DIRECTIONS, B)``, whatever their scale. What all of them have in common (noise on a
     black background) says nothing about directions."""
     centred = [change.double() - change.double().mean(0) for change in (a, b)]
-    scaled = [change / change.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny) for change in centred]
+    scaled = [
+        change / change.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
+        for change in centred
+    ]
     return F.cosine_similarity(scaled[0], scaled[1], dim=0)

@@ -73,15 +73,23 @@ class AuditReport:
         if len(self) == 0:
             return "audit of 0 images"
         lines = [f"audit of {len(self)} images: {self.n_valid} valid, {self.n_invalid} invalid"]
-        lines.append(f"  mass error     at most {float(self.mass_error.max()):.3g} (allowed {MASS_TOL:g})")
-        lines.append(f"  box violation  at most {float(self.box_violation.max()):.3g} (allowed {BOX_TOL:g})")
-        over = torch.where(self.distance > 0, self.distance / self.eps, torch.zeros_like(self.distance))
+        lines.append(
+            f"  mass error     at most {float(self.mass_error.max()):.3g} (allowed {MASS_TOL:g})"
+        )
+        lines.append(
+            f"  box violation  at most {float(self.box_violation.max()):.3g} (allowed {BOX_TOL:g})"
+        )
+        over = torch.where(
+            self.distance > 0, self.distance / self.eps, torch.zeros_like(self.distance)
+        )
         lines.append(
             f"  distance       at most {float(self.distance.max()):.6g} {self.unit}, {float(over.max()):.6g} x eps "
             f"(allowed {1 + DISTANCE_TOL:g} x eps)"
         )
         if not bool(self.exact.all()):
-            lines[-1] += f"; exact for {int(self.exact.sum())}, an upper bound by a checked plan for the others"
+            lines[-1] += (
+                f"; exact for {int(self.exact.sum())}, an upper bound by a checked plan for the others"
+            )
         bad = [(k, reason) for k, reason in enumerate(self.reasons) if reason]
         lines += [f"  image {k}: {reason}" for k, reason in bad[:5]]
         if len(bad) > 5:
@@ -171,11 +179,24 @@ def audit(
         found = found.put(index, _measured(ball.take(index), x[index], z[index], workers))
     valid = found.within(eps)
     finite = z.detach().isfinite().flatten(1).all(1)
-    mass, box, distance = found.mass_error.tolist(), found.box_violation.tolist(), found.distance.tolist()
-    rows = zip(finite.tolist(), mass, box, distance, eps.tolist(), found.allowed(eps).tolist(), strict=True)
+    mass, box, distance = (
+        found.mass_error.tolist(),
+        found.box_violation.tolist(),
+        found.distance.tolist(),
+    )
+    rows = zip(
+        finite.tolist(), mass, box, distance, eps.tolist(), found.allowed(eps).tolist(), strict=True
+    )
     reasons = tuple(_reason(*row) for row in rows)
     return AuditReport(
-        found.mass_error, found.box_violation, found.distance, valid, found.exact, eps, reasons, ball.unit
+        found.mass_error,
+        found.box_violation,
+        found.distance,
+        valid,
+        found.exact,
+        eps,
+        reasons,
+        ball.unit,
     )
 
 
@@ -185,10 +206,14 @@ def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
         return ball.violations(x, z)
     parts = torch.arange(len(x), device=x.device).tensor_split(min(4 * workers, len(x)))
     with ThreadPoolExecutor(workers) as pool:
-        return Violations.joined(list(pool.map(lambda k: ball.take(k).violations(x[k], z[k]), parts)))
+        return Violations.joined(
+            list(pool.map(lambda k: ball.take(k).violations(x[k], z[k]), parts))
+        )
 
 
-def _reason(finite: bool, mass: float, box: float, distance: float, eps: float, allowed: float) -> str:
+def _reason(
+    finite: bool, mass: float, box: float, distance: float, eps: float, allowed: float
+) -> str:
     if not finite:
         return "NaN or infinite pixels"
     found = []

@@ -22,7 +22,15 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from wball.auditing.flows import AGREE, Array, Index, ListedMoves, Matching, by_network_simplex, network
+from wball.auditing.flows import (
+    AGREE,
+    Array,
+    Index,
+    ListedMoves,
+    Matching,
+    by_network_simplex,
+    network,
+)
 from wball.auditing.violations import DISTANCE_TOL
 
 ROUNDING = 1e-6
@@ -86,7 +94,9 @@ def match_differences(moves: ListedMoves, a: Array, b: Array) -> Matching | None
     return None
 
 
-def _carry(moves: ListedMoves, spare: Array, left: Array, enough: float) -> tuple[float, Array, float]:
+def _carry(
+    moves: ListedMoves, spare: Array, left: Array, enough: float
+) -> tuple[float, Array, float]:
     """Balance ``left`` (above 0: too much) by moves between pixels that have mass to spare; it may cost ``enough``.
 
     Returns what all that costs, what each pixel sends for it, and half of what is not balanced.
@@ -116,14 +126,18 @@ def _carry_straight(moves: ListedMoves, spare: Array, left: Array) -> tuple[floa
     total = min(float(supply.sum()), float(demand.sum()))
     (top, begin), (bottom, end) = np.divmod(more, width), np.divmod(less, width)
     steps = np.abs(top[:, None] - bottom) + np.abs(begin[:, None] - end).astype(np.float64)
-    plan, _ = ot.emd(supply / supply.sum(), demand / demand.sum(), steps, 10**7, log=True, check_marginals=False)
+    plan, _ = ot.emd(
+        supply / supply.sum(), demand / demand.sum(), steps, 10**7, log=True, check_marginals=False
+    )
     i, j = np.nonzero(plan > 0)
     mass, sent = total * plan[i, j], np.zeros((height, width))
     poor, go = (spare < 2 * total).reshape(height, width), np.ones(len(i), dtype=bool)
     for turn in (1, 0):  # at the corner (top, end), or (bottom, begin)
         row, column = (top[i], end[j]) if turn else (bottom[j], begin[i])
         ways = ((1, row, begin[i], end[j]), (0, column, top[i], bottom[j]))
-        free = go & ~np.logical_or(*(_on_the_way(np.cumsum(poor, axis), axis, *way) > 0 for axis, *way in ways))
+        free = go & ~np.logical_or(
+            *(_on_the_way(np.cumsum(poor, axis), axis, *way) > 0 for axis, *way in ways)
+        )
         for axis, line, one, other in ways:
             _send(sent, axis, line[free], one[free], other[free], mass[free])
         go &= ~free
@@ -148,7 +162,9 @@ def _send(sent: Array, axis: int, line: Index, one: Index, other: Index, mass: A
     grid += np.maximum(change.cumsum(1)[:, :-1], 0.0)
 
 
-def _carry_along_a_tree(moves: ListedMoves, spare: Array, left: Array) -> tuple[float, Array, float]:
+def _carry_along_a_tree(
+    moves: ListedMoves, spare: Array, left: Array
+) -> tuple[float, Array, float]:
     """Balance ``left`` along a tree of cheap moves between pixels that have mass to spare.
 
     A pixel that has none is a leaf, by its cheapest move: it hands on nothing. Returns what all that costs, what each
@@ -163,13 +179,17 @@ def _carry_along_a_tree(moves: ListedMoves, spare: Array, left: Array) -> tuple[
     outer = outer[np.argsort(moves.price[outer], kind="stable")]
     outer = outer[np.unique(moves.target[outer], return_index=True)[1]]
     used = np.concatenate([np.flatnonzero(inner), outer])
-    graph = sparse.csr_matrix((moves.price[used], (moves.source[used], moves.target[used])), shape=(n, n))
+    graph = sparse.csr_matrix(
+        (moves.price[used], (moves.source[used], moves.target[used])), shape=(n, n)
+    )
     graph = graph.maximum(graph.T)
     # One more node joins the trees of all parts, at a pixel that is no leaf where there is one, so that they are one.
     parts, label = csgraph.connected_components(graph, directed=False)
     root = np.full(parts, 2 * n)
     np.minimum.at(root, label, np.where(rich, np.arange(n), n + np.arange(n)))
-    ends = sparse.csr_matrix((np.ones(parts), (np.zeros(parts, dtype=np.int64), root % n)), shape=(1, n))
+    ends = sparse.csr_matrix(
+        (np.ones(parts), (np.zeros(parts, dtype=np.int64), root % n)), shape=(1, n)
+    )
     whole = sparse.bmat([[graph, None], [ends, sparse.csr_matrix((1, 1))]], format="csr")
     order, parent = csgraph.breadth_first_order(whole, n, directed=False)
     total, above = [*left.tolist(), 0.0], parent.tolist()
@@ -199,7 +219,13 @@ def _islands(n: int, source: Index, target: Index) -> Index:
 
 
 def _lower_bound(
-    moves: ListedMoves, a: Array, b: Array, lost: Array, prices: Array, island: Index, missing: float
+    moves: ListedMoves,
+    a: Array,
+    b: Array,
+    lost: Array,
+    prices: Array,
+    island: Index,
+    missing: float,
 ) -> float:
     """What no plan is cheaper than, by prices of the pixels that changed.
 

@@ -30,13 +30,18 @@ class ListedMoves:
         here = np.arange(n).reshape(height, width)
         if isinstance(cost, DenseCost):
             if cost.size != n:
-                raise ValueError(f"the ball's cost is for {cost.size} pixels, but the images have {n}")
+                raise ValueError(
+                    f"the ball's cost is for {cost.size} pixels, but the images have {n}"
+                )
             self.straight = math.inf
             price = cost.matrix.cpu().numpy().T.copy()  # row k: the moves that end in k
             target = np.repeat(np.arange(n)[:, None], n, axis=1)
         else:
             steps = cost.moves(height, width)
-            price, target = np.full((len(steps), n), math.inf), np.zeros((len(steps), n), dtype=np.int64)
+            price, target = (
+                np.full((len(steps), n), math.inf),
+                np.zeros((len(steps), n), dtype=np.int64),
+            )
             for k, (down, right, value) in enumerate(steps):
                 rows, columns = np.divmod(here.reshape(-1), width)
                 rows, columns = rows + down, columns + right
@@ -49,7 +54,9 @@ class ListedMoves:
         step, self.source = np.nonzero(np.isfinite(price))
         self.target, self.price = target[step, self.source], price[step, self.source]
         self.dearest = float(self.price.max())
-        self.cheapest = float(self.price[self.price > 0].min()) if bool((self.price > 0).any()) else 0.0
+        self.cheapest = (
+            float(self.price[self.price > 0].min()) if bool((self.price > 0).any()) else 0.0
+        )
 
 
 def _price(steps: list[tuple[int, int, float]], down: int, right: int) -> float:
@@ -75,7 +82,9 @@ class Network(NamedTuple):
 
     def prices(self, price: Array, unmatched: float) -> Array:
         """What each arc costs: the moves, what is not matched, and the way between the two entries more."""
-        return np.concatenate([price, np.full(len(self.supply) + len(self.demand) - 2, unmatched), [0.0]])
+        return np.concatenate(
+            [price, np.full(len(self.supply) + len(self.demand) - 2, unmatched), [0.0]]
+        )
 
 
 def network(moves: ListedMoves, a: Array, b: Array) -> tuple[Network, Index]:
@@ -88,7 +97,9 @@ def network(moves: ListedMoves, a: Array, b: Array) -> tuple[Network, Index]:
     n, m, mass = len(rows), len(columns), float(a.sum())
     tail = np.concatenate([number[0, moves.source[arcs]], np.arange(n), np.full(m, n), [n]])
     head = np.concatenate([number[1, moves.target[arcs]], np.full(n, m), np.arange(m), [m]])
-    return Network(tail, head, np.append(a[rows] / mass, 1.0), np.append(b[columns] / mass, 1.0)), arcs
+    return Network(
+        tail, head, np.append(a[rows] / mass, 1.0), np.append(b[columns] / mass, 1.0)
+    ), arcs
 
 
 def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
@@ -107,7 +118,9 @@ def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
         if flow is not None:
             missing = float(flow[k:-1].sum()) / 2
             if missing <= 1e-12 or length == most:
-                return Matching(mass * float(flow[:k] @ price[:k]), mass * missing, arcs, mass * flow[:k])
+                return Matching(
+                    mass * float(flow[:k] @ price[:k]), mass * missing, arcs, mass * flow[:k]
+                )
     return Matching(math.inf, 0.0, arcs[:0], np.zeros(0))
 
 
@@ -142,11 +155,15 @@ def by_network_simplex(net: Network, price: Array) -> tuple[Array, Array, Array]
     tail, head, supply, demand = net
     shape = (len(supply), len(demand))
     costs = sparse.coo_matrix((price, (tail, head)), shape=shape)
-    plan, log = ot.emd(supply, demand, costs, numItermax=10**7, log=True, center_dual=False, check_marginals=False)
+    plan, log = ot.emd(
+        supply, demand, costs, numItermax=10**7, log=True, center_dual=False, check_marginals=False
+    )
     plan = plan.tocoo()
     key = tail * shape[1] + head
     order = np.argsort(key)
-    used = order[np.searchsorted(key, plan.row.astype(np.int64) * shape[1] + plan.col, sorter=order)]
+    used = order[
+        np.searchsorted(key, plan.row.astype(np.int64) * shape[1] + plan.col, sorter=order)
+    ]
     flow = np.zeros(len(price))
     flow[used] = plan.data
     return flow, np.asarray(log["u"]), np.asarray(log["v"])
@@ -160,7 +177,9 @@ def _by_linear_program(net: Network, price: Array) -> tuple[Array, Array, Array]
     tail, head, supply, demand = net
     arcs = np.arange(len(price))
     leaves = sparse.csr_matrix((np.ones(len(price)), (tail, arcs)), shape=(len(supply), len(price)))
-    arrives = sparse.csr_matrix((np.ones(len(price)), (head, arcs)), shape=(len(demand), len(price)))
+    arrives = sparse.csr_matrix(
+        (np.ones(len(price)), (head, arcs)), shape=(len(demand), len(price))
+    )
     # One of the sums follows from the others; with rounding it might contradict them.
     equalities, sums = sparse.vstack([leaves, arrives[:-1]]), np.concatenate([supply, demand[:-1]])
     tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}

@@ -46,11 +46,15 @@ def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: StoredPlan | T
     batch = x.shape[0]
     if not isinstance(plan, FactoredPlan):
         if not isinstance(plan, Tensor) and not hasattr(plan, "arcs"):
-            raise TypeError(f"plan must be arcs (B, C, K, H, W) or a plan of wball.plan, got {type(plan).__name__}")
+            raise TypeError(
+                f"plan must be arcs (B, C, K, H, W) or a plan of wball.plan, got {type(plan).__name__}"
+            )
         flow = plan if isinstance(plan, Tensor) else plan.arcs()
         expected = (*x.shape[:2], moves.listed, *x.shape[2:])
         if tuple(flow.shape) != expected:
-            raise ValueError(f"plan must list its moves as (B, C, K, H, W) = {expected}, got {tuple(flow.shape)}")
+            raise ValueError(
+                f"plan must list its moves as (B, C, K, H, W) = {expected}, got {tuple(flow.shape)}"
+            )
         given = [flow]
     else:
         given = [_like(plan, name, (batch,)) for name in ("psi", "scale")]
@@ -112,7 +116,11 @@ class _Moves:
 
     def spent(self, flow: Tensor) -> Tensor:
         """``(N, K, n) -> (N,)``: what it costs."""
-        return (flow * self.cost).sum((1, 2)) if self.window is None else (flow.sum(2) * self.cost.T).sum(1)
+        return (
+            (flow * self.cost).sum((1, 2))
+            if self.window is None
+            else (flow.sum(2) * self.cost.T).sum(1)
+        )
 
     def there(self, values: Tensor, outside: float) -> Tensor:
         """``(N, 1, n) -> (N, K, n)``: the value at the pixel where each move ends."""
@@ -120,9 +128,15 @@ class _Moves:
             return values.transpose(1, 2).expand(-1, -1, values.shape[2]).clone()
         down, right = self.window
         padded = F.pad(values.reshape(-1, *self.grid), (right, right, down, down), value=outside)
-        windows = padded.unfold(1, 2 * down + 1, 1).unfold(2, 2 * right + 1, 1)  # much faster than F.unfold on a CPU
-        moved = windows.permute(0, 3, 4, 1, 2).reshape(len(values), self.count, self.grid[0] * self.grid[1])
-        return moved.contiguous()  # in images of one row or column the windows are still views that overlap
+        windows = padded.unfold(1, 2 * down + 1, 1).unfold(
+            2, 2 * right + 1, 1
+        )  # much faster than F.unfold on a CPU
+        moved = windows.permute(0, 3, 4, 1, 2).reshape(
+            len(values), self.count, self.grid[0] * self.grid[1]
+        )
+        return (
+            moved.contiguous()
+        )  # in images of one row or column the windows are still views that overlap
 
     def arrived(self, flow: Tensor) -> Tensor:
         """``(N, K, n) -> (N, 1, n)``: what each pixel receives."""
@@ -135,15 +149,28 @@ class _Moves:
 
 def _wall(price: Tensor) -> Tensor | None:
     """inf for moves that do not exist and 0 for others; ``None`` if all exist."""
-    return torch.zeros_like(price).masked_fill(price.isinf(), math.inf) if bool(price.isinf().any()) else None
+    return (
+        torch.zeros_like(price).masked_fill(price.isinf(), math.inf)
+        if bool(price.isinf().any())
+        else None
+    )
 
 
 def _rebuilt(
-    moves: _Moves, x: Tensor, z: Tensor, psi: Tensor, scale: Tensor, s: Tensor, keep: Tensor, give: Tensor
+    moves: _Moves,
+    x: Tensor,
+    z: Tensor,
+    psi: Tensor,
+    scale: Tensor,
+    s: Tensor,
+    keep: Tensor,
+    give: Tensor,
 ) -> Tensor:
     """The bound by a plan that is given by potentials."""
     channels = x.shape[1]
-    x, z, s, keep, give = (values.reshape(-1, 1, x.shape[2] * x.shape[3]) for values in (x, z, s, keep, give))
+    x, z, s, keep, give = (
+        values.reshape(-1, 1, x.shape[2] * x.shape[3]) for values in (x, z, s, keep, give)
+    )
     psi, scale = (values.repeat_interleave(channels).view(-1, 1, 1) for values in (psi, scale))
     weight = moves.priced(moves.there(s, -math.inf), psi)
     top = weight.amax(1, keepdim=True)
@@ -173,6 +200,10 @@ def _listed(moves: _Moves, x: Tensor, z: Tensor, listed: Tensor) -> Tensor:
 
 
 def _bound(moves: _Moves, x: Tensor, missing: Tensor, flow: Tensor, channels: int) -> Tensor:
-    mass, lost, spent = (values.reshape(len(x) // channels, -1).sum(1) for values in (x, missing, moves.spent(flow)))
+    mass, lost, spent = (
+        values.reshape(len(x) // channels, -1).sum(1) for values in (x, missing, moves.spent(flow))
+    )
     bound = spent + lost * moves.dearest
-    return torch.where((lost <= MISSING_TOL * mass) & ~bound.isnan(), bound, torch.full_like(bound, math.inf))
+    return torch.where(
+        (lost <= MISSING_TOL * mass) & ~bound.isnan(), bound, torch.full_like(bound, math.inf)
+    )

@@ -67,7 +67,9 @@ def transport_violations(
     unit = mass if relative else torch.ones_like(mass)
     if plan is None:
         a, b = start.cpu().numpy(), end.cpu().numpy()
-        total = torch.tensor([_transport(moves, *pair) for pair in zip(a, b, strict=True)], dtype=torch.float64)
+        total = torch.tensor(
+            [_transport(moves, *pair) for pair in zip(a, b, strict=True)], dtype=torch.float64
+        )
         total = total.reshape(-1).to(x.device)
     else:
         total = proved_distance(cost, start, end, plan)
@@ -117,7 +119,9 @@ def _transport(moves: ListedMoves, x: Array, z: Array) -> float:
     if float(z.min()) < -BOX_TOL:
         return math.inf
     mass, pairs = float(x.sum()), []
-    for start, end in zip(x.reshape(len(x), -1), np.maximum(z, 0.0).reshape(len(z), -1), strict=True):
+    for start, end in zip(
+        x.reshape(len(x), -1), np.maximum(z, 0.0).reshape(len(z), -1), strict=True
+    ):
         if np.array_equal(start, end):
             continue  # staying is free
         before, after = float(start.sum()), float(end.sum())
@@ -131,7 +135,11 @@ def _transport(moves: ListedMoves, x: Array, z: Array) -> float:
             found = list(pool.map(lambda pair: _channel(moves, *pair), pairs))
     else:
         found = [_channel(moves, *pair) for pair in pairs]
-    return sum(one.cost for one in found) if sum(one.missing for one in found) <= MASS_TOL * mass else math.inf
+    return (
+        sum(one.cost for one in found)
+        if sum(one.missing for one in found) <= MASS_TOL * mass
+        else math.inf
+    )
 
 
 def _channel(moves: ListedMoves, a: Array, b: Array) -> Matching:

@@ -34,7 +34,10 @@ class Violations:
 
     def allowed(self, eps: float | Tensor, tol: float = DISTANCE_TOL) -> Tensor:
         """The largest distance that counts as ``eps``."""
-        return torch.as_tensor(eps, dtype=torch.float64, device=self.distance.device) * (1 + tol) + self.rounding
+        return (
+            torch.as_tensor(eps, dtype=torch.float64, device=self.distance.device) * (1 + tol)
+            + self.rounding
+        )
 
     def within(self, eps: float | Tensor, tol: float = DISTANCE_TOL) -> Tensor:
         """Which images are in the ball of radius ``eps``: mass, box and distance are within their tolerances."""
@@ -49,7 +52,9 @@ class Violations:
     @staticmethod
     def joined(parts: Sequence[Violations]) -> Violations:
         """Those of several batches as one."""
-        return Violations(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Violations)))
+        return Violations(
+            *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Violations))
+        )
 
 
 def check_point(z: Tensor, x: Tensor) -> None:

@@ -15,7 +15,10 @@ def describe_cost(cost: GroundCost) -> dict[str, Any]:
     if isinstance(cost, DenseCost):
         return {"cost": "matrix", "size": cost.size, "sha256": fingerprint(cost.matrix)}
     if isinstance(cost, StencilCost):
-        return {"cost": "table", "table": [[None if v == math.inf else v for v in row] for row in cost.table]}
+        return {
+            "cost": "table",
+            "table": [[None if v == math.inf else v for v in row] for row in cost.table],
+        }
     return {"cost": "grid", "window": cost.window, "p": float(cost.p)}
 
 

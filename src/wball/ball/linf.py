@@ -53,7 +53,9 @@ class LinfBall:
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_eps_count(self.eps, x.shape[0])
         x = x.to(result_dtype(x))
-        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(-1, *[1] * (x.ndim - 1))
+        eps = torch.as_tensor(self.eps, dtype=x.dtype, device=x.device).reshape(
+            -1, *[1] * (x.ndim - 1)
+        )
         lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return (x - eps).clamp(lo, hi), (x + eps).clamp(lo, hi)
 
@@ -61,7 +63,9 @@ class LinfBall:
         """``max <g, z>``: each pixel goes to the end of its interval that ``g`` points to. ``reg`` plays no role."""
         low, high = self.bounds(x)
         g = inputs.check_like("g", g, x).detach()
-        point = torch.where(g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high)))
+        point = torch.where(
+            g > 0, high, torch.where(g < 0, low, x.detach().to(low).clamp(low, high))
+        )
         value = (g.to(torch.float64) * point.to(torch.float64)).flatten(1).sum(1)
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         return SupportResult(point, value, value.clone(), (Status.EXACT,) * x.shape[0], n_iter)
@@ -74,20 +78,31 @@ class LinfBall:
         objective = 0.5 * (w.to(torch.float64) - point.to(torch.float64)).flatten(1).square().sum(1)
         zero = torch.zeros_like(objective)
         n_iter = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
-        return ProjectionResult(point, objective, zero, zero.clone(), (Status.EXACT,) * x.shape[0], n_iter)
+        return ProjectionResult(
+            point, objective, zero, zero.clone(), (Status.EXACT,) * x.shape[0], n_iter
+        )
 
     def distance(self, x: Tensor, z: Tensor) -> Tensor:
         """The largest change of a pixel, per image."""
         x = inputs.check_images("x", x, self.box)
         inputs.check_like("z", z, x)
-        return (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
+        return (
+            (z.detach().to(torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
+        )
 
-    def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations:
+    def violations(
+        self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+    ) -> Violations:
         """How far the worst pixel is outside the box, and the largest change of a pixel. ``plan`` plays no role."""
         x = inputs.check_images("x", x, self.box)
         check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
-        change = (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64)).flatten(1).abs().amax(1)
+        change = (
+            (z.detach().to(x.device, torch.float64) - x.detach().to(torch.float64))
+            .flatten(1)
+            .abs()
+            .amax(1)
+        )
         lo, hi = self.box if self.box is not None else (-math.inf, math.inf)
         return Violations(
             mass_error=torch.where(change.isfinite(), 0.0, math.inf).to(change),
@@ -104,7 +119,11 @@ class LinfBall:
 
     def describe(self) -> dict[str, Any]:
         """The threat model as plain data, without its radius."""
-        return {"kind": "LinfBall", "box": None if self.box is None else list(self.box), "unit": self.unit}
+        return {
+            "kind": "LinfBall",
+            "box": None if self.box is None else list(self.box),
+            "unit": self.unit,
+        }
 
     def kernel(self, x: Tensor) -> str:
         """Which implementation serves such images."""

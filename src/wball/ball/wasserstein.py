@@ -52,9 +52,13 @@ class WassersteinBall:
         object.__setattr__(self, "eps", inputs.check_eps(self.eps))
         object.__setattr__(self, "box", inputs.check_box(self.box))
         if self.mass not in ("relative", "absolute"):
-            raise ValueError(f'mass must be "relative" (eps x image mass) or "absolute", got {self.mass!r}')
+            raise ValueError(
+                f'mass must be "relative" (eps x image mass) or "absolute", got {self.mass!r}'
+            )
         if not isinstance(self.cost, (GridCost, StencilCost, DenseCost)):
-            raise TypeError(f"cost must be a GridCost, StencilCost or DenseCost, got {type(self.cost).__name__}")
+            raise TypeError(
+                f"cost must be a GridCost, StencilCost or DenseCost, got {type(self.cost).__name__}"
+            )
 
     @property
     def unit(self) -> str:
@@ -89,8 +93,14 @@ class WassersteinBall:
         """What solvers get to know: centres, moves, budget and box. Nothing of ``x`` is checked here."""
         x = x.detach()
         mass, relative = masses(x), self.mass == "relative"
-        least = self.eps if relative and isinstance(self.eps, float) and x.dtype is not torch.float64 else None
-        return TransportProblem(x, self.cost, self._budget(x, mass), self.box, mass, relative, least)
+        least = (
+            self.eps
+            if relative and isinstance(self.eps, float) and x.dtype is not torch.float64
+            else None
+        )
+        return TransportProblem(
+            x, self.cost, self._budget(x, mass), self.box, mass, relative, least
+        )
 
     def support(
         self,
@@ -136,7 +146,9 @@ class WassersteinBall:
         x = inputs.check_images("x", x, self.box).detach()
         return distance(self.cost, x, z, relative=self.mass == "relative", plans=plans)
 
-    def violations(self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> Violations:
+    def violations(
+        self, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+    ) -> Violations:
         """Mass, box and distance of ``z``; see :mod:`wball.auditing.transport`.
 
         With ``plan`` nothing is solved: the distance is an upper bound that the plan proves, inf where it proves none.
@@ -145,7 +157,9 @@ class WassersteinBall:
         check_point(z, x)
         inputs.check_eps_count(self.eps, x.shape[0])
         relative = self.mass == "relative"
-        return transport_violations(self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan)
+        return transport_violations(
+            self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan
+        )
 
     def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
         """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``): the audit's
@@ -172,10 +186,18 @@ class WassersteinBall:
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
     def oracle(
-        self, x: Tensor, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0, roundings: int = ROUNDINGS
+        self,
+        x: Tensor,
+        *,
+        sweeps: int = 3,
+        newton: int = 12,
+        momentum: float = 0.0,
+        roundings: int = ROUNDINGS,
     ) -> TransportOracle:
         """Points of the ball from potentials, as attacks accumulate them; see :mod:`wball.solvers.oracle`."""
-        return TransportOracle(self.problem(x), sweeps=sweeps, newton=newton, momentum=momentum, roundings=roundings)
+        return TransportOracle(
+            self.problem(x), sweeps=sweeps, newton=newton, momentum=momentum, roundings=roundings
+        )
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
@@ -185,9 +207,15 @@ class WassersteinBall:
         x = inputs.check_images("x", x, self.box).detach()
         inputs.check_generator(generator)
         device = generator.device if generator is not None else x.device
-        potential = torch.normal(0.0, 3.0, x.shape, generator=generator, dtype=torch.float64, device=device)
-        part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(x.device)
-        oracle = self.oracle(x, roundings=ROUNDINGS + 1)  # who mixes it with other points rounds again
+        potential = torch.normal(
+            0.0, 3.0, x.shape, generator=generator, dtype=torch.float64, device=device
+        )
+        part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(
+            x.device
+        )
+        oracle = self.oracle(
+            x, roundings=ROUNDINGS + 1
+        )  # who mixes it with other points rounds again
         oracle.budget = part * oracle.budget
         return oracle(potential.to(x.device)).z
 

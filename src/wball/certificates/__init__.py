@@ -4,7 +4,12 @@
 certifies a smoothed classifier with a stated probability.
 """
 
-from wball.certificates.certificate import CertificateResult, CertificateStatus, certified_radius, certify
+from wball.certificates.certificate import (
+    CertificateResult,
+    CertificateStatus,
+    certified_radius,
+    certify,
+)
 from wball.certificates.checking import VerificationResult, VerificationStatus, verify
 from wball.certificates.smoothing import FlowSmoothing, SmoothingResult, flow_noise
 from wball.certificates.trust import UnsupportedModule

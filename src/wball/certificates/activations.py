@@ -65,7 +65,9 @@ def relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tup
     return constant, Rows(out.reshape(-1, *op.before), image)
 
 
-def relax_curve(op: Curved, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows, Tensor]:
+def relax_curve(
+    op: Curved, rows: Rows, lower: Tensor, upper: Tensor
+) -> tuple[Tensor, Rows, Tensor]:
     """The line below a curve where a row's coefficient is positive, the one above where it is negative.
 
     The last one is the sum of the magnitudes that entered the constant.

@@ -47,7 +47,11 @@ class ConvAnchor(Anchor):
 
     def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
         self.layer, self.shape = convolution.layer, convolution.image
-        self.stride, self.padding, kernel = convolution.stride, convolution.padding, convolution.kernel
+        self.stride, self.padding, kernel = (
+            convolution.stride,
+            convolution.padding,
+            convolution.kernel,
+        )
         self.moves = [m for m in moves if m[:2] != (0, 0)]
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
         self.size = (kernel.shape[2], kernel.shape[3])
@@ -78,12 +82,21 @@ class ConvAnchor(Anchor):
         kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
         if rows.corner is not None:
-            sides = [(weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k] for k in (0, 1)]
-            raw = transposed_convolution(weights.coeff, kernel, self.stride, (0, 0, sides[0], sides[1]))
+            sides = [
+                (weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k]
+                for k in (0, 1)
+            ]
+            raw = transposed_convolution(
+                weights.coeff, kernel, self.stride, (0, 0, sides[0], sides[1])
+            )
         else:
             raw = self._over_the_image(weights.coeff, kernel)
         raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
-        moves, out, into = raw[:, :, :count].flatten(3), raw[:, :, count].flatten(2), raw[:, :, count + 1]
+        moves, out, into = (
+            raw[:, :, :count].flatten(3),
+            raw[:, :, count].flatten(2),
+            raw[:, :, count + 1],
+        )
         if rows.corner is None and active is not None:
             place = active[rows.image]
             moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
@@ -98,8 +111,12 @@ class ConvAnchor(Anchor):
         if cells * kernel.shape[1] * math.prod(self.shape[1:]) <= 2**22:
             # Small images whose moves are all listed: most of the widened kernel falls outside.
             if weights.dtype not in self._matrices:
-                every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(cells, *self.layer)
-                self._matrices[weights.dtype] = transposed_convolution(every, kernel, self.stride, window).flatten(1)
+                every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(
+                    cells, *self.layer
+                )
+                self._matrices[weights.dtype] = transposed_convolution(
+                    every, kernel, self.stride, window
+                ).flatten(1)
             raw = weights.flatten(1) @ self._matrices[weights.dtype]
             return raw.reshape(weights.shape[0], -1, *self.shape[1:])
         return transposed_convolution(weights, kernel, self.stride, window)
@@ -136,7 +153,9 @@ class UnitAnchor(Anchor):
         self.gains = Tables(gains_of)
         self.units = units
         self.table = torch.arange(images, device=image.device)  # where each image's units stand
-        self._spread: tuple[Tensor, Spread] | None = None  # of the rows charged last: an optimiser repeats them
+        self._spread: tuple[Tensor, Spread] | None = (
+            None  # of the rows charged last: an optimiser repeats them
+        )
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for some of the images, or several times the same; gains are not copied."""
@@ -148,9 +167,15 @@ class UnitAnchor(Anchor):
         """The anchor of the units that are still ``unstable`` (images, units), with gains of its own."""
         units = self.units[self.table]
         image, place = unstable.gather(1, units).nonzero(as_tuple=True)
-        parts = self.gains.values[self.table[image], place].split([shape.numel() for shape in self.shapes], 1)
-        moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
-        return UnitAnchor(self.layer, image, units[image, place], (moves, out, into), unstable.shape[0])
+        parts = self.gains.values[self.table[image], place].split(
+            [shape.numel() for shape in self.shapes], 1
+        )
+        moves, out, into = (
+            part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)
+        )
+        return UnitAnchor(
+            self.layer, image, units[image, place], (moves, out, into), unstable.shape[0]
+        )
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         return False
@@ -162,8 +187,12 @@ class UnitAnchor(Anchor):
             self._spread = rows.image, Spread(self.table[rows.image], len(self.gains))
         spread = self._spread[1]
         weight = flat.gather(1, self.units[spread.table])
-        parts = spread.product(weight, self.gains).split([shape.numel() for shape in self.shapes], 1)
-        moves, out, into = (part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True))
+        parts = spread.product(weight, self.gains).split(
+            [shape.numel() for shape in self.shapes], 1
+        )
+        moves, out, into = (
+            part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)
+        )
         return Charges(moves, out, into)
 
 

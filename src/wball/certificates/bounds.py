@@ -27,7 +27,10 @@ class Bounds:
 
     def take(self, index: Tensor) -> Bounds:
         """The bounds of a subset of the images."""
-        return Bounds({k: v[index] for k, v in self.lower.items()}, {k: v[index] for k, v in self.upper.items()})
+        return Bounds(
+            {k: v[index] for k, v in self.lower.items()},
+            {k: v[index] for k, v in self.upper.items()},
+        )
 
     @staticmethod
     def join(parts: list[Bounds]) -> Bounds:
@@ -40,7 +43,9 @@ class Bounds:
 
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
         """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
-        self.lower[position] = lower.nan_to_num(-math.inf, math.inf, -math.inf).contiguous()  # NaN is no bound
+        self.lower[position] = lower.nan_to_num(
+            -math.inf, math.inf, -math.inf
+        ).contiguous()  # NaN is no bound
         self.upper[position] = upper.nan_to_num(math.inf, math.inf, -math.inf).contiguous()
 
     def put(self, index: Tensor, other: Bounds) -> None:
@@ -106,5 +111,7 @@ def _widened(op: Affine, parts: list[Interval]) -> Interval | None:
     summed = op.interval(*((torch.zeros_like(c), c.abs() + r) for c, r in parts))
     if found is None or summed is None:
         return None
-    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), f"{op.name}: negative radius"
+    assert not bool((found[1] < 0).any()) and not bool((summed[1] < 0).any()), (
+        f"{op.name}: negative radius"
+    )
     return found[0], found[1] + ROUNDING * (summed[1] + found[0].abs())

@@ -65,11 +65,19 @@ class Call:
         before: list[Shape],
         shape: Shape,
     ) -> None:
-        self.recorder, self.func, self.sources, self.before, self.shape = recorder, func, sources, tuple(before), shape
+        self.recorder, self.func, self.sources, self.before, self.shape = (
+            recorder,
+            func,
+            sources,
+            tuple(before),
+            shape,
+        )
         self.title, self.name = recorder.title(func), recorder.module()[0]
         self.inputs = tuple(recorder.place[id(t)] for t in sources)
         self.args, self.kwargs = tree_map(self._constant, (args, kwargs))
-        self.reads = sum(1 for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and self._tracked(t))
+        self.reads = sum(
+            1 for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and self._tracked(t)
+        )
 
     def _tracked(self, value: Any) -> bool:
         return isinstance(value, Tensor) and any(value is t for t in self.sources)
@@ -79,8 +87,12 @@ class Call:
         if not isinstance(value, Tensor) or self._tracked(value):
             return value
         batch = self.recorder.batch
-        weight = self.func not in functions.JOINS and not any(self.func in table for table in functions.ARITHMETIC)
-        per_image = not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
+        weight = self.func not in functions.JOINS and not any(
+            self.func in table for table in functions.ARITHMETIC
+        )
+        per_image = (
+            not weight and value.ndim == len(self.shape) + 1 > 1 and value.shape[0] == batch > 1
+        )
         self.recorder.constant(value)
         return value[:1] if per_image and bool((value == value[:1]).all()) else value
 
@@ -113,7 +125,9 @@ class Call:
                     return read(self)
         if any(func in table for table in functions.ARITHMETIC):
             return self._arithmetic()
-        if func in functions.JOINS or (single and (func in functions.LINEAR_FUNCTIONS or func in functions.SIGNED)):
+        if func in functions.JOINS or (
+            single and (func in functions.LINEAR_FUNCTIONS or func in functions.SIGNED)
+        ):
             return self._generic(signed=func in functions.SIGNED)
         raise self.refuse()
 
@@ -121,7 +135,9 @@ class Call:
 
     def _reshape(self) -> Op | int:
         same = self.shape == self.before[0]
-        return self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
+        return (
+            self.inputs[0] if same else Reshape(self.name, self.inputs, self.shape, self.before[0])
+        )
 
     def _relu(self) -> Op:
         return Activation(self.name, self.inputs, self.shape, 0.0)
@@ -157,14 +173,23 @@ class Call:
             ends = settings["min"], settings["max"]
         if any(isinstance(end, Tensor) for end in ends):
             raise self.refuse("the ends must be numbers")
-        low, high = -math.inf if ends[0] is None else float(ends[0]), math.inf if ends[1] is None else float(ends[1])
+        low, high = (
+            -math.inf if ends[0] is None else float(ends[0]),
+            math.inf if ends[1] is None else float(ends[1]),
+        )
         if not low <= high:
             raise self.refuse(f"the ends must be in order, got {low} and {high}")
         return Curved(self.name, self.inputs, self.shape, "clamp", (low, high))
 
     def _max_pool(self) -> Op:
         settings = self.bound(
-            "input", "kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
+            "input",
+            "kernel_size",
+            stride=None,
+            padding=0,
+            dilation=1,
+            ceil_mode=False,
+            return_indices=False,
         )
         if settings["return_indices"] or len(self.shape) != 3:
             raise self.refuse("only the maxima of images (B, C, H, W)")
@@ -172,7 +197,17 @@ class Call:
         stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
         padding, dilation = _pair(settings["padding"]), _pair(settings["dilation"])
         ceil_mode = bool(settings["ceil_mode"])
-        return MaxPool(self.name, self.inputs, self.shape, self.before[0], kernel, stride, padding, dilation, ceil_mode)
+        return MaxPool(
+            self.name,
+            self.inputs,
+            self.shape,
+            self.before[0],
+            kernel,
+            stride,
+            padding,
+            dilation,
+            ceil_mode,
+        )
 
     def _average_pool(self) -> Op:
         settings = self.bound(
@@ -185,15 +220,30 @@ class Call:
         )
         divisor = settings["divisor_override"]
         if divisor is not None and not divisor > 0:
-            raise UnsupportedModule(f"{self.title}: divisor_override must be above 0, got {divisor}")
+            raise UnsupportedModule(
+                f"{self.title}: divisor_override must be above 0, got {divisor}"
+            )
         kernel, padding = _pair(settings["kernel_size"]), _pair(settings["padding"])
         stride = kernel if settings["stride"] in (None, [], ()) else _pair(settings["stride"])
         counted = settings["count_include_pad"] or padding == (0, 0)
         if settings["ceil_mode"] or not counted or len(self.shape) != 3:
             return self._generic()
         channels, share = self.shape[0], 1.0 / (divisor or kernel[0] * kernel[1])
-        mean = torch.full((channels, 1, *kernel), share, dtype=torch.float64, device=self.recorder.device)
-        return Conv2d(self.name, self.inputs, self.shape, self.before[0], mean, None, stride, padding, (1, 1), channels)
+        mean = torch.full(
+            (channels, 1, *kernel), share, dtype=torch.float64, device=self.recorder.device
+        )
+        return Conv2d(
+            self.name,
+            self.inputs,
+            self.shape,
+            self.before[0],
+            mean,
+            None,
+            stride,
+            padding,
+            (1, 1),
+            channels,
+        )
 
     def _linear(self) -> Op:
         settings = self.bound("input", "weight", bias=None)
@@ -203,13 +253,26 @@ class Call:
         return Linear(self.name, self.inputs, self.shape, weight, bias)
 
     def _convolution(self) -> Op:
-        settings = self.bound("input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1)
+        settings = self.bound(
+            "input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1
+        )
         if len(self.shape) != 3 or isinstance(settings["padding"], str):
             return self._generic()
-        stride, padding, dilation = (_pair(settings[name]) for name in ("stride", "padding", "dilation"))
+        stride, padding, dilation = (
+            _pair(settings[name]) for name in ("stride", "padding", "dilation")
+        )
         weight, bias, groups = settings["weight"], settings["bias"], int(settings["groups"])
         return Conv2d(
-            self.name, self.inputs, self.shape, self.before[0], weight, bias, stride, padding, dilation, groups
+            self.name,
+            self.inputs,
+            self.shape,
+            self.before[0],
+            weight,
+            bias,
+            stride,
+            padding,
+            dilation,
+            groups,
         )
 
     def _batch_norm(self) -> Op:
@@ -223,7 +286,9 @@ class Call:
         )
         mean, variance = settings["running_mean"], settings["running_var"]
         if settings["training"] or mean is None or variance is None:
-            raise UnsupportedModule(f"{self.title} has no running statistics: its output depends on the batch")
+            raise UnsupportedModule(
+                f"{self.title} has no running statistics: its output depends on the batch"
+            )
         wide = torch.float64
         scale = 1.0 / torch.sqrt(variance.to(wide) + settings["eps"])
         if settings["weight"] is not None:
@@ -269,16 +334,22 @@ class Call:
         self._check_affine(function)
         magnitude = None if signed else self.function(absolute=True)
         leaves, shape = tree_flatten((self.args, self.kwargs))
-        constants = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor) and not self._tracked(leaf))
+        constants = tuple(
+            leaf for leaf in leaves if isinstance(leaf, Tensor) and not self._tracked(leaf)
+        )
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         call = f"{getattr(self.func, '__name__', '')} {shape} {plain}"
-        return Generic(self.name, self.inputs, self.shape, self.before, function, magnitude, call, constants)
+        return Generic(
+            self.name, self.inputs, self.shape, self.before, function, magnitude, call, constants
+        )
 
     def function(self, absolute: bool = False) -> Callable[..., Tensor]:
         """The call as a function of its sources, in their precision, or that with its constants' absolute values."""
         func, args, kwargs = self.func, self.args, self.kwargs
         keys = [id(t) for t in self.sources]
-        kept = tree_map(lambda v: _Slot(keys.index(id(v))) if self._tracked(v) else v, (args, kwargs))
+        kept = tree_map(
+            lambda v: _Slot(keys.index(id(v))) if self._tracked(v) else v, (args, kwargs)
+        )
 
         def function(*values: Tensor) -> Tensor:
             def fill(value: Any) -> Any:
@@ -300,9 +371,9 @@ class Call:
         generator = torch.Generator().manual_seed(0)
 
         def draw(part: Shape) -> Tensor:
-            return torch.randn((2, *part), dtype=torch.float64, generator=generator, device="cpu").to(
-                self.recorder.device
-            )
+            return torch.randn(
+                (2, *part), dtype=torch.float64, generator=generator, device="cpu"
+            ).to(self.recorder.device)
 
         first, second = ([draw(part) for part in self.before] for _ in (0, 1))
         try:
@@ -311,8 +382,14 @@ class Call:
             middle = function(*((a + b) / 2 for a, b in zip(first, second, strict=True)))
         except (RuntimeError, ValueError, IndexError):
             raise UnsupportedModule(f"{self.title} mixes images of a batch") from None
-        size = 1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() and there.numel() else 0.0
-        if at.shape != alone.shape or at.shape[0] != 2 or not bool(((at - alone).abs() <= size).all()):
+        size = (
+            1e-9 * (at.abs().amax() + there.abs().amax()) if at.numel() and there.numel() else 0.0
+        )
+        if (
+            at.shape != alone.shape
+            or at.shape[0] != 2
+            or not bool(((at - alone).abs() <= size).all())
+        ):
             raise UnsupportedModule(f"{self.title} mixes images of a batch")
         if not bool((((at + there) / 2 - middle).abs() <= size).all()):
             raise UnsupportedModule(f"{self.title} is not affine in what it reads")
@@ -346,7 +423,11 @@ def _listed(index: Any) -> tuple[Any, ...]:
 
 
 def _basic(index: Any) -> bool:
-    return index is None or index is Ellipsis or (isinstance(index, (int, slice)) and not isinstance(index, bool))
+    return (
+        index is None
+        or index is Ellipsis
+        or (isinstance(index, (int, slice)) and not isinstance(index, bool))
+    )
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -15,7 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball.certificates.graph import Activation, Affine, Conv2d, Diagonal, Graph, Input, Linear, Reshape, Shape, Sum
+from wball.certificates.graph import (
+    Activation,
+    Affine,
+    Conv2d,
+    Diagonal,
+    Graph,
+    Input,
+    Linear,
+    Reshape,
+    Shape,
+    Sum,
+)
 from wball.input_sets.rows import Rows
 from wball.kernels import dispatch
 from wball.kernels.sparse_transpose import Geometry, sparse_transpose
@@ -109,12 +120,21 @@ class Carrier:
     def _wanted(self, source: int) -> Tensor:
         """The cells of an operation that matter to what it reads."""
         op = self.graph.ops[source]
-        return self._at(source)[3] if isinstance(op, Activation) else torch.ones(math.prod(op.shape), dtype=torch.bool)
+        return (
+            self._at(source)[3]
+            if isinstance(op, Activation)
+            else torch.ones(math.prod(op.shape), dtype=torch.bool)
+        )
 
     def _at(self, position: int) -> tuple[Tensor, ...]:
         if position not in self._known:
             line, height, below = self._lines(position)
-            self._known[position] = (line, height, below, (line != 0) | (below != 0) | (height != 0))
+            self._known[position] = (
+                line,
+                height,
+                below,
+                (line != 0) | (below != 0) | (height != 0),
+            )
         return self._known[position]
 
     def _relax(self, position: int, cells: Cells) -> tuple[Tensor, Cells]:
@@ -143,9 +163,13 @@ def _affine(op: Affine, cells: Cells, wanted: list[Tensor]) -> tuple[Tensor, lis
     if isinstance(op, Linear):
         columns = wanted[0].nonzero()[:, 0]
         product = op.weight.to(value.dtype)[at][:, columns].T @ value
-        return none if op.bias is None else op.bias.to(value.dtype)[at] @ value, [Cells(product, columns)]
+        return none if op.bias is None else op.bias.to(value.dtype)[at] @ value, [
+            Cells(product, columns)
+        ]
     if isinstance(op, Diagonal):
-        scale, shift = (part.to(value.dtype).expand(1, *op.shape).flatten()[at] for part in (op.scale, op.shift))
+        scale, shift = (
+            part.to(value.dtype).expand(1, *op.shape).flatten()[at] for part in (op.scale, op.shift)
+        )
         return shift @ value, [Cells(value * scale[:, None], at)]
     if isinstance(op, Sum):
         return none, [cells, cells if op.sign == 1 else Cells(value * op.sign, at)]
@@ -164,7 +188,9 @@ def _rows(cells: Cells, shape: Shape) -> Rows:
         return Rows(coeff, image)
     place = cells.at % (shape[1] * shape[2])
     down, across = place // shape[2], place % shape[2]
-    top, bottom, left, right = (int(end) for line in (down, across) for end in (line.min(), line.max() + 1))
+    top, bottom, left, right = (
+        int(end) for line in (down, across) for end in (line.min(), line.max() + 1)
+    )
     if (bottom - top) * (right - left) >= 0.7 * shape[1] * shape[2]:
         return Rows(coeff, image)
     corner = (torch.full_like(image, top), torch.full_like(image, left))

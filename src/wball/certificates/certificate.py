@@ -184,7 +184,9 @@ def _certify(
         part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
         if method == "complete":  # the other half is for attacks and the search
             part.deadline = start + 0.5 * effort.time_limit * index.shape[0]
-        parts.append(part.margin(method, effort.steps, effort.reg, None if deep is None else deep[index]))
+        parts.append(
+            part.margin(method, effort.steps, effort.reg, None if deep is None else deep[index])
+        )
         at_centre.append(clean)
         if method == "complete":
             left = ((parts[-1] <= 0) & (clean > 0)).nonzero()[:, 0]
@@ -194,7 +196,11 @@ def _certify(
     certified = (margin > 0) & correct
     seconds = torch.tensor(times, dtype=torch.float64, device=x.device)
     status = tuple(
-        CertificateStatus.CERTIFIED if c else CertificateStatus.UNKNOWN if r else CertificateStatus.MISCLASSIFIED
+        CertificateStatus.CERTIFIED
+        if c
+        else CertificateStatus.UNKNOWN
+        if r
+        else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
     found = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
@@ -245,7 +251,9 @@ def _decide(
         for n, k in enumerate(index.tolist()):
             leaves[k] = answer.leaves[n] if graph is same else None
             if answer.proved[n] or answer.broken[n]:
-                status[k] = CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED
+                status[k] = (
+                    CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED
+                )
     return replace(
         found,
         margin=margin,
@@ -286,10 +294,18 @@ def certified_radius(
     x, y = _check(x, y, ball)
     effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
     inputs.check_count("rounds", rounds)
-    trial = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
+    trial = (
+        torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
+    )
     trial[trial == 0] = 0.01
     clean = _clean_margin(model, x, y) if x.shape[0] else trial
-    found = _Bracket(clean, torch.zeros_like(trial), torch.full_like(trial, math.inf), clean.clone(), clean.clone())
+    found = _Bracket(
+        clean,
+        torch.zeros_like(trial),
+        torch.full_like(trial, math.inf),
+        clean.clone(),
+        clean.clone(),
+    )
     graph = trace(model, x, ball.at(trial))
     first: FirstLayer | None = None
     for _ in range(rounds):
@@ -301,7 +317,11 @@ def certified_radius(
         # What cheap bounds left open once they mostly leave open again; and margins of one kind can be compared.
         deep = found.high[index].isfinite() if effort.method == "anchored" else None
         result = _certify(model, graph, x[index], y[index], at, effort, first, deep)
-        best = deep if deep is not None else torch.full_like(index, effort.method in ONE_PASS, dtype=torch.bool)
+        best = (
+            deep
+            if deep is not None
+            else torch.full_like(index, effort.method in ONE_PASS, dtype=torch.bool)
+        )
         found.note(index, trial[index], result, best)
         trial = found.next()
     return found.low
@@ -314,10 +334,16 @@ class _Bracket:
     alone it is taken for 1.2.
     """
 
-    def __init__(self, clean: Tensor, low: Tensor, high: Tensor, above: Tensor, below: Tensor) -> None:
+    def __init__(
+        self, clean: Tensor, low: Tensor, high: Tensor, above: Tensor, below: Tensor
+    ) -> None:
         self.clean, self.low, self.high, self.above, self.below = clean, low, high, above, below
-        self.run = torch.zeros_like(low)  # how often in a row the answer was yes (above 0) or no (below)
-        self.best = torch.zeros_like(low, dtype=torch.bool)  # the margin at the lower end is by the tightest bounds
+        self.run = torch.zeros_like(
+            low
+        )  # how often in a row the answer was yes (above 0) or no (below)
+        self.best = torch.zeros_like(
+            low, dtype=torch.bool
+        )  # the margin at the lower end is by the tightest bounds
 
     def open(self) -> Tensor:
         known = self.high - self.low <= self.high / FINE
@@ -345,7 +371,9 @@ class _Bracket:
         taken, lost = (clean - self.above).clamp(min=1e-9), (clean - self.below).clamp(min=1e-9)
         power = (lost / taken).log() / (high / low).log()
         power = torch.where(bounded & certified & power.isfinite(), power.clamp(0.3, 6.0), 1.2)
-        root = torch.where(certified, low * (clean / taken) ** (1 / power), high * (clean / lost) ** (1 / power))
+        root = torch.where(
+            certified, low * (clean / taken) ** (1 / power), high * (clean / lost) ** (1 / power)
+        )
         between = bounded & certified
         outwards = torch.where(between & self.best, self.run > 1, self.run > 0)
         streak = torch.where(between & self.best & outwards, self.run - 1, self.run.abs())
@@ -368,7 +396,9 @@ def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
     inputs.check_eps_count(ball.eps, x.shape[0])
     if not isinstance(y, Tensor) or y.is_floating_point() or y.shape != (x.shape[0],):
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"y must hold one integer label per image, shape ({x.shape[0]},), got {shape}")
+        raise ValueError(
+            f"y must hold one integer label per image, shape ({x.shape[0]},), got {shape}"
+        )
     return x.detach(), y.to(x.device, torch.long)
 
 
@@ -408,15 +438,33 @@ class _Problem:
     """One batch of images, their input set, and the bounds found so far."""
 
     def __init__(
-        self, graph: Graph, x: Tensor, y: Tensor, ball: Ball, plans: Plans, clean: Tensor, first: FirstLayer
+        self,
+        graph: Graph,
+        x: Tensor,
+        y: Tensor,
+        ball: Ball,
+        plans: Plans,
+        clean: Tensor,
+        first: FirstLayer,
     ) -> None:
-        self.graph, self.x, self.y, self.ball, self.plans, self.clean = graph, x, y, ball, plans, clean
+        self.graph, self.x, self.y, self.ball, self.plans, self.clean = (
+            graph,
+            x,
+            y,
+            ball,
+            plans,
+            clean,
+        )
         self.first, self.centre = first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
         self.budget, self.bounds, self.deadline = _numbers_at_once(x), Bounds(), math.inf
-        self.sparing = False  # leave out bounds of units that only optimised slopes and searches use
+        self.sparing = (
+            False  # leave out bounds of units that only optimised slopes and searches use
+        )
 
-    def relaxation(self, source: InputSet, method: Method, reg: float, left: Tensor | None = None) -> Relaxation:
+    def relaxation(
+        self, source: InputSet, method: Method, reg: float, left: Tensor | None = None
+    ) -> Relaxation:
         if method == "dual":
             return Relaxation(self.graph, source, "parallel", reg, self.budget)
         centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
@@ -433,11 +481,15 @@ class _Problem:
         if method in ("interval", "dual"):
             return margins.amin(1)
         if source.small:
-            margins = torch.maximum(margins, relaxation.margins(self.y, bounds, self.like, exact_box=True))
+            margins = torch.maximum(
+                margins, relaxation.margins(self.y, bounds, self.like, exact_box=True)
+            )
         if method == "crown":
             return margins.amin(1)
         # Windows of maxima are settled by both bounds of what they read.
-        self.sparing = method == "anchored" and not any(isinstance(op, MaxPool) for op in self.graph.ops)
+        self.sparing = method == "anchored" and not any(
+            isinstance(op, MaxPool) for op in self.graph.ops
+        )
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
         plans = source if isinstance(source, TransportSet) else None
         far = plans is not None and plans.far is not None  # some moves are not told apart
@@ -456,7 +508,9 @@ class _Problem:
         hopeful = (lowest <= 0) & (self.clean > 0)
         return hopeful & (lowest > -near * self.clean) if self.first.plans else hopeful
 
-    def _tighten(self, margins: Tensor, bounds: Bounds, chosen: Tensor, reach: float, steps: int = 0) -> None:
+    def _tighten(
+        self, margins: Tensor, bounds: Bounds, chosen: Tensor, reach: float, steps: int = 0
+    ) -> None:
         """Improve the ``chosen`` images: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
 
         Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
@@ -495,17 +549,33 @@ class _Problem:
         layers = None if anchored else Ascent(steps)
         for position in self.graph.relaxed():
             relaxation.bound_layer(
-                position, some, left.shape[0], self.like, anchored=anchored, ascent=layers, sparing=self.sparing
+                position,
+                some,
+                left.shape[0],
+                self.like,
+                anchored=anchored,
+                ascent=layers,
+                sparing=self.sparing,
             )
-        found = torch.maximum(margins[left], relaxation.margins(y, some, self.like, anchored=anchored))
+        found = torch.maximum(
+            margins[left], relaxation.margins(y, some, self.like, anchored=anchored)
+        )
         if isinstance(source, TransportSet):
-            only = torch.ones_like(found, dtype=torch.bool) if source.small else self._near(found, left, 0.1)
+            only = (
+                torch.ones_like(found, dtype=torch.bool)
+                if source.small
+                else self._near(found, left, 0.1)
+            )
             if (steps or source.small) and bool(only.any()):
-                boxed = relaxation.margins(y, some, self.like, anchored=True, only=only, exact_box=True)
+                boxed = relaxation.margins(
+                    y, some, self.like, anchored=True, only=only, exact_box=True
+                )
                 found = torch.maximum(found, boxed)
         only = self._near(found, left, 3.0)
         if steps and bool(only.any()):
-            climbed = relaxation.margins(y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only)
+            climbed = relaxation.margins(
+                y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only
+            )
             found = torch.maximum(found, climbed)
         margins[left] = found
         bounds.put(left, some)

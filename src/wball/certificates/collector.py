@@ -34,10 +34,17 @@ class Collector:
     """The gains of the units of one layer of shape ``shape``, for ``images`` images; at most ``limit`` per pixel."""
 
     def __init__(
-        self, source: TransportSet, images: int, shape: tuple[int, ...], device: torch.device, limit: int
+        self,
+        source: TransportSet,
+        images: int,
+        shape: tuple[int, ...],
+        device: torch.device,
+        limit: int,
     ) -> None:
         self.source, self.images, self.shape, self.limit = source, images, shape, limit
-        self._centre = torch.full((images, math.prod(shape)), math.inf, dtype=torch.float64, device=device)
+        self._centre = torch.full(
+            (images, math.prod(shape)), math.inf, dtype=torch.float64, device=device
+        )
         self._parts: list[tuple[Tensor, ...]] = []
         self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
 
@@ -54,7 +61,12 @@ class Collector:
             return
         at_input, charged, constant = bound.at_input, bound.charged, bound.constant
         if keep.shape[0] < image.shape[0]:
-            image, unit, constant, at_input = image[keep], unit[keep], constant[keep], at_input.take(keep)
+            image, unit, constant, at_input = (
+                image[keep],
+                unit[keep],
+                constant[keep],
+                at_input.take(keep),
+            )
             charged = charged.take(keep) if isinstance(charged, Kept) else charged
         centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
         self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))

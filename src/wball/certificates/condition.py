@@ -54,9 +54,15 @@ class Condition:
         ``known``, what the maximum is over all images, gives multipliers their scale.
         """
         rows = rows.dense(tuple(self.rows.coeff.shape[1:]))
-        charges = total_charges(source, rows, charged)  # once: they are the same for every multiplier
+        charges = total_charges(
+            source, rows, charged
+        )  # once: they are the same for every multiplier
         single = rows.like(rows.coeff.float())
-        lighter = None if charges is None else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
+        lighter = (
+            None
+            if charges is None
+            else Charges(charges.moves.float(), charges.out.float(), charges.into.float())
+        )
         rise = known - (rows.coeff * self.centre[rows.image]).flatten(1).sum(1)
         unit = (rise.clamp(min=0) / self.fall[rows.image]).nan_to_num(0.0, 0.0, 0.0)
         gamma, best = torch.zeros_like(unit), torch.full_like(unit, math.inf)
@@ -67,15 +73,24 @@ class Condition:
         size = self.constant.abs() + self.rows.coeff.abs().flatten(1).sum(1)
         return self._at(gamma, source, rows, charges, rounds), gamma * size[rows.image]
 
-    def _at(self, gamma: Tensor, source: InputSet, rows: Rows, charges: Charges | None, rounds: int) -> Tensor:
+    def _at(
+        self, gamma: Tensor, source: InputSet, rows: Rows, charges: Charges | None, rounds: int
+    ) -> Tensor:
         dtype = rows.coeff.dtype
         weight = gamma.to(dtype).view(-1, *[1] * (rows.coeff.ndim - 1))
         together = rows.like(rows.coeff - weight * self.rows.coeff.to(dtype)[rows.image])
         if self.charges is not None:
             mine = self.charges.times(gamma.to(dtype), rows.image)
             charges = mine if charges is None else charges.plus(mine)
-        charged = [] if charges is None else [(Given(charges), Rows(gamma.to(dtype)[:, None], rows.image))]
-        return source.maximum(together, charged, rounds=rounds).double() - gamma * self.constant[rows.image]
+        charged = (
+            []
+            if charges is None
+            else [(Given(charges), Rows(gamma.to(dtype)[:, None], rows.image))]
+        )
+        return (
+            source.maximum(together, charged, rounds=rounds).double()
+            - gamma * self.constant[rows.image]
+        )
 
 
 class Given(Anchor):
@@ -103,7 +118,9 @@ def total_charges(source: InputSet, rows: Rows, charged: Charged) -> Charges | N
     return total
 
 
-def condition(source: InputSet, rows: Rows, charged: Charged, constant: Tensor, centre: Tensor) -> Condition:
+def condition(
+    source: InputSet, rows: Rows, charged: Charged, constant: Tensor, centre: Tensor
+) -> Condition:
     """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order."""
     dense = rows.dense(tuple(centre.shape[1:]))
     charges = total_charges(source, dense, charged)

@@ -76,7 +76,9 @@ def _extremes(curve: Curve, slope: Tensor, low: Tensor, up: Tensor) -> tuple[Ten
     return least - room, most + room
 
 
-def _best(slopes: list[Tensor], extremes: Callable[[Tensor], tuple[Tensor, Tensor]], middle: Tensor) -> Lines:
+def _best(
+    slopes: list[Tensor], extremes: Callable[[Tensor], tuple[Tensor, Tensor]], middle: Tensor
+) -> Lines:
     """Of the lines with these slopes the highest one below and the lowest one above, at ``middle``."""
     low = up = torch.zeros_like(middle)
     best_low, best_up = torch.full_like(middle, -math.inf), torch.full_like(middle, math.inf)
@@ -86,7 +88,8 @@ def _best(slopes: list[Tensor], extremes: Callable[[Tensor], tuple[Tensor, Tenso
         below, above = least + slope * middle, most + slope * middle
         better = below > best_low
         best_low, low, low_shift = (
-            torch.where(better, a, b) for a, b in ((below, best_low), (slope, low), (least, low_shift))
+            torch.where(better, a, b)
+            for a, b in ((below, best_low), (slope, low), (least, low_shift))
         )
         better = above < best_up
         best_up, up, up_shift = (
@@ -122,7 +125,11 @@ def _rough(curve: Curve, low: Tensor, up: Tensor) -> Lines:
         return Lines(zero, zero + curve.ends[0], zero, zero + curve.ends[1])
     known = torch.isfinite(low) & torch.isfinite(up)
     crossing = known & (low < 0) & (up > 0)
-    steep = torch.where(crossing, up / torch.where(crossing, up - low, 1.0), torch.where(known & (low >= 0), 1.0, 0.0))
+    steep = torch.where(
+        crossing,
+        up / torch.where(crossing, up - low, 1.0),
+        torch.where(known & (low >= 0), 1.0, 0.0),
+    )
     height = torch.where(crossing, -steep * low * (1 + ROOM), torch.where(known, 0.0, HUGE))
     under = torch.where(known & (up > -low), 1.0, 0.0).to(low.dtype)
     return Lines(under, zero - curve.depth, steep.to(low.dtype), height.to(low.dtype))
@@ -132,7 +139,11 @@ def clamped_lines(ends: tuple[float, float], low: Tensor, up: Tensor) -> Lines:
     """Lines of ``min(max(v, ends[0]), ends[1])`` on ``[low, up]``, float64."""
     known = torch.isfinite(low) & torch.isfinite(up)
     start, end = torch.where(known, low, 0.0), torch.where(known, up, 0.0)
-    points = [start, end, *(torch.minimum(torch.maximum(torch.full_like(start, e), start), end) for e in ends)]
+    points = [
+        start,
+        end,
+        *(torch.minimum(torch.maximum(torch.full_like(start, e), start), end) for e in ends),
+    ]
     values = [p.clamp(*ends) for p in points]
     middle = (start + end) / 2
     width = torch.where(end > start, end - start, 1.0)
@@ -140,7 +151,9 @@ def clamped_lines(ends: tuple[float, float], low: Tensor, up: Tensor) -> Lines:
 
     def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
         gaps = torch.stack([v - slope * p for v, p in zip(values, points, strict=True)])
-        room = ROOM * torch.stack([v.abs() + (slope * p).abs() for v, p in zip(values, points, strict=True)]).amax(0)
+        room = ROOM * torch.stack(
+            [v.abs() + (slope * p).abs() for v, p in zip(values, points, strict=True)]
+        ).amax(0)
         return gaps.amin(0) - room, gaps.amax(0) + room
 
     found = _best([chord, torch.zeros_like(chord), torch.ones_like(chord)], extremes, middle)

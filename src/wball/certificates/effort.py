@@ -59,7 +59,9 @@ def _named(method: Method, refine: bool | None, optimise: bool | None, steps: in
         return method
     if method in ("interval", "dual", "complete"):
         if optimise:
-            raise ValueError(f'optimise needs method="crown", got {method!r}, which has nothing to optimise')
+            raise ValueError(
+                f'optimise needs method="crown", got {method!r}, which has nothing to optimise'
+            )
         return method
     if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
         meant: Method = "alpha-crown"

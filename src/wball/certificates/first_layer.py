@@ -48,12 +48,16 @@ class FirstLayer:
             return
         for position in graph.relaxed():
             found = (
-                image_convolution(graph, position) if isinstance(graph.ops[position], (Activation, Curved)) else None
+                image_convolution(graph, position)
+                if isinstance(graph.ops[position], (Activation, Curved))
+                else None
             )
             if found is not None:
                 self.layers[position] = found
 
-    def bounds(self, position: int, source: TransportSet, centre: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    def bounds(
+        self, position: int, source: TransportSet, centre: Tensor, rounding: float
+    ) -> tuple[Tensor, Tensor]:
         """Lower and upper bounds of what activation ``position`` reads, given its value ``centre`` at the images."""
         layer = self.layers[position]
         size = centre.abs() + layer.kernel.abs().sum((1, 2, 3)).view(-1, 1, 1)
@@ -63,7 +67,9 @@ class FirstLayer:
             ends.append(centre + sign * (gain + rounding * (gain + size)))
         return ends[0], ends[1]
 
-    def _gain(self, position: int, layer: ImageConvolution, source: TransportSet, sign: float) -> Tensor:
+    def _gain(
+        self, position: int, layer: ImageConvolution, source: TransportSet, sign: float
+    ) -> Tensor:
         """The most ``sign * v`` can grow, ``(B, *layer)``."""
         assert source.power is not None
         kernel = sign * layer.kernel
@@ -76,19 +82,28 @@ class FirstLayer:
         seen = F.conv2d(x.flatten(0, 1)[:, None], window, stride=layer.stride, padding=padding)
         total = x.sum((2, 3))[..., None, None]
         beyond = (total - seen.reshape(*x.shape[:2], *seen.shape[2:])).clamp(min=0) + 1e-12 * total
-        far, top = (MARGIN + 1.0) ** source.power, kernel.flatten(2).amax(2).clamp(min=0)  # (units, C)
+        far, top = (
+            (MARGIN + 1.0) ** source.power,
+            kernel.flatten(2).amax(2).clamp(min=0),
+        )  # (units, C)
         best: Tensor | None = None
         if source.box is not None:
             lo, hi = source.box
             best = F.conv2d(hi - x, kernel.clamp(min=0), stride=layer.stride, padding=layer.padding)
-            best = best + F.conv2d(lo - x, kernel.clamp(max=0), stride=layer.stride, padding=layer.padding)
+            best = best + F.conv2d(
+                lo - x, kernel.clamp(max=0), stride=layer.stride, padding=layer.padding
+            )
         # Many prices at once on a GPU, one on a CPU: their gains are as many numbers as the layer has.
         step = max(1, AT_ONCE // (x.shape[0] * math.prod(layer.layer))) if x.is_cuda else 1
         for some, price in zip(kernels.split(step), prices.split(step), strict=True):
             units = some.flatten(0, 1)
             reach = (top - price[..., None] * far).clamp(min=0)  # (t, units, C)
             gain = F.conv2d(x, units, stride=layer.stride, padding=padding)
-            gain = gain + torch.einsum("uc,bchw->buhw", reach.flatten(0, 1), beyond) + price.view(-1, 1, 1) * budget
+            gain = (
+                gain
+                + torch.einsum("uc,bchw->buhw", reach.flatten(0, 1), beyond)
+                + price.view(-1, 1, 1) * budget
+            )
             least = gain.unflatten(1, price.shape).amin(1)
             best = least if best is None else torch.minimum(best, least)
         assert best is not None
@@ -102,13 +117,23 @@ def _kernels(kernel: Tensor, power: float) -> tuple[Tensor, Tensor]:
     place = torch.arange(height * width, device=kernel.device)
     row, column = place // width, place % width
     # Outside the kernel all targets are worth 0, and the nearest ones lie next to it.
-    inner = (row >= MARGIN - 1) & (row <= height - MARGIN) & (column >= MARGIN - 1) & (column <= width - MARGIN)
+    inner = (
+        (row >= MARGIN - 1)
+        & (row <= height - MARGIN)
+        & (column >= MARGIN - 1)
+        & (column <= width - MARGIN)
+    )
     target = inner.nonzero()[:, 0]
     squared = (row[:, None] - row[target]) ** 2 + (column[:, None] - column[target]) ** 2
     costs = squared.to(kernel.dtype) ** (power / 2)  # (from, to)
     value = wide.flatten(2)
     gains = value[:, :, None, target] - value[..., None]  # (units, C, from, to)
-    steepest = (gains / torch.where(costs > 0, costs, torch.inf)).flatten(1).amax(1).clamp(min=1e-12)
+    steepest = (
+        (gains / torch.where(costs > 0, costs, torch.inf)).flatten(1).amax(1).clamp(min=1e-12)
+    )
     prices = torch.tensor(GRID, dtype=kernel.dtype, device=kernel.device)[:, None] * steepest
-    found = [(gains - price.view(-1, 1, 1, 1) * costs).amax(3).clamp(min=0).reshape(wide.shape) for price in prices]
+    found = [
+        (gains - price.view(-1, 1, 1, 1) * costs).amax(3).clamp(min=0).reshape(wide.shape)
+        for price in prices
+    ]
     return torch.stack(found), prices

@@ -76,7 +76,9 @@ class Linear(Affine):
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a = rows.coeff
-        constant = a.new_zeros(a.shape[0]) if self.bias is None else _total(a * self.bias.to(a.dtype))
+        constant = (
+            a.new_zeros(a.shape[0]) if self.bias is None else _total(a * self.bias.to(a.dtype))
+        )
         return constant, [rows.like(a @ self.weight.to(a.dtype))]
 
     def forward(self, *values: Tensor) -> Tensor:
@@ -98,18 +100,33 @@ class Conv2d(Affine):
     padding: tuple[int, int]
     dilation: tuple[int, int]
     groups: int
-    matrices: list[Tensor] = field(default_factory=list, compare=False, repr=False)  # see :meth:`_product`
+    matrices: list[Tensor] = field(
+        default_factory=list, compare=False, repr=False
+    )  # see :meth:`_product`
 
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
         a, weight = rows.coeff, self.weight.to(rows.coeff.dtype)
-        constant = a.new_zeros(a.shape[0]) if self.bias is None else a.sum((2, 3)) @ self.bias.to(a.dtype)
-        settings: dict[str, Any] = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+        constant = (
+            a.new_zeros(a.shape[0]) if self.bias is None else a.sum((2, 3)) @ self.bias.to(a.dtype)
+        )
+        settings: dict[str, Any] = {
+            "stride": self.stride,
+            "dilation": self.dilation,
+            "groups": self.groups,
+        }
         if rows.corner is None:
             spans = [self.dilation[k] * (weight.shape[2 + k] - 1) + 1 for k in (0, 1)]
-            least = [(a.shape[2 + k] - 1) * self.stride[k] - 2 * self.padding[k] + spans[k] for k in (0, 1)]
+            least = [
+                (a.shape[2 + k] - 1) * self.stride[k] - 2 * self.padding[k] + spans[k]
+                for k in (0, 1)
+            ]
             settings["output_padding"] = [self.before[1 + k] - least[k] for k in (0, 1)]
             settings["padding"] = self.padding
-            if a.is_cuda and a.dtype == torch.float64 and a[0].numel() * math.prod(self.before) <= PRODUCT:
+            if (
+                a.is_cuda
+                and a.dtype == torch.float64
+                and a[0].numel() * math.prod(self.before) <= PRODUCT
+            ):
                 return constant, [rows.like(self._product(a, weight, settings))]
             return constant, [rows.like(F.conv_transpose2d(a, weight, **settings))]
         out = transposed(a, weight, self.stride, self.dilation, self.groups)
@@ -128,12 +145,16 @@ class Conv2d(Affine):
 
     def forward(self, *values: Tensor) -> Tensor:
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        return F.conv2d(values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings)
+        return F.conv2d(
+            values[0], self.weight.to(values[0].dtype), _cast(self.bias, values[0]), *settings
+        )
 
     def interval(self, *values: Interval) -> Interval | None:
         centre, radius = values[0]
         settings = (self.stride, self.padding, self.dilation, self.groups)
-        return self.forward(centre), F.conv2d(radius, self.weight.to(radius.dtype).abs(), None, *settings)
+        return self.forward(centre), F.conv2d(
+            radius, self.weight.to(radius.dtype).abs(), None, *settings
+        )
 
 
 @dataclass(frozen=True)
@@ -204,7 +225,9 @@ class Generic(Affine):
 
     before: tuple[Shape, ...]
     function: Callable[..., Tensor] = field(compare=False)
-    magnitude: Callable[..., Tensor] | None = field(compare=False)  # with the absolute values of its coefficients
+    magnitude: Callable[..., Tensor] | None = field(
+        compare=False
+    )  # with the absolute values of its coefficients
     call: str  # what it calls, with which constants
     constants: tuple[Tensor, ...]
 
@@ -221,7 +244,9 @@ class Generic(Affine):
     def interval(self, *values: Interval) -> Interval | None:
         if self.magnitude is None:
             return None
-        radius = self.magnitude(*(r for _, r in values)) - self.magnitude(*(torch.zeros_like(r) for _, r in values))
+        radius = self.magnitude(*(r for _, r in values)) - self.magnitude(
+            *(torch.zeros_like(r) for _, r in values)
+        )
         return self.forward(*(c for c, _ in values)), radius
 
 
@@ -253,7 +278,11 @@ class Curved(Op):
 
     def lines(self, low: Tensor, up: Tensor) -> Lines:
         """Lines below and above the curve when the input is between ``low`` and ``up``."""
-        return clamped_lines(self.ends, low, up) if self.kind == "clamp" else curved_lines(self.kind, low, up)
+        return (
+            clamped_lines(self.ends, low, up)
+            if self.kind == "clamp"
+            else curved_lines(self.kind, low, up)
+        )
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
         """The interval of the output when the input is between ``low`` and ``up``, with room for rounding."""
@@ -278,13 +307,19 @@ class MaxPool(Op):
     def windows(self, layer: Tensor) -> Tensor:
         """``(B, *before) -> (B, *shape, k)``: what each maximum is taken over (``-inf`` in the padding)."""
         rows, columns = (self._reach(k) for k in (0, 1))
-        padded = F.pad(layer, (self.padding[1], columns, self.padding[0], rows), value=-float("inf"))
+        padded = F.pad(
+            layer, (self.padding[1], columns, self.padding[0], rows), value=-float("inf")
+        )
         taps = [
             padded[
                 :,
                 :,
-                u * self.dilation[0] : u * self.dilation[0] + (self.shape[1] - 1) * self.stride[0] + 1 : self.stride[0],
-                v * self.dilation[1] : v * self.dilation[1] + (self.shape[2] - 1) * self.stride[1] + 1 : self.stride[1],
+                u * self.dilation[0] : u * self.dilation[0]
+                + (self.shape[1] - 1) * self.stride[0]
+                + 1 : self.stride[0],
+                v * self.dilation[1] : v * self.dilation[1]
+                + (self.shape[2] - 1) * self.stride[1]
+                + 1 : self.stride[1],
             ]
             for u in range(self.kernel[0])
             for v in range(self.kernel[1])
@@ -294,7 +329,9 @@ class MaxPool(Op):
     def places(self, device: torch.device) -> Tensor:
         """``(*shape[1:], k)``: the flat position in the map that each entry of :meth:`windows` came from."""
         height, width = self.before[1:]
-        index = torch.arange(height * width, dtype=torch.float64, device=device).reshape(1, 1, height, width)
+        index = torch.arange(height * width, dtype=torch.float64, device=device).reshape(
+            1, 1, height, width
+        )
         alone = MaxPool(
             self.name,
             self.inputs,
@@ -353,8 +390,12 @@ class Graph:
                 size = summed[0].abs() + summed[1]
             if isinstance(op, Diagonal) and op.summed is not None:
                 size = size + op.summed.to(size)
-            terms = op.weight[0].numel() if isinstance(op, (Linear, Conv2d)) else sources[0][0].numel()
-            noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(value.device)
+            terms = (
+                op.weight[0].numel() if isinstance(op, (Linear, Conv2d)) else sources[0][0].numel()
+            )
+            noise = torch.randn(value.shape, dtype=value.dtype, generator=generator).to(
+                value.device
+            )
             return value + noise * unit * (2 + math.log2(terms + 1)) * size
 
         return deque(self._run(x, spoil), maxlen=1)[0][1]
@@ -406,5 +447,7 @@ def back(
             parts = [part]
         constant = constant + shift
         for source, part in zip(op.inputs, parts, strict=True):
-            pending[source] = add(pending[source], part, graph.ops[source].shape) if source in pending else part
+            pending[source] = (
+                add(pending[source], part, graph.ops[source].shape) if source in pending else part
+            )
     return constant, pending[0]

@@ -27,7 +27,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wball.certificates.activations import anchored_line, either, relax_curve, relax_max_pool, upper_line
+from wball.certificates.activations import (
+    anchored_line,
+    either,
+    relax_curve,
+    relax_max_pool,
+    upper_line,
+)
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
 from wball.certificates.cells import Carrier, follows, neighbours
@@ -117,7 +123,13 @@ class Relaxation:
         first: FirstLayer | None = None,
         centre: dict[int, Tensor] | None = None,
     ) -> None:
-        self.graph, self.source, self.kind, self.reg, self.budget = graph, source, lower, reg, budget
+        self.graph, self.source, self.kind, self.reg, self.budget = (
+            graph,
+            source,
+            lower,
+            reg,
+            budget,
+        )
         self.first, self.centre = first, centre
         self.condition: Condition | None = None
         self.deadline, self.limit = math.inf, LIMIT
@@ -147,7 +159,9 @@ class Relaxation:
             if isinstance(op, MaxPool):
                 return relax_max_pool(op, rows, bounds.lower[position], bounds.upper[position])
             if isinstance(op, Curved):
-                constant, rows, size = relax_curve(op, rows, bounds.lower[position], bounds.upper[position])
+                constant, rows, size = relax_curve(
+                    op, rows, bounds.lower[position], bounds.upper[position]
+                )
                 if scale is not None:
                     scale.append(size)
                 return constant, rows
@@ -161,7 +175,9 @@ class Relaxation:
             stable = slope
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
-                bend, left, start, inside = anchored_line(low, up, centre.to(dtype), op.leak, line, height)
+                bend, left, start, inside = anchored_line(
+                    low, up, centre.to(dtype), op.leak, line, height
+                )
                 initial = torch.where(inside, either(centre > 0, op.leak, initial), initial)
                 weight = rows.read(bend)
                 if choice is not None and record:
@@ -176,7 +192,9 @@ class Relaxation:
                 charged.append((anchor, rows.like(-negative * weight)))
             if choice is not None and position in choice.slopes:
                 crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
-                under = torch.where(crossing, choice.slopes[position].to(dtype).clamp(op.leak, 1.0), stable)
+                under = torch.where(
+                    crossing, choice.slopes[position].to(dtype).clamp(op.leak, 1.0), stable
+                )
             else:
                 under = rows.read(initial)
                 if choice is not None and record:
@@ -218,7 +236,9 @@ class Relaxation:
         charged: list[tuple[Anchor, Rows]] = Kept() if keep else []
         scale: list[Tensor] = []
         relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
-        constant, at_input = back(self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax)
+        constant, at_input = back(
+            self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax
+        )
         if not search:
             return Bound(torch.full_like(constant, -math.inf), at_input, charged, constant)
         box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
@@ -247,11 +267,15 @@ class Relaxation:
                 left = (constant - rough - 2 * ROUNDING * (size + rough.abs()) <= 0).nonzero()[:, 0]
                 largest = rough
                 if left.shape[0]:
-                    largest[left] = self.source.maximum(negated.take(left), reg=self.reg, rounds=rounds)
+                    largest[left] = self.source.maximum(
+                        negated.take(left), reg=self.reg, rounds=rounds
+                    )
         else:
             assert known is not None
             least = constant - known
-            largest, more = self.condition.maximum(self.source, at_input.like(-at_input.coeff), charged, least, rounds)
+            largest, more = self.condition.maximum(
+                self.source, at_input.like(-at_input.coeff), charged, least, rounds
+            )
             size = size + more
         size = size + largest.abs()
         return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
@@ -269,16 +293,22 @@ class Relaxation:
         return Carrier(self.graph, lines)
 
     @torch.no_grad()
-    def climb(self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False) -> Bound:
+    def climb(
+        self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False
+    ) -> Bound:
         """The same bound with its free parameters improved by Adam; the value is never below the initial one."""
         choice = Choice()
-        first = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, record=True)
+        first = self.lower_bound(
+            target, rows, bounds, anchored=anchored, choice=choice, record=True
+        )
         at_input = first.at_input.like(first.at_input.coeff.to(torch.float32))
         prices = self.source.box_prices(at_input) if ascent.box else None
         unit = at_input.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
         groups: list[dict[str, object]] = []
         if choice.tensors():
-            groups.append({"params": [v.requires_grad_(True) for v in choice.tensors()], "lr": ascent.rate})
+            groups.append(
+                {"params": [v.requires_grad_(True) for v in choice.tensors()], "lr": ascent.rate}
+            )
         if prices is not None:
             unit = unit.view(-1, *[1] * (prices.ndim - 1))
             prices.requires_grad_(True)  # in units of the row's largest coefficient
@@ -293,7 +323,9 @@ class Relaxation:
                 relax = self._relax(bounds, choice, charged=charged if anchored else None)
                 constant, image_rows = back(self.graph, target, rows, relax)
                 box = None if prices is None else prices * unit
-                value = constant - self.source.maximum(image_rows.like(-image_rows.coeff), charged, box)
+                value = constant - self.source.maximum(
+                    image_rows.like(-image_rows.coeff), charged, box
+                )
                 loss = -value.sum()
             optimiser.zero_grad()
             loss.backward()
@@ -369,7 +401,9 @@ class Relaxation:
             self._intervals.start(position, bounds, images, like.device)
             known = self._first_layer(position, bounds)
             ready = ready or known
-        pooled = isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
+        pooled = (
+            isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
+        )
         if ((ready and known) or pooled) and self.condition is None:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
@@ -415,7 +449,9 @@ class Relaxation:
         spared = above & wanted & sparing
         for some, search in ((every[~spared[every]], True), (every[spared[every]], False)):
             sign = -like.new_ones(some.shape)
-            self._bound_units(position, bounds, some, sign, like, True, ascent, gains, search=search)
+            self._bound_units(
+                position, bounds, some, sign, like, True, ascent, gains, search=search
+            )
         found = gains.anchor()
         if found is not None:
             self.anchors[position] = found
@@ -449,10 +485,15 @@ class Relaxation:
         contend = op.windows(up) >= op.windows(low).amax(-1, keepdim=True)
         contend &= contend.sum(-1, keepdim=True) > 1
         index = op.places(low.device).expand(contend.shape).flatten(2)
-        matter = torch.zeros_like(low).flatten(2).scatter_add(2, index, contend.flatten(2).to(low.dtype)) > 0
+        matter = (
+            torch.zeros_like(low).flatten(2).scatter_add(2, index, contend.flatten(2).to(low.dtype))
+            > 0
+        )
         return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
 
-    def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor) -> Tensor:
+    def _without_hope(
+        self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor
+    ) -> Tensor:
         """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
 
         Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A sample decides, image
@@ -468,7 +509,9 @@ class Relaxation:
         sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
         self._bound_units(position, bounds, sample, sign[sample], like)
         settled = sample[~bounds.unstable(position).flatten()[sample]]
-        drawn, stable = (torch.bincount(part // size, minlength=images) for part in (sample, settled))
+        drawn, stable = (
+            torch.bincount(part // size, minlength=images) for part in (sample, settled)
+        )
         share = stable / drawn.clamp(min=1)
         known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
         return every[~(many & (share < HOPE))[image] | ~known[every]]
@@ -478,7 +521,9 @@ class Relaxation:
         if self.first is None or self.centre is None or position not in self.first.layers:
             return False
         assert isinstance(self.source, TransportSet)
-        bounds.set(position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING))
+        bounds.set(
+            position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING)
+        )
         return True
 
     def _bound_units(
@@ -513,7 +558,11 @@ class Relaxation:
         step, reach = self._chunk(target, rows_of, bounds, anchored)
         cells = plain and reach > PATCH and follows(self.graph, target, like)
         carriers: dict[int, Carrier] = {}
-        parts = self._groups(shape, every) if cells else torch.arange(every.shape[0], device=like.device).split(step)
+        parts = (
+            self._groups(shape, every)
+            if cells
+            else torch.arange(every.shape[0], device=like.device).split(step)
+        )
         for index in parts:
             if time.monotonic() > self.deadline:
                 index = index[~torch.isfinite(up - low)[every[index]]]
@@ -527,7 +576,9 @@ class Relaxation:
                     carriers = {image: self._carrier(image, bounds)}
                 constant, found, scale = carriers[image].back(target, here % size, sign[index])
                 at_input = Rows(found.coeff, here // size, found.corner)
-                bound = self._concluded(constant, at_input, [], scale, None, rounds, known, settle=True)
+                bound = self._concluded(
+                    constant, at_input, [], scale, None, rounds, known, settle=True
+                )
             elif ascent is not None:
                 bound = self.climb(target, rows_of(index), bounds, ascent, anchored=anchored)
             else:
@@ -613,7 +664,9 @@ class Relaxation:
             if exact_box and ascent is None:
                 negated = bound.at_input.like(-bound.at_input.coeff)
                 choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
-                boxed = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds)
+                boxed = self.lower_bound(
+                    target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds
+                )
                 value = torch.maximum(value, boxed.value)
             out[image[index], other[index]] = value
         return out

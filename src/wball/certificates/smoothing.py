@@ -58,7 +58,11 @@ class SmoothingResult:
 
     def certified(self, y: Tensor, eps: float = 0.0) -> Tensor:
         """Which images are right and certified beyond ``eps``."""
-        return ~self.abstained & (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
+        return (
+            ~self.abstained
+            & (self.prediction == y.to(self.prediction.device))
+            & (self.radius > eps)
+        )
 
 
 def divergence(horizontal: Tensor, vertical: Tensor) -> Tensor:
@@ -86,13 +90,17 @@ def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None
 def _images(x: Tensor) -> Tensor:
     inputs.check_tensor("x", x)
     if x.ndim != 4:
-        raise ValueError(f"x must be images (B, C, H, W) to have flows between neighbours, got {tuple(x.shape)}")
+        raise ValueError(
+            f"x must be images (B, C, H, W) to have flows between neighbours, got {tuple(x.shape)}"
+        )
     return x
 
 
 def _laplace(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     def exponential() -> Tensor:
-        return torch.empty(shape, dtype=like.dtype, device=like.device).exponential_(generator=generator)
+        return torch.empty(shape, dtype=like.dtype, device=like.device).exponential_(
+            generator=generator
+        )
 
     return exponential() - exponential()
 
@@ -134,7 +142,9 @@ class FlowSmoothing:
         batch_size: noisy images per forward pass.
     """
 
-    def __init__(self, model: Model, scale: float, metric: Metric = "euclidean", batch_size: int = 1000) -> None:
+    def __init__(
+        self, model: Model, scale: float, metric: Metric = "euclidean", batch_size: int = 1000
+    ) -> None:
         if not callable(model):
             raise TypeError(f"model must be callable, images to logits, got {type(model).__name__}")
         self.model, self.scale = model, inputs.check_positive("scale", scale)
@@ -149,7 +159,9 @@ class FlowSmoothing:
         x = x.to(result_dtype(x))
         with evaluating(self.model):
             if x.shape[0] == 0:
-                return torch.zeros((0, ask(self.model, x).shape[1]), dtype=torch.long, device=x.device)
+                return torch.zeros(
+                    (0, ask(self.model, x).shape[1]), dtype=torch.long, device=x.device
+                )
             return torch.stack([self._votes(image[None], samples, generator) for image in x])
 
     def _votes(self, image: Tensor, samples: int, generator: torch.Generator | None) -> Tensor:
@@ -164,7 +176,11 @@ class FlowSmoothing:
         return total
 
     def predict(
-        self, x: Tensor, samples: int = 1000, alpha: float = 0.001, generator: torch.Generator | None = None
+        self,
+        x: Tensor,
+        samples: int = 1000,
+        alpha: float = 0.001,
+        generator: torch.Generator | None = None,
     ) -> SmoothingResult:
         """The smoothed classifier's answer, or an abstention where two classes are too close to tell.
 
@@ -174,7 +190,8 @@ class FlowSmoothing:
 
         top = self.votes(x, samples, generator).topk(2, 1)
         sure = [
-            binomtest(int(a), int(a + b), 0.5).pvalue <= alpha if a + b > 0 else False for a, b in top.values.tolist()
+            binomtest(int(a), int(a + b), 0.5).pvalue <= alpha if a + b > 0 else False
+            for a, b in top.values.tolist()
         ]
         low = [lower_confidence(int(a), samples, alpha) for a, _ in top.values.tolist()]
         return self._result(
@@ -206,7 +223,13 @@ class FlowSmoothing:
         return self._result(guess, abstained, radius, low, alpha, samples)
 
     def _result(
-        self, prediction: Tensor, abstained: Tensor, radius: list[float], low: list[float], alpha: float, samples: int
+        self,
+        prediction: Tensor,
+        abstained: Tensor,
+        radius: list[float],
+        low: list[float],
+        alpha: float,
+        samples: int,
     ) -> SmoothingResult:
         def wide(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=prediction.device)

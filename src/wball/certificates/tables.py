@@ -34,12 +34,18 @@ class Tables:
 
     def times(self, table: int, weight: Tensor, again: bool = False) -> Tensor:
         """Rows ``weight`` (n, U) times one table; ``again``: it will be multiplied many times."""
-        listed = self._listed(table, again or weight.shape[0] >= MANY) if weight.device.type == "cpu" else None
+        listed = (
+            self._listed(table, again or weight.shape[0] >= MANY)
+            if weight.device.type == "cpu"
+            else None
+        )
         if listed is None:
             return weight @ self.values[table].to(weight.dtype)
         unit, start, value = listed
         each = value.to(weight.dtype)
-        return F.embedding_bag(unit, weight.T.contiguous(), start, mode="sum", per_sample_weights=each).T
+        return F.embedding_bag(
+            unit, weight.T.contiguous(), start, mode="sum", per_sample_weights=each
+        ).T
 
     def times_transposed(self, table: int, slope: Tensor) -> Tensor:
         """Rows ``slope`` (n, M), most of whose columns are 0, times a transposed table."""
@@ -74,7 +80,9 @@ class Spread:
         order, self.place, count = ranked(table - first, last - first + 1)
         self.order, self.there = order, table[order] - first
         self.tables = range(first, last + 1)
-        self.back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+        self.back = torch.empty_like(order).scatter(
+            0, order, torch.arange(order.shape[0], device=order.device)
+        )
         self.counts = count.tolist()
         self.most = max(self.counts)
 
@@ -86,7 +94,11 @@ class Spread:
             product: Tensor = _Product.apply(weight, tables, self)
             return product
         # Where few tables have most of the rows, padding would cost more than it saves.
-        if self.alone or weight.device.type == "cpu" or self.most * len(self.counts) > 2 * weight.shape[0]:
+        if (
+            self.alone
+            or weight.device.type == "cpu"
+            or self.most * len(self.counts) > 2 * weight.shape[0]
+        ):
             return self.each(weight, tables.times)
         values = tables.values[self.tables.start : self.tables.stop]
         spread = weight.new_zeros((values.shape[0], self.most, weight.shape[1]))

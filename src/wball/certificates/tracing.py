@@ -42,7 +42,9 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
     Refused: a model that runs something else at points of the ``ball`` around ``x``, or answers something else there.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}"
+        )
     inner = trust.unwrap(model)
     trust.check_modules(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), x.dtype)
@@ -57,8 +59,12 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, torch.no_grad())
             # Hooks on gradients pass tensors through a function that cannot be seen; without gradients they do nothing.
-            hooked = any(module._backward_hooks or module._backward_pre_hooks for module in inner.modules())
-            seen = _record(inner, points.clone(), torch.no_grad() if hooked else torch.enable_grad())
+            hooked = any(
+                module._backward_hooks or module._backward_pre_hooks for module in inner.modules()
+            )
+            seen = _record(
+                inner, points.clone(), torch.no_grad() if hooked else torch.enable_grad()
+            )
         if not _same(graph, seen):
             raise UnsupportedModule(
                 f"{type(inner).__name__}.forward runs something else from call to call: what it does depends on the "
@@ -89,7 +95,8 @@ def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]
 def _same(first: Graph, second: Graph) -> bool:
     """Whether two graphs are the same operations on the same constants."""
     return len(first.ops) == len(second.ops) and all(
-        type(a) is type(b) and all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
+        type(a) is type(b)
+        and all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
         for a, b in zip(first.ops, second.ops, strict=True)
     )
 
@@ -98,9 +105,13 @@ def _equal(first: Any, second: Any) -> bool:
     if first is second:
         return True
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and bool(((first == second) | (first.isnan() & second.isnan())).all())
+        return first.shape == second.shape and bool(
+            ((first == second) | (first.isnan() & second.isnan())).all()
+        )
     if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(_equal(a, b) for a, b in zip(first, second, strict=True))
+        return len(first) == len(second) and all(
+            _equal(a, b) for a, b in zip(first, second, strict=True)
+        )
     return type(first) is type(second) and bool(first == second)
 
 
@@ -124,7 +135,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(logits, Tensor) and id(logits) in self.stale:
             raise self._changed("the result")
         if not isinstance(logits, Tensor) or id(logits) not in self.place or logits.ndim != 2:
-            raise UnsupportedModule("the model must return one tensor of logits (B, classes) that it computed itself")
+            raise UnsupportedModule(
+                "the model must return one tensor of logits (B, classes) that it computed itself"
+            )
         if logits.shape[1] < 2:
             raise ValueError(
                 f"certificates need logits of at least two classes, got {tuple(logits.shape)}; for one logit return "
@@ -135,12 +148,18 @@ class _Recorder(TorchFunctionMode):
         return Graph(tuple(self.ops[: self.place[id(logits)] + 1]))
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedModule as refusal:
-            self.refusal = self.refusal or refusal  # a model that catches exceptions does not get away with it
+            self.refusal = (
+                self.refusal or refusal
+            )  # a model that catches exceptions does not get away with it
             raise
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,11 +169,15 @@ class _Recorder(TorchFunctionMode):
         sources = list({id(t): t for t in tensors if id(t) in self.place}.values())
         title = self.title(func)
         if any(isinstance(t, Valueless) and id(t) not in self.place for t in tensors):
-            raise UnsupportedModule(f"{title} reads a tensor that was computed where no function call shows it")
+            raise UnsupportedModule(
+                f"{title} reads a tensor that was computed where no function call shows it"
+            )
         if any(id(t) in self.stale for t in sources):
             raise self._changed(title)
         if len(sources) == 1 and self._reads_only_form(func, args, tensors):
-            plain, named = tree_map(lambda v: v.behind if isinstance(v, Valueless) else v, (args, kwargs))
+            plain, named = tree_map(
+                lambda v: v.behind if isinstance(v, Valueless) else v, (args, kwargs)
+            )
             return func(*plain, **named)  # a constant
         before = [_version(t) for t in tensors]
         shapes = [tuple(t.shape) for t in sources]
@@ -163,21 +186,40 @@ class _Recorder(TorchFunctionMode):
             return result
         changed = [t for t, version in zip(tensors, before, strict=True) if _version(t) != version]
         if not isinstance(result, Tensor):
-            if func not in functions.DESCRIPTIONS and functions.attribute(func) not in functions.ATTRIBUTES:
-                raise UnsupportedModule(f"{title} reads the values of a tensor, or is not known: no bound follows it")
+            if (
+                func not in functions.DESCRIPTIONS
+                and functions.attribute(func) not in functions.ATTRIBUTES
+            ):
+                raise UnsupportedModule(
+                    f"{title} reads the values of a tensor, or is not known: no bound follows it"
+                )
             return result
         if changed and not (changed[0] is result is args[0] and all(t is result for t in changed)):
             raise UnsupportedModule(f"{title} writes into another tensor: no bound follows it")
         if not changed and id(result) in self.place:
             return result  # one of its inputs, as it is
         if result.shape[:1] != (self.batch,) or any(shape[:1] != (self.batch,) for shape in shapes):
-            raise UnsupportedModule(f"{title} mixes images of a batch: its output has shape {tuple(result.shape)}")
+            raise UnsupportedModule(
+                f"{title} mixes images of a batch: its output has shape {tuple(result.shape)}"
+            )
         if not all(_keeps_precision(t.dtype, result.dtype) for t in sources):
-            raise UnsupportedModule(f"{title} computes in {result.dtype}, which is less precise than what it reads")
-        op = Call(self, func, args, kwargs, sources, [shape[1:] for shape in shapes], tuple(result.shape[1:])).op()
+            raise UnsupportedModule(
+                f"{title} computes in {result.dtype}, which is less precise than what it reads"
+            )
+        op = Call(
+            self,
+            func,
+            args,
+            kwargs,
+            sources,
+            [shape[1:] for shape in shapes],
+            tuple(result.shape[1:]),
+        ).op()
         if changed:
             mine = memory(result)
-            self.stale.update(key for key, t in self.held.items() if t is not result and memory(t) == mine)
+            self.stale.update(
+                key for key, t in self.held.items() if t is not result and memory(t) == mine
+            )
         self._append(op, result)
         return result
 

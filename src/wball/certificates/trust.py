@@ -31,7 +31,9 @@ HARMLESS_HOOKS: tuple[type, ...] = (
     *(
         kind
         for kind in vars(prune).values()
-        if isinstance(kind, type) and issubclass(kind, prune.BasePruningMethod) and kind.__module__ == prune.__name__
+        if isinstance(kind, type)
+        and issubclass(kind, prune.BasePruningMethod)
+        and kind.__module__ == prune.__name__
     ),
 )
 """Hooks before ``forward`` that only compute a weight, the same one every time in evaluation mode."""
@@ -82,7 +84,9 @@ def _compiles(module: nn.Module) -> bool:
 def check_modules(model: nn.Module) -> None:
     """Refuse a model any module of which may run something else than the ``forward`` of its type."""
     if nn.Module.__call__ is not nn.Module._wrapped_call_impl:
-        raise UnsupportedModule("torch.nn.Module.__call__ is patched: what runs is not what the modules say")
+        raise UnsupportedModule(
+            "torch.nn.Module.__call__ is patched: what runs is not what the modules say"
+        )
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         if getattr(torch_module, name):
             raise UnsupportedModule(
@@ -95,7 +99,11 @@ def check_modules(model: nn.Module) -> None:
 
 def check_module(name: str, module: nn.Module) -> None:
     """Refuse hooks, patched methods and unknown parametrizations of one module."""
-    title = f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    title = (
+        f"module {name!r} ({type(module).__name__})"
+        if name
+        else f"the model ({type(module).__name__})"
+    )
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedModule(
             f"{title} is a script, which cannot be followed symbolically; certify the module itself"
@@ -116,10 +124,17 @@ def check_module(name: str, module: nn.Module) -> None:
             )
     for attribute in ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"):
         if getattr(type(module), attribute) is not getattr(nn.Module, attribute) and not compiler:
-            raise UnsupportedModule(f"{title} overrides {attribute!r}; only its 'forward' is followed")
+            raise UnsupportedModule(
+                f"{title} overrides {attribute!r}; only its 'forward' is followed"
+            )
     compiled = getattr(module, "_compiled_call_impl", None)
-    if compiled is not None and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl:
-        raise UnsupportedModule(f"{title} has a compiled call that is not its own; certify the module before compiling")
+    if (
+        compiled is not None
+        and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl
+    ):
+        raise UnsupportedModule(
+            f"{title} has a compiled call that is not its own; certify the module before compiling"
+        )
 
 
 # ---- values
@@ -132,10 +147,18 @@ def state(model: nn.Module) -> list[Any]:
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if value is not None:
                 held.append((id(module), name, id(value), value._version))
-        held += [(id(module), name, _plain(value)) for name, value in vars(module).items() if name not in OWN]
+        held += [
+            (id(module), name, _plain(value))
+            for name, value in vars(module).items()
+            if name not in OWN
+        ]
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith("torch."):
-            held += [(id(kind), name, _plain(value)) for name, value in vars(kind).items() if name[:2] != "__"]
+            held += [
+                (id(kind), name, _plain(value))
+                for name, value in vars(kind).items()
+                if name[:2] != "__"
+            ]
     return held
 
 
@@ -153,7 +176,12 @@ def _plain(value: Any, depth: int = 3) -> Any:
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
     """Points of the balls around some images: centres, far points in random directions, samples, mixtures."""
-    some = torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu").long().unique().to(x.device)
+    some = (
+        torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu")
+        .long()
+        .unique()
+        .to(x.device)
+    )
     centre, generator = x[some], torch.Generator("cpu").manual_seed(0)
     if ball is None or centre.shape[0] == 0:
         low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 1.0)
@@ -161,9 +189,14 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
         return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
     near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
-    first, direction = some[:1].expand(2), torch.randn((1, *x.shape[1:]), generator=generator, device="cpu").to(x)
+    first, direction = (
+        some[:1].expand(2),
+        torch.randn((1, *x.shape[1:]), generator=generator, device="cpu").to(x),
+    )
     ends = _ends(ball.take(first), x[first], torch.cat([direction, -direction])).to(x)
-    return torch.cat([centre, ends, drawn, ends.mean(0, keepdim=True), drawn[:SAMPLED].mean(0, keepdim=True)])
+    return torch.cat(
+        [centre, ends, drawn, ends.mean(0, keepdim=True), drawn[:SAMPLED].mean(0, keepdim=True)]
+    )
 
 
 def _ends(ball: Ball, x: Tensor, direction: Tensor) -> Tensor:
@@ -187,7 +220,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     before, random = state(model), torch.get_rng_state()
     yield
     if not torch.equal(random, torch.get_rng_state()):
-        raise UnsupportedModule(f"{type(model).__name__}.forward draws random numbers: its answers are not certain")
+        raise UnsupportedModule(
+            f"{type(model).__name__}.forward draws random numbers: its answers are not certain"
+        )
     if state(model) != before:
         raise UnsupportedModule(
             f"{type(model).__name__}.forward changes the model's own buffers or attributes: its next answer may differ "
@@ -208,7 +243,9 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> None:
     for way, expected in _answers(model, points):
         answer = found.repeat(MANY, 1)[: len(expected)]
         same = (answer - expected).abs() <= allowed
-        broken = ~torch.isfinite(expected) & ~torch.isfinite(answer)  # a model that overflows is not certified anyway
+        broken = ~torch.isfinite(expected) & ~torch.isfinite(
+            answer
+        )  # a model that overflows is not certified anyway
         if not bool((same | broken).all()):
             raise UnsupportedModule(
                 f"{type(model).__name__}.forward computes something else than the functions it calls{way}: look for "

@@ -43,7 +43,9 @@ class Valueless(Tensor):
             return value
 
         def wrap(value: Any) -> Any:
-            return given[id(value)] if id(value) in given else cls(value)  # what works in place returns what it got
+            return (
+                given[id(value)] if id(value) in given else cls(value)
+            )  # what works in place returns what it got
 
         args, kwargs = tree_map(strip, (args, dict(kwargs or {})))
         found = func(*args, **kwargs)

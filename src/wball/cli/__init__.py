@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)
         return 0
     except SystemExit as done:
-        return 0 if isinstance(done.__context__, BrokenPipeError) else _ended(done)  # rich's answer to a broken pipe
+        return (
+            0 if isinstance(done.__context__, BrokenPipeError) else _ended(done)
+        )  # rich's answer to a broken pipe
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
         return _fail(*_sorted(error))
     if code == INTERRUPTED:
@@ -72,7 +74,9 @@ def _one_line(text: str) -> str:
 
 def entry() -> None:
     """The console script."""
-    if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself, and they may be waiting for each other
+    if (
+        "WORLD_SIZE" not in os.environ
+    ):  # torchrun ends its processes itself, and they may be waiting for each other
         signal.signal(signal.SIGTERM, _terminated)
     code = main()
     if code == INTERRUPTED:
@@ -129,18 +133,34 @@ def _sorted(error: Exception) -> tuple[str, int]:
     from wball.storage.atomic import FolderInUse
 
     if isinstance(error, MemoryError) or out_of_memory(error):
-        return "out of memory; use a smaller --batch-size (with --overwrite if the run has begun)", NO_FILE
+        return (
+            "out of memory; use a smaller --batch-size (with --overwrite if the run has begun)",
+            NO_FILE,
+        )
     if isinstance(error, FolderInUse):
         return str(error), IN_USE
     if isinstance(error, (NotADirectoryError, FileExistsError)) and error.filename:
-        return f"{error.filename}: is a file, but a folder is needed; choose another path", BAD_INPUT
+        return (
+            f"{error.filename}: is a file, but a folder is needed; choose another path",
+            BAD_INPUT,
+        )
     if isinstance(
-        error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, ImportError)
+        error,
+        (
+            FileNotFoundError,
+            NotADirectoryError,
+            IsADirectoryError,
+            ValueError,
+            TypeError,
+            ImportError,
+        ),
     ):
         return str(error), BAD_INPUT
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
-        hint = "; free some space, then rerun the same command to resume" if error.errno == 28 else ""
+        hint = (
+            "; free some space, then rerun the same command to resume" if error.errno == 28 else ""
+        )
         return f"{error.strerror or error}{where}{hint}", NO_FILE
     first = (str(error).strip().splitlines() or [""])[0]
     return f"unexpected {type(error).__name__}: {first} (WBALL_DEBUG=1 shows where)", INTERNAL

@@ -26,7 +26,11 @@ def _plain_types(ctx: Any, parameters: list[Any]) -> None:
             continue
         kind = str(parameter.display_type_rich(ctx)).lower()
         named = parameter.metavar if parameter.param_type_name == "option" else ""
-        shown = next((word for name, word in SHOWN_AS.items() if name in kind), "") if named is None else named
+        shown = (
+            next((word for name, word in SHOWN_AS.items() if name in kind), "")
+            if named is None
+            else named
+        )
         parameter.display_type_rich = lambda ctx, shown=shown: shown
         parameter._get_number_range_help_str = lambda: None
 
@@ -72,11 +76,16 @@ def command(function: Callable[..., int]) -> Callable[..., int]:
         else:
             found = [(given.name, given.default, kind)]
         for name, default, option in found:
-            parameters[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=option)
+            parameters[name] = Parameter(
+                name, Parameter.KEYWORD_ONLY, default=default, annotation=option
+            )
 
     @wraps(function)
     def run(**given: Any) -> int:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        made = {
+            name: kind(**{f.name: given.pop(f.name) for f in fields(kind)})
+            for name, kind in groups.items()
+        }
         return function(**given, **made)
 
     run.__signature__ = Signature(list(parameters.values()))  # type: ignore[attr-defined]

@@ -20,13 +20,17 @@ def attack(
     files: options.ModelFiles,
     pictures: options.DataChoice,
     eps: options.OneEps = 0.1,
-    target: Annotated[int | None, options.attack_option(min=0, help="class that images should be predicted as")] = None,
+    target: Annotated[
+        int | None, options.attack_option(min=0, help="class that images should be predicted as")
+    ] = None,
     cost: options.GroundCost,
     attack: options.AttackName = "dual-averaging",
     steps: options.Steps = None,
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    out: Annotated[Path | None, options.output_option("--out", "-o", help="file for the images, .safetensors")] = None,
+    out: Annotated[
+        Path | None, options.output_option("--out", "-o", help="file for the images, .safetensors")
+    ] = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> int:
@@ -63,7 +67,15 @@ def attack(
             predicted = top_class(ask(net, found.images))
     heading = f"{attack} on {name}, {len(x)} images of {images.name}, eps {eps:g} {threat.unit}"
     table = Table(title=escape(heading), title_justify="left")
-    for column in ("image", "label", "predicted as", f"distance ({threat.unit})", "steps", "audit", "status"):
+    for column in (
+        "image",
+        "label",
+        "predicted as",
+        f"distance ({threat.unit})",
+        "steps",
+        "audit",
+        "status",
+    ):
         table.add_column(column, justify="left" if column == "status" else "right")
     for i in range(len(x)):
         table.add_row(
@@ -80,10 +92,13 @@ def attack(
     clean = torch.tensor([s is not AttackStatus.ALREADY_WRONG for s in found.status])
     broken = int((counted.cpu() & clean).sum())
     console.print(
-        f"{broken} of {int(clean.sum())} correctly classified images broken; {checked.summary()}", markup=False
+        f"{broken} of {int(clean.sum())} correctly classified images broken; {checked.summary()}",
+        markup=False,
     )
     if out is not None:
-        write_tensors(out, {"original": x, "adversarial": found.images, "label": y, "success": counted})
+        write_tensors(
+            out, {"original": x, "adversarial": found.images, "label": y, "success": counted}
+        )
         console.print(printable(f"written: {out}"), markup=False)
     if as_json:
         print_json(

@@ -21,17 +21,23 @@ def certify(
     files: options.ModelFiles,
     pictures: options.DataChoice,
     eps: Annotated[
-        str, options.threat_option("--eps", "-e", metavar="X,...", help="radii, separated by commas")
+        str,
+        options.threat_option("--eps", "-e", metavar="X,...", help="radii, separated by commas"),
     ] = "0.005,0.01,0.02",
     cost: options.GroundCost,
     method: options.Certificate = "anchored",
     plans: Annotated[
-        str, typer.Option(metavar="NAME", help="full (any transport plan) or window (moves within the window only)")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="full (any transport plan) or window (moves within the window only)",
+        ),
     ] = "full",
     device: options.Device = "auto",
     seed: options.Seed = 0,
     out: Annotated[
-        Path | None, options.output_option("--out", "-o", help="file for accuracies and margins, .json")
+        Path | None,
+        options.output_option("--out", "-o", help="file for accuracies and margins, .json"),
     ] = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -67,7 +73,12 @@ def certify(
             proof = prove(net, images.x, images.y, threat.at(r), method, plans)  # type: ignore[arg-type]
         accuracy = float(proof.certified.double().mean())
         rows.append(
-            {"eps": r, "certified": accuracy, "images": proof.certified.tolist(), "margin": proof.margin.tolist()}
+            {
+                "eps": r,
+                "certified": accuracy,
+                "images": proof.certified.tolist(),
+                "margin": proof.margin.tolist(),
+            }
         )
         table.add_row(f"{r:g}", f"{100 * accuracy:.1f} %")
     console.print(table)

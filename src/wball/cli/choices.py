@@ -56,7 +56,9 @@ def device(name: str) -> torch.device:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         index = chosen.index if chosen.index is not None else local
         if index >= torch.cuda.device_count():
-            raise typer.BadParameter(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+            raise typer.BadParameter(
+                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices"
+            )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen
@@ -75,7 +77,9 @@ class Images:
     classes: Sequence[str] | None
 
 
-def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, streamed: bool = False) -> Images:
+def load_images(
+    request: DataChoice, where: torch.device, seed: int = 0, *, streamed: bool = False
+) -> Images:
     """The images, or the sample of them that was asked for; ``streamed``: not in memory, if they are many."""
     from wball.data import (
         ImageFolder,
@@ -98,12 +102,22 @@ def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, stre
     x: Any
     if spec in SAMPLES:
         info = dataset_info(SAMPLES[spec])
-        data, name, classes = load_sample(info.name), f"the bundled {info.title} sample", info.classes
+        data, name, classes = (
+            load_sample(info.name),
+            f"the bundled {info.title} sample",
+            info.classes,
+        )
     elif spec.lower().replace("-", "").replace("_", "") in known:
         info = dataset_info(spec)
-        data, name, classes = load_dataset(info.name, request.data_dir, split), f"{info.title} ({split})", info.classes
+        data, name, classes = (
+            load_dataset(info.name, request.data_dir, split),
+            f"{info.title} ({split})",
+            info.classes,
+        )
     elif Path(spec).is_dir():
-        data = ImageFolder(spec, size=request.size, resize=request.resize, crop=request.crop, grey=request.grey)
+        data = ImageFolder(
+            spec, size=request.size, resize=request.resize, crop=request.crop, grey=request.grey
+        )
         name, classes = Path(spec).name, data.classes
     elif spec.endswith(".npz"):
         images, labels = read_npz(Path(spec))
@@ -122,7 +136,11 @@ def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, stre
         if request.skip_bad and _is_map(data):
             data = without_bad(data)
         many = _many(data, where) if streamed and _is_map(data) else None
-        x, y = many or (read_items(data, range(len(data))) if _is_map(data) else to_tensors(data, limit=request.first))
+        x, y = many or (
+            read_items(data, range(len(data)))
+            if _is_map(data)
+            else to_tensors(data, limit=request.first)
+        )
     except (ValueError, TypeError, OSError):
         raise
     except Exception as error:
@@ -134,14 +152,20 @@ def load_images(request: DataChoice, where: torch.device, seed: int = 0, *, stre
     elif request.limit is not None and request.limit < len(y):
         name = f"{name}, a stratified sample of {request.limit} of {len(y)} (seed {seed})"
         x, y = _chosen(x, y, stratified_sample(y, request.limit, seed).tolist())
-    return Images(x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes])
+    return Images(
+        x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes]
+    )
 
 
 def _is_map(data: Any) -> bool:
     """Whether items can be read one by one, by their numbers."""
     from torch.utils.data import Dataset, IterableDataset
 
-    return isinstance(data, Dataset) and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+    return (
+        isinstance(data, Dataset)
+        and hasattr(data, "__len__")
+        and not isinstance(data, IterableDataset)
+    )
 
 
 def _many(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
@@ -156,7 +180,9 @@ def _many(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
         return None
     known = labels_of(data)
     if known is None:
-        known = torch.cat([stream.labels[k : k + AT_ONCE].cpu() for k in range(0, len(data), AT_ONCE)])
+        known = torch.cat(
+            [stream.labels[k : k + AT_ONCE].cpu() for k in range(0, len(data), AT_ONCE)]
+        )
     return stream.images, known
 
 
@@ -203,13 +229,17 @@ def radii(text: str) -> list[float]:
     try:
         values = sorted({float(part) for part in text.replace(" ", ",").split(",") if part})
     except ValueError:
-        raise typer.BadParameter(f"--eps {text}: expected numbers separated by commas, such as 0.1,0.2,0.5") from None
+        raise typer.BadParameter(
+            f"--eps {text}: expected numbers separated by commas, such as 0.1,0.2,0.5"
+        ) from None
     if not values or values[0] <= 0 or not values[-1] < float("inf"):
         raise typer.BadParameter(f"--eps {text}: radii must be above 0 and finite")
     return values
 
 
-def sensible_radii(models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int) -> list[float]:
+def sensible_radii(
+    models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int
+) -> list[float]:
     """Five round radii in the range where the accuracy of the models falls, by a quick attack on a few images."""
     import torch
 
@@ -219,11 +249,15 @@ def sensible_radii(models: Sequence[Model], images: Images, ball: WassersteinBal
     found = []
     for model in models:
         with torch.no_grad(), as_found(model, images.x.device):
-            some = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(images.x.device)
+            some = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(
+                images.x.device
+            )
             right = some[top_class(ask(model, images.x[some])) == images.y[some]][:SEARCHED]
         if len(right):
             attack = DualAveraging(ball.at(8.0), objective="margin", steps=10, progress=False)
-            radius = minimal_radius(model, images.x[right], images.y[right], attack, hi=8.0, rounds=3).radius
+            radius = minimal_radius(
+                model, images.x[right], images.y[right], attack, hi=8.0, rounds=3
+            ).radius
             found.append(radius[radius.isfinite() & (radius > 0)].cpu())
     known = torch.cat(found) if found else torch.zeros(0)
     if len(known) == 0:
@@ -243,7 +277,9 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     low = max(low, high / 100)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     grid = [float(f"{digit * 10.0**power:.2g}") for power in powers for digit in ROUND]
-    inside = [r for r in grid if low <= r <= high] or [min(grid, key=lambda r: abs(math.log(r / high)))]
+    inside = [r for r in grid if low <= r <= high] or [
+        min(grid, key=lambda r: abs(math.log(r / high)))
+    ]
     wanted = [low * (high / low) ** (k / max(1, count - 1)) for k in range(count)]
     return sorted({min(inside, key=lambda r: abs(math.log(r / w))) for w in wanted})
 
@@ -253,8 +289,12 @@ def ball(eps: float, cost: GroundCost) -> WassersteinBall:
     from wball.cost import GridCost
 
     if cost.mass not in ("relative", "absolute"):
-        raise typer.BadParameter(f"--mass {cost.mass}: expected relative (eps x the image's mass) or absolute")
-    return WassersteinBall(eps, GridCost(cost.window, cost.p), "absolute" if cost.mass == "absolute" else "relative")
+        raise typer.BadParameter(
+            f"--mass {cost.mass}: expected relative (eps x the image's mass) or absolute"
+        )
+    return WassersteinBall(
+        eps, GridCost(cost.window, cost.p), "absolute" if cost.mass == "absolute" else "relative"
+    )
 
 
 def attack(name: str, threat: WassersteinBall, steps: int | None) -> Attack:
@@ -270,7 +310,11 @@ def attack(name: str, threat: WassersteinBall, steps: int | None) -> Attack:
             )
         return StandardAttack(threat, version="fast" if name == "fast" else "standard")
     settings: dict[str, Any] = {} if steps is None else {"steps": steps}
-    makers: dict[str, Any] = {"dual-averaging": DualAveraging, "pgd": PGD, "frank-wolfe": FrankWolfe}
+    makers: dict[str, Any] = {
+        "dual-averaging": DualAveraging,
+        "pgd": PGD,
+        "frank-wolfe": FrankWolfe,
+    }
     made: Attack = makers[name](threat, **settings)
     return made
 
@@ -295,11 +339,20 @@ def clean_accuracy_hint(model: Model, images: Images, expected: float | None) ->
     with torch.no_grad(), as_found(model, images.x.device):
         some = stratified_sample(images.y, min(len(images.y), 100), 0).to(images.x.device)
         logits = ask(model, images.x[some])
-    accuracy, classes = float((top_class(logits) == images.y[some]).double().mean()), logits.shape[1]
+    accuracy, classes = (
+        float((top_class(logits) == images.y[some]).double().mean()),
+        logits.shape[1],
+    )
     chance = 1 / classes
-    if len(some) < 10 or accuracy >= (expected - 0.2 if expected is not None else max(2 * chance, 0.3)):
+    if len(some) < 10 or accuracy >= (
+        expected - 0.2 if expected is not None else max(2 * chance, 0.3)
+    ):
         return None
-    usual = f"{100 * expected:.0f} % is expected" if expected is not None else f"chance is {100 * chance:.0f} %"
+    usual = (
+        f"{100 * expected:.0f} % is expected"
+        if expected is not None
+        else f"chance is {100 * chance:.0f} %"
+    )
     return (
         f"clean accuracy is only {100 * accuracy:.0f} % ({usual}): does the model expect normalised images (--mean, "
         "--std), other image sizes, or other class numbers?"

@@ -27,13 +27,17 @@ def evaluate(
     pictures: options.DataChoice,
     eps: options.Eps = None,
     minimal: Annotated[
-        bool, options.threat_option("--minimal", help="find each image's minimal radius, up to the largest --eps")
+        bool,
+        options.threat_option(
+            "--minimal", help="find each image's minimal radius, up to the largest --eps"
+        ),
     ] = False,
     cost: options.GroundCost,
     attack: options.AttackName = "standard",
     steps: options.Steps = None,
     certify: Annotated[
-        bool, options.attack_option("--certify", help="also compute certified accuracy (slow on a CPU)")
+        bool,
+        options.attack_option("--certify", help="also compute certified accuracy (slow on a CPU)"),
     ] = False,
     method: options.Certificate = "anchored",
     require: Annotated[
@@ -45,13 +49,17 @@ def evaluate(
         ),
     ] = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="verify every distance by exact transport, not only a sample of them")
+        bool,
+        typer.Option(
+            "--exact", help="verify every distance by exact transport, not only a sample of them"
+        ),
     ] = False,
     device: options.Device = "auto",
     seed: options.Seed = 0,
     batch_size: options.Batch = None,
     out: Annotated[
-        Path | None, options.output_option("--out", "-o", help="folder for results (default: out/MODEL)")
+        Path | None,
+        options.output_option("--out", "-o", help="folder for results (default: out/MODEL)"),
     ] = None,
     overwrite: options.Overwrite = False,
     report: options.Report = True,
@@ -104,7 +112,9 @@ def evaluate(
         for net, _ in made:
             probe(net, images.x, images.y)
         points = given or _radii(made, images, threat, seed, [] if overwrite else folders, console)
-        points = sorted({*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)})
+        points = sorted(
+            {*points, *(requirement.eps for requirement in wanted if requirement.eps > 0)}
+        )
         threat, searched = threat.at(points[-1]), searched.at(points[-1])
         _check_clean_accuracy(made, models, images)
     console.print(
@@ -139,21 +149,31 @@ def evaluate(
             console.print(f"[yellow]warning[/]: {escape(printable(str(warning)))}")
     for result in results if wanted else ():
         decision = result.check(wanted)
-        console.print(f"[bold {'green]PASSED' if decision else 'red]FAILED'}[/] {escape(result.name)}")
+        console.print(
+            f"[bold {'green]PASSED' if decision else 'red]FAILED'}[/] {escape(result.name)}"
+        )
         console.print(printable(str(decision)), markup=False)
     written = [str(folder) for folder in folders]
     if choices.main_process():
         written.append(str(write_csv(results, base / "results.csv")))
         if report:
             written.append(str(write_report(results, base / "report.html", requirements=wanted)))
-    console.print(printable(f"written: {', '.join(written)}    ({time.perf_counter() - start:.1f} s)"), markup=False)
+    console.print(
+        printable(f"written: {', '.join(written)}    ({time.perf_counter() - start:.1f} s)"),
+        markup=False,
+    )
     if as_json and choices.main_process():
         print_json([_plain(r, wanted) for r in results])
     return exit_code(results, wanted)
 
 
 def _radii(
-    made: list[tuple[Any, str]], images: choices.Images, threat: Any, seed: int, folders: list[Path], console: Any
+    made: list[tuple[Any, str]],
+    images: choices.Images,
+    threat: Any,
+    seed: int,
+    folders: list[Path],
+    console: Any,
 ) -> list[float]:
     """Radii for these models and images: those of the evaluation that is there already, or found by a quick search."""
     for folder in folders:
@@ -161,7 +181,8 @@ def _radii(
             return earlier
     points = choices.sensible_radii([model for model, _ in made], images, threat, seed)
     console.print(
-        f"radii {', '.join(f'{r:g}' for r in points)} chosen by a quick search; --eps sets them", markup=False
+        f"radii {', '.join(f'{r:g}' for r in points)} chosen by a quick search; --eps sets them",
+        markup=False,
     )
     return points
 
@@ -186,12 +207,16 @@ def _found(folder: Path) -> str | None:
     return f"resumed in {folder}: {begun} batches were begun or finished before" if begun else None
 
 
-def _check_clean_accuracy(made: list[tuple[Any, str]], specs: list[str], images: choices.Images) -> None:
+def _check_clean_accuracy(
+    made: list[tuple[Any, str]], specs: list[str], images: choices.Images
+) -> None:
     from wball.zoo import list_models, model_card
 
     for k, (model, name) in enumerate(made):
         spec = specs[min(k, len(specs) - 1)]
-        bundled = spec in list_models() and images.name.startswith(("the bundled", "MNIST", "CIFAR"))
+        bundled = spec in list_models() and images.name.startswith(
+            ("the bundled", "MNIST", "CIFAR")
+        )
         expected = float(model_card(spec)["clean_accuracy"]) if bundled else None
         hint = choices.clean_accuracy_hint(model, images, expected)
         if hint is not None:
@@ -200,8 +225,15 @@ def _check_clean_accuracy(made: list[tuple[Any, str]], specs: list[str], images:
 
 def _plain(result: Evaluation, wanted: list[Requirement]) -> dict[str, Any]:
     """The summary of an evaluation for programs."""
-    content = {"model": result.name, **result.summary(), "warnings": [w.to_dict() for w in result.warnings]}
+    content = {
+        "model": result.name,
+        **result.summary(),
+        "warnings": [w.to_dict() for w in result.warnings],
+    }
     if wanted:
         decision = result.check(wanted)
-        content |= {"passed": bool(decision), "requirements": [check.to_dict() for check in decision.checks]}
+        content |= {
+            "passed": bool(decision),
+            "requirements": [check.to_dict() for check in decision.checks],
+        }
     return content

@@ -31,21 +31,33 @@ def show(context: typer.Context, file: File = BOARD) -> int:
 
     content = read(file)
     if not content["rows"]:
-        raise FileNotFoundError(f"no rows in {file}; run `wball leaderboard add NAME --data-dir DATA` first")
+        raise FileNotFoundError(
+            f"no rows in {file}; run `wball leaderboard add NAME --data-dir DATA` first"
+        )
     print("\n\n".join(table.text() for table in tables(content)))
     return 0
 
 
 @board.command(cls=Command)
 def add(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="models (see `wball models`), or cards")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="models (see `wball models`), or cards")
+    ],
     data_dir: options.AnyDataDir = None,
-    models: Annotated[Path | None, typer.Option(envvar="WBALL_MODELS", help="folder of public weights")] = None,
-    images: Annotated[int | None, typer.Option("--images", "--limit", "-n", min=1, help="number of images")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="20 images, fast attack; the numbers mean little")] = False,
+    models: Annotated[
+        Path | None, typer.Option(envvar="WBALL_MODELS", help="folder of public weights")
+    ] = None,
+    images: Annotated[
+        int | None, typer.Option("--images", "--limit", "-n", min=1, help="number of images")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="20 images, fast attack; the numbers mean little")
+    ] = False,
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for unfinished parts")] = Path("out/leaderboard"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for unfinished parts")] = Path(
+        "out/leaderboard"
+    ),
     file: File = BOARD,
 ) -> int:
     """Evaluate and certify models under the protocol, and write their rows.
@@ -71,7 +83,9 @@ def add(
 @board.command(cls=Command)
 def page(
     file: File = BOARD,
-    to: Annotated[Path, typer.Option("--page", help="the page to write")] = Path("docs/leaderboard.md"),
+    to: Annotated[Path, typer.Option("--page", help="the page to write")] = Path(
+        "docs/leaderboard.md"
+    ),
 ) -> int:
     """Write the page of the board."""
     from wball.paper.leaderboard_page import write_page

@@ -15,7 +15,8 @@ from wball.storage.names import printable
 @command
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="show this model's card", autocompletion=options.complete_models)
+        str | None,
+        typer.Argument(help="show this model's card", autocompletion=options.complete_models),
     ] = None,
     as_json: options.AsJson = False,
 ) -> int:
@@ -39,17 +40,26 @@ def models(
     )
     for card in cards:
         table.add_row(
-            str(card["name"]), card["dataset"], f"{100 * card['clean_accuracy']:.2f} %", str(card.get("summary", ""))
+            str(card["name"]),
+            card["dataset"],
+            f"{100 * card['clean_accuracy']:.2f} %",
+            str(card.get("summary", "")),
         )
     console.print(table)
     title = "public models of others, downloaded from their repositories on first use (`wball models NAME` names them)"
-    table = Table("model", "authors", "licence of the repository", "", title=title, title_justify="left")
+    table = Table(
+        "model", "authors", "licence of the repository", "", title=title, title_justify="left"
+    )
     table.columns[0].no_wrap = True
     for entry in public_models().values():
         table.add_row(entry.name, f"{entry.authors} {entry.year}", entry.licence, entry.summary)
     console.print(table)
     table = Table(
-        "architecture", "images", "", title="architectures, for --weights and --architecture", title_justify="left"
+        "architecture",
+        "images",
+        "",
+        title="architectures, for --weights and --architecture",
+        title_justify="left",
     )
     for a in architectures().values():
         table.add_row(a.name, " x ".join(map(str, a.shape)), a.summary)
@@ -60,7 +70,8 @@ def models(
 @command
 def data(
     name: Annotated[
-        str | None, typer.Argument(help="mnist, fashion-mnist or cifar10; without a name, list them")
+        str | None,
+        typer.Argument(help="mnist, fashion-mnist or cifar10; without a name, list them"),
     ] = None,
     data_dir: options.DataDir = Path("data"),
     quiet: options.Quiet = False,
@@ -77,7 +88,9 @@ def data(
         table = Table("data set", "images", "classes", "")
         table.add_row("sample", "1 x 28 x 28", "10", "1,000 MNIST test digits, inside the package")
         for info in datasets().values():
-            table.add_row(info.name, " x ".join(map(str, info.shape)), str(len(info.classes)), info.title)
+            table.add_row(
+                info.name, " x ".join(map(str, info.shape)), str(len(info.classes)), info.title
+            )
         console.print(table)
         return 0
     info = dataset_info(name)
@@ -97,7 +110,11 @@ def data(
 @command
 def info(
     compile_kernels: Annotated[
-        bool, typer.Option("--compile", help="compile the CPU kernels first, so that no later call has to (a minute)")
+        bool,
+        typer.Option(
+            "--compile",
+            help="compile the CPU kernels first, so that no later call has to (a minute)",
+        ),
     ] = False,
     as_json: options.AsJson = False,
 ) -> int:
@@ -118,7 +135,10 @@ def _version(show: bool) -> None:
 @app.callback()
 def _all(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     pass

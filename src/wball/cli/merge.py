@@ -14,8 +14,12 @@ from wball.storage.names import printable
 
 @command
 def merge(
-    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="folders written by `wball evaluate`")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the joined results")] = Path("out/merged"),
+    parts: Annotated[
+        list[Path], typer.Argument(metavar="PART...", help="folders written by `wball evaluate`")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the joined results")] = Path(
+        "out/merged"
+    ),
     overwrite: options.Overwrite = False,
     report: options.Report = True,
     quiet: options.Quiet = False,
@@ -37,7 +41,9 @@ def merge(
     from wball.report import why_not, write_csv, write_report
 
     if (out / RESULTS).exists() and not overwrite:
-        raise typer.BadParameter(f"{out} contains results: choose another folder, or use --overwrite")
+        raise typer.BadParameter(
+            f"{out} contains results: choose another folder, or use --overwrite"
+        )
     result = merge_evaluations(parts)
     result.save(out)
     console = open_console(quiet, as_json)

@@ -40,7 +40,16 @@ if TYPE_CHECKING:
     from wball.model import Model
 
 FILES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
-OBVIOUS = ("model", "net", "network", "classifier", "get_model", "load_model", "build_model", "make_model")
+OBVIOUS = (
+    "model",
+    "net",
+    "network",
+    "classifier",
+    "get_model",
+    "load_model",
+    "build_model",
+    "make_model",
+)
 """Names that mark the model of a Python file which has several."""
 
 
@@ -75,14 +84,18 @@ def named_model(spec: str) -> nn.Module:
     return made
 
 
-def _distinct(made: list[tuple[Model, str]], specs: list[str], chosen: bool) -> list[tuple[Model, str]]:
+def _distinct(
+    made: list[tuple[Model, str]], specs: list[str], chosen: bool
+) -> list[tuple[Model, str]]:
     """Two files of one name in different folders are called by folder and name."""
     names = [name for _, name in made]
     if len(set(names)) == len(names):
         return made
     longer = [printable("-".join(Path(s).with_suffix("").parts[-2:])) for s in specs]
     if chosen or len(set(longer)) < len(names):
-        raise typer.BadParameter(f"two models are called {max(names, key=names.count)}: give each one a --name")
+        raise typer.BadParameter(
+            f"two models are called {max(names, key=names.count)}: give each one a --name"
+        )
     return [(model, name) for (model, _), name in zip(made, longer, strict=True)]
 
 
@@ -98,28 +111,38 @@ def _load(spec: str, weights: Path | None, architecture: str | None) -> tuple[An
     if suffix in FILES and ":" not in spec.removeprefix(Path(spec).anchor):
         return _from_file(Path(spec), suffix, architecture), Path(spec).stem
     if architecture is not None:
-        raise typer.BadParameter(f"--architecture is for files of weights, but {spec} is not one ({', '.join(FILES)})")
+        raise typer.BadParameter(
+            f"--architecture is for files of weights, but {spec} is not one ({', '.join(FILES)})"
+        )
     if suffix == ".py" and ":" not in spec:
         made, name = _obvious_model(Path(spec)), Path(spec).stem
     elif ":" in spec:
         made, name = _model_from(spec, find(spec)), spec.rsplit(":", 1)[1]
     elif spec in architectures():
         if weights is None:
-            raise typer.BadParameter(f"{spec} is an architecture without weights: add --weights FILE")
+            raise typer.BadParameter(
+                f"{spec} is an architecture without weights: add --weights FILE"
+            )
         made, name = _built(spec), weights.stem
     elif spec in list_models() or spec in public_models():
         if weights is not None:
-            raise typer.BadParameter(f"{spec} comes with weights; to use --weights, name an architecture instead")
+            raise typer.BadParameter(
+                f"{spec} comes with weights; to use --weights, name an architecture instead"
+            )
         made, name = load_model(spec), spec
     else:
-        near = difflib.get_close_matches(spec, [*list_models(), *public_models(), *architectures()], 1, 0.5)
+        near = difflib.get_close_matches(
+            spec, [*list_models(), *public_models(), *architectures()], 1, 0.5
+        )
         hint = f"did you mean {near[0]}?" if near else f"bundled are {', '.join(list_models())}."
         raise typer.BadParameter(
             f"unknown model {spec!r}: {hint} Or give a file ({', '.join(FILES)}), mine.py or package.module:function"
         )
     if weights is not None:
         if not isinstance(made, nn.Module):
-            raise typer.BadParameter(f"{spec} is not a torch.nn.Module, so --weights cannot be loaded into it")
+            raise typer.BadParameter(
+                f"{spec} is not a torch.nn.Module, so --weights cannot be loaded into it"
+            )
         load_weights(made, weights)
         name = weights.stem
     return made, name
@@ -130,10 +153,14 @@ def own_network(spec: str) -> nn.Module:
     from torch import nn
 
     if Path(spec).suffix != ".py" and ":" not in spec:
-        raise typer.BadParameter(f"--model {spec}: expected mine.py or mine.py:function, which makes a torch.nn.Module")
+        raise typer.BadParameter(
+            f"--model {spec}: expected mine.py or mine.py:function, which makes a torch.nn.Module"
+        )
     made = _obvious_model(Path(spec)) if ":" not in spec else _model_from(spec, find(spec))
     if not isinstance(made, nn.Module):
-        raise typer.BadParameter(f"--model {spec}: expected a torch.nn.Module to train, got {type(made).__name__}")
+        raise typer.BadParameter(
+            f"--model {spec}: expected a torch.nn.Module to train, got {type(made).__name__}"
+        )
     return made
 
 
@@ -172,7 +199,9 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
     except Exception as error:  # parsers of three formats, each with exceptions of its own
         raise typer.BadParameter(f"{path} cannot be read as a model: {said(error)}") from error
     if architecture is None:
-        raise typer.BadParameter(f"{path} holds weights without a network: add --architecture NAME or mine.py:function")
+        raise typer.BadParameter(
+            f"{path} holds weights without a network: add --architecture NAME or mine.py:function"
+        )
     from wball.storage.weights import load_weights
 
     return load_weights(_built(architecture), path)
@@ -182,7 +211,9 @@ def _onnx(path: Path) -> Any:
     try:
         from wball.attacks.adapters import onnx
     except ImportError:
-        raise typer.BadParameter(f"{path}: ONNX models need the onnx package: pip install wball[onnx]") from None
+        raise typer.BadParameter(
+            f"{path}: ONNX models need the onnx package: pip install wball[onnx]"
+        ) from None
     return onnx.load(path)
 
 
@@ -190,7 +221,10 @@ def _exported(path: Path) -> Any:
     import torch
 
     module: Any = torch.export.load(str(path)).module()
-    for method in ("train", "eval"):  # export replaces them by methods that raise; such a module has one mode only
+    for method in (
+        "train",
+        "eval",
+    ):  # export replaces them by methods that raise; such a module has one mode only
         vars(module).pop(method, None)
     return module
 
@@ -221,7 +255,9 @@ def _numbers(option: str, text: str) -> list[float]:
     try:
         return [float(part) for part in text.replace(" ", ",").split(",") if part]
     except ValueError:
-        raise typer.BadParameter(f"{option} {text}: expected numbers separated by commas, one per channel") from None
+        raise typer.BadParameter(
+            f"{option} {text}: expected numbers separated by commas, one per channel"
+        ) from None
 
 
 def _obvious_model(path: Path) -> Any:
@@ -238,7 +274,11 @@ def _obvious_model(path: Path) -> Any:
     kinds = (
         {name: value for name, value in own.items() if isinstance(value, nn.Module)},
         {name: value for name, value in own.items() if name in OBVIOUS and callable(value)},
-        {name: value for name, value in own.items() if isinstance(value, type) and issubclass(value, nn.Module)},
+        {
+            name: value
+            for name, value in own.items()
+            if isinstance(value, type) and issubclass(value, nn.Module)
+        },
         {name: value for name, value in own.items() if callable(value)},
     )
     for found in kinds:
@@ -246,8 +286,12 @@ def _obvious_model(path: Path) -> Any:
             name, value = next(iter(found.items()))
             return _model_from(f"{path}:{name}", value)
     if not any(kinds):
-        raise typer.BadParameter(f"{path} defines no model: expected a torch.nn.Module, or a function that returns one")
-    several = ", ".join(f"{path}:{name}" for name in list(next(found for found in kinds if found))[:4])
+        raise typer.BadParameter(
+            f"{path} defines no model: expected a torch.nn.Module, or a function that returns one"
+        )
+    several = ", ".join(
+        f"{path}:{name}" for name in list(next(found for found in kinds if found))[:4]
+    )
     raise typer.BadParameter(f"{path} defines several models: say which one ({several})")
 
 
@@ -256,7 +300,9 @@ def _model_from(spec: str, value: Any) -> Any:
 
     made = value if isinstance(value, nn.Module) else called(spec, value)
     if not callable(made):
-        raise typer.BadParameter(f"{spec} returned {type(made).__name__}; expected a model, images to logits")
+        raise typer.BadParameter(
+            f"{spec} returned {type(made).__name__}; expected a model, images to logits"
+        )
     return made
 
 
@@ -275,10 +321,15 @@ def find(spec: str) -> Any:
         except (Exception, SystemExit) as error:
             raise typer.BadParameter(f"{spec}: cannot import {module} ({said(error)})") from error
     if not hasattr(loaded, attribute):
-        own = [name for name, value in vars(loaded).items() if name[0] != "_" and not isinstance(value, ModuleType)]
+        own = [
+            name
+            for name, value in vars(loaded).items()
+            if name[0] != "_" and not isinstance(value, ModuleType)
+        ]
         near = difflib.get_close_matches(attribute, own, 1, 0.5)
         raise typer.BadParameter(
-            f"{spec}: {module} has no {attribute!r}" + (f"; did you mean {near[0]}?" if near else "")
+            f"{spec}: {module} has no {attribute!r}"
+            + (f"; did you mean {near[0]}?" if near else "")
         )
     return getattr(loaded, attribute)
 
@@ -291,7 +342,9 @@ def _imported_file(path: Path, spec: str) -> ModuleType:
         assert found is not None and found.loader is not None
         loaded = importlib.util.module_from_spec(found)
         sys.modules.setdefault(path.stem, loaded)
-        sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does: modules beside the file
+        sys.path.insert(
+            0, str(path.resolve().parent)
+        )  # as `python file.py` does: modules beside the file
         found.loader.exec_module(loaded)
     except (Exception, SystemExit) as error:
         raise typer.BadParameter(f"{spec}: cannot import {path} ({said(error)})") from error

@@ -14,7 +14,9 @@ from wball.storage.names import printable
 
 @command
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="the HTML file")] = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="heading of the report")] = None,
     quiet: options.Quiet = False,
@@ -24,14 +26,20 @@ def report(
     from wball.report import write_report
 
     path = write_report([load_evaluation(folder) for folder in folders], out, title=title)
-    open_console(quiet, False).print(printable(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)"), markup=False)
+    open_console(quiet, False).print(
+        printable(f"written: {path} ({path.stat().st_size / 1e6:.1f} MB)"), markup=False
+    )
     return 0
 
 
 @command
 def figures(
-    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the figures")] = Path("figures"),
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="folders written by `wball evaluate`")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder for the figures")] = Path(
+        "figures"
+    ),
     kind: Annotated[str, typer.Option("--format", help="pdf, png or svg")] = "pdf",
     quiet: options.Quiet = False,
 ) -> int:
@@ -40,5 +48,7 @@ def figures(
     from wball.report.figures import save_figures
 
     paths = save_figures([load_evaluation(folder) for folder in folders], out, kind)
-    open_console(quiet, False).print(printable(f"written: {', '.join(map(str, paths))}"), markup=False)
+    open_console(quiet, False).print(
+        printable(f"written: {', '.join(map(str, paths))}"), markup=False
+    )
     return 0

@@ -17,7 +17,9 @@ from wball.storage.names import printable
 
 @command
 def train(
-    preset: Annotated[str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")
+    ],
     model: Annotated[
         str | None,
         options.data_option(
@@ -46,16 +48,21 @@ def train(
     size: options.Size = None,
     grey: options.Grey = False,
     data_dir: options.DataDir = Path("data"),
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")] = Path(
-        "out/train"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")
+    ] = Path("out/train"),
     device: options.Device = "auto",
     seed: options.Seed = 0,
-    epochs: Annotated[int | None, typer.Option(min=1, help="number of epochs, instead of the preset's")] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0.0, help="stop after this many seconds; schedules follow the clock")
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="number of epochs, instead of the preset's")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="name of the model, instead of the preset's")] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="stop after this many seconds; schedules follow the clock"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="name of the model, instead of the preset's")
+    ] = None,
     limit: options.Limit = None,
     init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
     teacher: Annotated[
@@ -69,7 +76,9 @@ def train(
     change: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="PATH=VALUE", help="change a setting, such as adversary.attack.steps=10; may be repeated"
+            "--set",
+            metavar="PATH=VALUE",
+            help="change a setting, such as adversary.attack.steps=10; may be repeated",
         ),
     ] = None,
     quiet: options.Quiet = False,
@@ -94,7 +103,9 @@ def train(
     if preset not in presets():
         raise typer.BadParameter(f"unknown preset {preset!r}; there are {', '.join(presets())}")
     if test_data is not None and data is None:
-        raise typer.BadParameter("--test-data goes with --data: a preset's data set brings its own test images")
+        raise typer.BadParameter(
+            "--test-data goes with --data: a preset's data set brings its own test images"
+        )
     config = find(preset, seed=seed)
     config = config if data is None else replace(config, dataset=OWN)
     network = None if model is None else own_network(model)
@@ -122,7 +133,11 @@ def train(
             if not quiet:
                 print(_epoch(record), flush=True)
 
-        chosen = slice(None) if limit is None else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+        chosen = (
+            slice(None)
+            if limit is None
+            else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+        )
         bars = False if quiet else None
         run(
             config, (x[chosen], y[chosen]), tests, model=network, init=init, teacher=guides, out=out, device=here,
@@ -135,7 +150,11 @@ def train(
 
 def _same_classes(train: choices.Images, test: choices.Images) -> None:
     """Folders number their classes in the order of their names: both must have the same ones."""
-    if train.classes is not None and test.classes is not None and list(train.classes) != list(test.classes):
+    if (
+        train.classes is not None
+        and test.classes is not None
+        and list(train.classes) != list(test.classes)
+    ):
         raise typer.BadParameter(
             f"--test-data has the classes {', '.join(test.classes)}, but --data has {', '.join(train.classes)}"
         )
@@ -150,7 +169,9 @@ def _epoch(record: dict[str, Any]) -> str:
     if "verified_accuracy" in record:
         shown.append(f"verified {100 * record['verified_accuracy']:.2f} %")
     shown += [
-        f"eps {k.rsplit('_', 1)[1]}: {100 * v:.1f} %" for k, v in record.items() if k.startswith("robust_accuracy")
+        f"eps {k.rsplit('_', 1)[1]}: {100 * v:.1f} %"
+        for k, v in record.items()
+        if k.startswith("robust_accuracy")
     ]
     if "mean_radius" in record:
         shown.append(f"mean radius {record['mean_radius']:.3f}")

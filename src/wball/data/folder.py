@@ -55,7 +55,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._size, self._crop, self._grey = _sides("size", size), _sides("crop", crop), grey
         self._resize = None if resize is None else inputs.check_count("resize", resize)
         if self._size is not None and (resize is not None or crop is not None):
-            raise ValueError("size excludes resize and crop: it sets both sides whatever the proportions")
+            raise ValueError(
+                "size excludes resize and crop: it sets both sides whatever the proportions"
+            )
         try:
             from PIL import Image
         except ImportError as error:
@@ -67,7 +69,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         endings = Image.registered_extensions()  # loads the formats
         self._formats = sorted(set(Image.OPEN) - {"EPS"})
         readable = {ending for ending, kind in endings.items() if kind in self._formats}
-        folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name not in _NO_CLASS and p.name[0] != ".")
+        folders = sorted(
+            p for p in root.iterdir() if p.is_dir() and p.name not in _NO_CLASS and p.name[0] != "."
+        )
         found = {p: _images_in(p, readable) for p in [root, *folders]}
         filled = [p for p in folders if found[p]]
         if found[root]:
@@ -77,7 +81,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 )
             folders = filled = [root]
         if not filled:
-            raise FileNotFoundError(f"no images in {root} or its sub-folders; expected CLASS/IMAGE.png and the like")
+            raise FileNotFoundError(
+                f"no images in {root} or its sub-folders; expected CLASS/IMAGE.png and the like"
+            )
         if len(filled) < len(folders):
             without = next(p for p in folders if not found[p])
             raise ValueError(
@@ -104,7 +110,9 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             image = image.resize(self._size[::-1], Image.Resampling.BILINEAR)
         if self._resize is not None:
             short, longer = self._resize, int(self._resize * max(wide, high) / min(wide, high))
-            image = image.resize((short, longer) if wide <= high else (longer, short), Image.Resampling.BILINEAR)
+            image = image.resize(
+                (short, longer) if wide <= high else (longer, short), Image.Resampling.BILINEAR
+            )
         if self._crop is not None:
             image = _cropped(path, image, self._crop)
         return from_array(np.asarray(image)), self.labels[k]
@@ -155,7 +163,9 @@ def load_folder(
     return x.to(device), y.to(device), folder.classes
 
 
-def read_items(data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None) -> tuple[Tensor, Tensor]:
+def read_items(
+    data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None
+) -> tuple[Tensor, Tensor]:
     """Items of a data set as ``(x, y)``; the first that cannot be read, or has not the ``shape`` of item 0, is
     named."""
     images, labels = [], []
@@ -163,7 +173,9 @@ def read_items(data: Any, index: Sequence[int], shape: tuple[int, ...] | None = 
         x, y = read_item(data, k)
         shape = shape or tuple(x.shape[1:])
         if tuple(x.shape[1:]) != shape:
-            raise ValueError(f"{item_name(data, k)} {_other_shape(tuple(x.shape[1:]), shape, item_name(data, 0))}")
+            raise ValueError(
+                f"{item_name(data, k)} {_other_shape(tuple(x.shape[1:]), shape, item_name(data, 0))}"
+            )
         images.append(x)
         labels.append(y)
     return torch.cat(images), torch.cat(labels)
@@ -176,7 +188,10 @@ def read_item(data: Any, k: int) -> tuple[Tensor, Tensor]:
         item = data[k]
     except Exception as error:  # whatever somebody's data set raises
         said = (str(error).strip().splitlines() or [""])[0]
-        if name in said or (isinstance(error, (ValueError, OSError)) and isinstance(_behind(data, k)[0], ImageFolder)):
+        if name in said or (
+            isinstance(error, (ValueError, OSError))
+            and isinstance(_behind(data, k)[0], ImageFolder)
+        ):
             raise
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{name} of the data cannot be read: {type(error).__name__}: {said}") from error
@@ -216,10 +231,15 @@ def without_bad(data: Any) -> Subset[Any]:
             continue
         good.append(k)
     if not good:
-        raise ValueError(f"no item of the data can be read; the first: {bad[0]}" if bad else "data is empty")
+        raise ValueError(
+            f"no item of the data can be read; the first: {bad[0]}" if bad else "data is empty"
+        )
     if bad:
         more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-        warnings.warn(f"left out {len(bad)} of {len(data)} items: {'; '.join(bad[:NAMED])}{more}", stacklevel=2)
+        warnings.warn(
+            f"left out {len(bad)} of {len(data)} items: {'; '.join(bad[:NAMED])}{more}",
+            stacklevel=2,
+        )
     return Subset(data, good)
 
 
@@ -256,7 +276,10 @@ def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
         p
         for folder in folders
         for p in sorted(folder.iterdir())
-        if p.is_file() and p.suffix.lower() not in endings and p.name[0] != "." and p.name not in ("Thumbs.db",)
+        if p.is_file()
+        and p.suffix.lower() not in endings
+        and p.name[0] != "."
+        and p.name not in ("Thumbs.db",)
     ]
     if others:
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
@@ -274,9 +297,13 @@ def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
             image = Image.fromarray(_bytes(np.asarray(opened))) if wide else opened
             image = image.convert("L" if grey else "RGB")
     except Exception as error:  # damaged bytes make decoders raise anything
-        raise ValueError(f"{path} cannot be read as an image ({error}): corrupted, truncated or too large") from error
+        raise ValueError(
+            f"{path} cannot be read as an image ({error}): corrupted, truncated or too large"
+        ) from error
     if not known:
-        raise ValueError(f"{path} has pixels of 32 bits, whose range is unknown: save it with 8 or 16")
+        raise ValueError(
+            f"{path} has pixels of 32 bits, whose range is unknown: save it with 8 or 16"
+        )
     return image
 
 
@@ -285,7 +312,9 @@ def _class_names(folders: list[str]) -> tuple[str, ...]:
     if not all(name.isdecimal() for name in folders):
         return tuple(folders)
     numbers = {int(name): name for name in folders}
-    if len(numbers) < len(folders) or 0 not in numbers or max(numbers) >= 10_000:  # 1 and 01, counted from 1, dates
+    if (
+        len(numbers) < len(folders) or 0 not in numbers or max(numbers) >= 10_000
+    ):  # 1 and 01, counted from 1, dates
         return tuple(sorted(folders, key=int))
     return tuple(numbers.get(k, str(k)) for k in range(max(numbers) + 1))
 

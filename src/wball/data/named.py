@@ -50,19 +50,43 @@ class DatasetInfo:
 _DATASETS = {
     d.name: d
     for d in (
-        DatasetInfo("mnist", "MNIST", (1, 28, 28), tuple("0123456789"), ("mnist", "MNIST/raw", "MNIST", ".")),
+        DatasetInfo(
+            "mnist", "MNIST", (1, 28, 28), tuple("0123456789"), ("mnist", "MNIST/raw", "MNIST", ".")
+        ),
         DatasetInfo(
             "fashion-mnist",
             "Fashion-MNIST",
             (1, 28, 28),
-            ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+            (
+                "T-shirt",
+                "trouser",
+                "pullover",
+                "dress",
+                "coat",
+                "sandal",
+                "shirt",
+                "sneaker",
+                "bag",
+                "ankle boot",
+            ),
             ("fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "."),
         ),
         DatasetInfo(
             "cifar10",
             "CIFAR-10",
             (3, 32, 32),
-            ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+            (
+                "airplane",
+                "automobile",
+                "bird",
+                "cat",
+                "deer",
+                "dog",
+                "frog",
+                "horse",
+                "ship",
+                "truck",
+            ),
             ("cifar-10-batches-bin", "cifar10/cifar-10-batches-bin", "cifar10", "."),
         ),
     )
@@ -87,7 +111,9 @@ def dataset_info(name: str) -> DatasetInfo:
     for info in _DATASETS.values():
         if isinstance(name, str) and plain(name) == plain(info.name):
             return info
-    raise ValueError(f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)")
+    raise ValueError(
+        f"unknown data set {name!r}; known are {', '.join(_DATASETS)} (or use load_folder, to_tensors)"
+    )
 
 
 def load_dataset(
@@ -114,7 +140,9 @@ def load_dataset(
         raise TypeError(f"dtype must be a floating-point type such as torch.float32, got {dtype}")
     if not Path(root).is_dir():
         raise FileNotFoundError(f"root {os.fspath(root)!r} is not a folder; {_remedy(info, root)}")
-    pixels, labels = _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
+    pixels, labels = (
+        _load_cifar10(info, root, split) if info.name == "cifar10" else _load_idx(info, root, split)
+    )
     top = int(labels.max()) if len(labels) else 0
     if top >= len(info.classes):
         raise ValueError(
@@ -124,7 +152,9 @@ def load_dataset(
     return as_floats(pixels, device, dtype), labels.to(device=device, dtype=torch.long)
 
 
-def load_sample(name: str = "mnist", *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def load_sample(
+    name: str = "mnist", *, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Images that come with the package: the first 1,000 of MNIST's test set, or of CIFAR-10's the first 20 per class.
 
     >>> x, y = load_sample("mnist")
@@ -154,7 +184,9 @@ def _unpacked(content: bytes) -> tuple[Tensor, Tensor]:
     """Labels, then images as differences of neighbours, red and blue as differences from green: these pack well."""
     stored = np.frombuffer(lzma.decompress(content), np.uint8)
     count = len(stored) // _CIFAR10_BYTES
-    planes = stored[count:].reshape(count, 3, 32, 32).cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
+    planes = (
+        stored[count:].reshape(count, 3, 32, 32).cumsum(2, dtype=np.uint8).cumsum(3, dtype=np.uint8)
+    )
     planes[:, [0, 2]] += planes[:, [1]]
     return torch.from_numpy(planes), torch.from_numpy(stored[:count].copy())
 
@@ -174,7 +206,9 @@ def read_idx(path: PathLike) -> Tensor:
                 )
             header = file.read(4 * magic[3])
             if len(header) < 4 * magic[3]:
-                raise ValueError(f"{path} is truncated: it ends inside its header; delete it and download it again")
+                raise ValueError(
+                    f"{path} is truncated: it ends inside its header; delete it and download it again"
+                )
             shape = [int.from_bytes(header[i : i + 4], "big") for i in range(0, len(header), 4)]
             expected = math.prod(shape)
             # Block by block, because a damaged header may promise terabytes; one byte more than promised tells enough.
@@ -182,7 +216,9 @@ def read_idx(path: PathLike) -> Tensor:
             while block := file.read(min(1 << 24, expected + 1 - len(content))):
                 content += block
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is truncated or corrupted ({error}); delete it and download it again") from error
+        raise ValueError(
+            f"{path} is truncated or corrupted ({error}); delete it and download it again"
+        ) from error
     if len(content) != expected:
         got = f"only {len(content)}" if len(content) < expected else "more"
         raise ValueError(
@@ -214,9 +250,16 @@ def _load_idx(info: DatasetInfo, root: PathLike, split: Split) -> tuple[Tensor, 
             f"{image_path} has {images.ndim} dimensions and {label_path} has {labels.ndim}; expected 3 and 1"
         )
     if len(images) != len(labels):
-        raise ValueError(f"{image_path} has {len(images)} images, but {label_path} has {len(labels)} labels")
-    if info.name == "fashion-mnist" and hashlib.sha256(labels.numpy().tobytes()).hexdigest() in _MNIST_LABELS:
-        raise ValueError(f"{label_path} belongs to MNIST, not to Fashion-MNIST; {_remedy(info, root)}")
+        raise ValueError(
+            f"{image_path} has {len(images)} images, but {label_path} has {len(labels)} labels"
+        )
+    if (
+        info.name == "fashion-mnist"
+        and hashlib.sha256(labels.numpy().tobytes()).hexdigest() in _MNIST_LABELS
+    ):
+        raise ValueError(
+            f"{label_path} belongs to MNIST, not to Fashion-MNIST; {_remedy(info, root)}"
+        )
     return images[:, None], labels.long()
 
 

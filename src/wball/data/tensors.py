@@ -45,23 +45,42 @@ def to_tensors(
     """
     if limit is not None:
         inputs.check_count("limit", limit)
-    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], (Tensor, np.ndarray)):
-        images, labels = [torch.as_tensor(data[0])[:limit].detach()], [_label(data[1])[:limit].detach()]
+    if (
+        isinstance(data, (tuple, list))
+        and len(data) == 2
+        and isinstance(data[0], (Tensor, np.ndarray))
+    ):
+        images, labels = (
+            [torch.as_tensor(data[0])[:limit].detach()],
+            [_label(data[1])[:limit].detach()],
+        )
         labels = [v.squeeze(1) if v.ndim == 2 and v.shape[1] == 1 else v for v in labels]
     else:
         images, labels = _collect(data, limit, items)
     shapes = {tuple(image.shape[1:]) for image in images}
     if len(shapes) != 1:
-        raise ValueError(f"data has images of different shapes, {sorted(shapes)[:3]}; resize them in the data set")
+        raise ValueError(
+            f"data has images of different shapes, {sorted(shapes)[:3]}; resize them in the data set"
+        )
     x, y = torch.cat(images)[:limit], torch.cat(labels)[:limit]
     device = device if device is not None else x.device
     if x.dtype == torch.uint8:
         x = as_floats(x, device, torch.float32)
     elif not x.is_floating_point():
-        raise TypeError(f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]")
+        raise TypeError(
+            f"data has images of {x.dtype}; give uint8 (0 to 255) or floating-point pixels in [0, 1]"
+        )
     if x.ndim != 4 or len(x) != len(y) or y.ndim != 1:
-        hint = "; images without channels need an axis for them: x[:, None]" if x.ndim == 3 and len(x) == len(y) else ""
-        hint = "; for one-hot labels give their argmax(1)" if x.ndim == 4 and y.ndim == 2 and len(x) == len(y) else hint
+        hint = (
+            "; images without channels need an axis for them: x[:, None]"
+            if x.ndim == 3 and len(x) == len(y)
+            else ""
+        )
+        hint = (
+            "; for one-hot labels give their argmax(1)"
+            if x.ndim == 4 and y.ndim == 2 and len(x) == len(y)
+            else hint
+        )
         raise ValueError(
             f"data must give images (C, H, W) with one label each, got images {tuple(x.shape)}, labels {tuple(y.shape)}"
             + hint
@@ -86,7 +105,11 @@ def class_names(data: Any) -> list[str] | None:
     while isinstance(data, (Subset, DataLoader)):
         data = data.dataset
     features = getattr(data, "features", None)
-    labels = [features[name] for name in _LABEL_NAMES if name in features] if isinstance(features, Mapping) else []
+    labels = (
+        [features[name] for name in _LABEL_NAMES if name in features]
+        if isinstance(features, Mapping)
+        else []
+    )
     names = getattr(labels[0], "names", None) if labels else getattr(data, "classes", None)
     return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
 
@@ -107,13 +130,21 @@ def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], l
     """Batches of images and labels out of anything that can be iterated or indexed."""
     data = [data] if isinstance(data, Mapping) else data
     # An IterableDataset may have a length, and inherits a __getitem__ that it does not have.
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
-        source: Iterable[Any] = (data[i] for i in range(len(data)))  # a map-style Dataset need not stop by IndexError
+    if (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, IterableDataset)
+    ):
+        source: Iterable[Any] = (
+            data[i] for i in range(len(data))
+        )  # a map-style Dataset need not stop by IndexError
     else:
         try:
             source = iter(data)
         except TypeError:
-            raise TypeError(f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}") from None
+            raise TypeError(
+                f"data must be (x, y), a Dataset or a DataLoader, got {type(data).__name__}"
+            ) from None
     images: list[Tensor] = []
     labels: list[Tensor] = []
     count = 0
@@ -121,7 +152,9 @@ def _collect(data: Any, limit: int | None, items: bool) -> tuple[list[Tensor], l
         given = _pair(item)
         label = _label(given[1])
         if items and label.numel() != 1:
-            raise ValueError(f"data has a label of shape {tuple(label.shape)}; for one-hot labels give their argmax")
+            raise ValueError(
+                f"data has a label of shape {tuple(label.shape)}; for one-hot labels give their argmax"
+            )
         image = _image(given[0], single=label.numel() == 1)
         if label.ndim == 0 or (image.ndim == 3 and label.numel() == 1):
             image = image[None]
@@ -148,7 +181,9 @@ def _pair(item: Any) -> tuple[Any, Any]:
             )
         return item[images[0]], item[labels[0]]
     if not isinstance(item, (tuple, list)) or len(item) < 2:
-        raise TypeError(f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so")
+        raise TypeError(
+            f"data must give (image, label) pairs, got {type(item).__name__}; wrap it to do so"
+        )
     return item[0], item[1]
 
 
@@ -156,7 +191,9 @@ def _label(value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"data has a label {value!r}; they must be class numbers 0, 1, 2, ...") from error
+        raise TypeError(
+            f"data has a label {value!r}; they must be class numbers 0, 1, 2, ..."
+        ) from error
 
 
 def _image(value: Any, single: bool) -> Tensor:
@@ -170,5 +207,7 @@ def _image(value: Any, single: bool) -> Tensor:
     if array.dtype == np.uint8 and array.ndim in (2, 3) and (single or array.ndim == 2):
         return from_array(array)
     if array.dtype.kind not in "uif":
-        raise TypeError(f"data has an image of type {type(value).__name__}; give a tensor, an array or a PIL image")
+        raise TypeError(
+            f"data has an image of type {type(value).__name__}; give a tensor, an array or a PIL image"
+        )
     return torch.from_numpy((array if array.ndim > 2 else array[None]).copy())

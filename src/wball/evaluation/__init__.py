@@ -5,7 +5,14 @@ from wball.evaluation.merge import merge_evaluations
 from wball.evaluation.options import Description, Running
 from wball.evaluation.result import CurvePoint, Evaluation, load_evaluation
 from wball.evaluation.run import evaluate
-from wball.evaluation.trust import Check, Decision, EvaluationWarning, Requirement, confidence_interval, exit_code
+from wball.evaluation.trust import (
+    Check,
+    Decision,
+    EvaluationWarning,
+    Requirement,
+    confidence_interval,
+    exit_code,
+)
 from wball.storage.atomic import FolderInUse
 
 __all__ = [

@@ -164,7 +164,9 @@ class Batches:
                 self._prove(batch, stage)
             batch.notes["done"] = stage + 1
             write(self.path(number), batch.state, batch.notes)
-            self.log("batch", batch=number, stage=stage, seconds=round(time.perf_counter() - begun, 3))
+            self.log(
+                "batch", batch=number, stage=stage, seconds=round(time.perf_counter() - begun, 3)
+            )
             tally.end(stage, batch.state)
 
     def _resume(self, batch: int, x: Tensor, y: Tensor) -> _Batch:
@@ -197,11 +199,19 @@ class Batches:
         state, notes = read_tensors(self.path(batch))
         state = {name: as_pixels(values) for name, values in state.items()}
         whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
-        if not whole or any(len(v) != images for v in state.values()) or not isinstance(notes, dict):
+        if (
+            not whole
+            or any(len(v) != images for v in state.values())
+            or not isinstance(notes, dict)
+        ):
             raise ValueError(f"{self.path(batch)} is not a batch of this evaluation")
         notes.setdefault("findings", [])  # earlier versions kept none
-        if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(self.stages + 1):
-            raise ValueError(f"{self.path(batch)} is not a batch of this evaluation: its notes are {notes}")
+        if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(
+            self.stages + 1
+        ):
+            raise ValueError(
+                f"{self.path(batch)} is not a batch of this evaluation: its notes are {notes}"
+            )
         return state, notes
 
     def _finished(self, batch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -236,7 +246,9 @@ class Batches:
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         batch.state["n_steps"][left] += found.n_steps.cpu()
-        batch.notes["findings"] += [[finding.code, finding.images, finding.of] for finding in found.findings]
+        batch.notes["findings"] += [
+            [finding.code, finding.images, finding.of] for finding in found.findings
+        ]
         member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
         radius = torch.full((len(left),), float(attack.ball.eps), dtype=torch.float64)
         self._accept(batch, left, found.success.cpu(), found.images, radius, member, found.proof)
@@ -246,9 +258,18 @@ class Batches:
         if left.numel() == 0:
             return
         here, hi = left.to(batch.x.device), float(self.settings["radii"][-1])
-        found = minimal_radius(self.model, batch.x[here], batch.y[here], self.attack, hi=hi, generator=generator)
+        found = minimal_radius(
+            self.model, batch.x[here], batch.y[here], self.attack, hi=hi, generator=generator
+        )
         batch.state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
-        self._accept(batch, left, found.success.cpu(), found.images, found.radius.cpu(), torch.zeros_like(left))
+        self._accept(
+            batch,
+            left,
+            found.success.cpu(),
+            found.images,
+            found.radius.cpu(),
+            torch.zeros_like(left),
+        )
 
     def _accept(
         self,
@@ -265,7 +286,12 @@ class Batches:
         An example that the model takes for its own class after all is a false claim, unless rounding alone decides.
         """
         x, y, state, notes = batch.x, batch.y, batch.state, batch.notes
-        index, images, radius, member = index[success], images[success.to(x.device)], radius[success], member[success]
+        index, images, radius, member = (
+            index[success],
+            images[success.to(x.device)],
+            radius[success],
+            member[success],
+        )
         if index.numel() == 0:
             return
         logits = answers(self.model, images)
@@ -278,12 +304,25 @@ class Batches:
         fooled = (read_as >= 0) & (read_as != y.cpu()[index])
         good = fooled & report.valid.cpu()
         start = int(self.settings["batch_size"]) * int(notes["batch"])
-        tied = (report.valid.cpu() & (read_as == y.cpu()[index]) & _tied(logits).cpu()).nonzero().squeeze(1).tolist()
-        notes["findings"].append(["tied-answers", len(tied), len(index)])  # none is one, too: shares are of all claims
+        tied = (
+            (report.valid.cpu() & (read_as == y.cpu()[index]) & _tied(logits).cpu())
+            .nonzero()
+            .squeeze(1)
+            .tolist()
+        )
+        notes["findings"].append(
+            ["tied-answers", len(tied), len(index)]
+        )  # none is one, too: shares are of all claims
         for k in sorted(set((~good).nonzero().squeeze(1).tolist()) - set(tied)):
-            said = "has no answer to the stored image (NaN)" if read_as[k] < 0 else "classifies the stored image right"
+            said = (
+                "has no answer to the stored image (NaN)"
+                if read_as[k] < 0
+                else "classifies the stored image right"
+            )
             reason = report.reasons[k] or f"the model {said}"
-            notes["rejected"].append({"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason})
+            notes["rejected"].append(
+                {"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason}
+            )
         where = index[good]
         state["read_as"][where] = read_as[good]
         state["distance"][where] = report.distance.cpu()[good]
@@ -306,7 +345,9 @@ class Batches:
             index = right.nonzero().squeeze(1)
             here, ball = index.to(x.device), self.ball.at(float(self.settings["radii"][-1]))
             if index.numel():
-                state["certified"][index] = certified_radius(self.model, x[here], y[here], ball, method).cpu()
+                state["certified"][index] = certified_radius(
+                    self.model, x[here], y[here], ball, method
+                ).cpu()
             return
         eps = float(self.settings["radii"][stage])
         before = float(self.settings["radii"][stage - 1]) if stage else 0.0
@@ -317,9 +358,14 @@ class Batches:
         proof = certify(self.model, x[here], y[here], self.ball.at(eps), method)
         state["certified"][index[proof.certified.cpu()]] = eps
         if proof.counterexample is not None:
-            falsified = torch.tensor([status is CertificateStatus.FALSIFIED for status in proof.status])
+            falsified = torch.tensor(
+                [status is CertificateStatus.FALSIFIED for status in proof.status]
+            )
             new = falsified & state["distance"][index].isinf()
-            radius, nobody = torch.full((len(index),), eps, dtype=torch.float64), torch.full_like(index, -1)
+            radius, nobody = (
+                torch.full((len(index),), eps, dtype=torch.float64),
+                torch.full_like(index, -1),
+            )
             self._accept(batch, index, new, proof.counterexample, radius, nobody)
 
     def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
@@ -330,7 +376,9 @@ class Batches:
         for batch in range(self.count):
             state, notes = self._finished(batch)
             # Copies: what is read from a file keeps all of it mapped, and the images are most of it.
-            columns.append({name: values.clone() for name, values in state.items() if name != "adversarial"})
+            columns.append(
+                {name: values.clone() for name, values in state.items() if name != "adversarial"}
+            )
             rejected += notes["rejected"]
             findings += [Finding(*entry) for entry in notes["findings"]]
         whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
@@ -338,7 +386,9 @@ class Batches:
         whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
         index, kept = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
         size = self.size  # no more at a time than there was memory for
-        doubts, remarks = as_warnings(merged(findings), _model_warnings(self.model, self.x[:size], self.y[:size]))
+        doubts, remarks = as_warnings(
+            merged(findings), _model_warnings(self.model, self.x[:size], self.y[:size])
+        )
         original, adversarial = self.x[:1][:0].cpu(), self.x[:1][:0].cpu()
         if len(index):
             parts = [self.pairs(part) for part in index.split(size)]
@@ -380,15 +430,24 @@ class Batches:
         random = np.random.default_rng([int(self.settings["seed"]), len(found)])
         return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))], "sample"
 
-    def _check_sample(self, whole: dict[str, Tensor], rejected: list[dict[str, Any]], progress: bool) -> list[int]:
+    def _check_sample(
+        self, whole: dict[str, Tensor], rejected: list[dict[str, Any]], progress: bool
+    ) -> list[int]:
         """Check plans against exact transport; see :mod:`wball.evaluation.check`. Nothing is stored before its end."""
         disagreements: list[int] = []
         pixels = self.x[:1].numel()
-        for chosen in (lambda: draw_sample(whole, self.settings, pixels), lambda: proved_by_plan(whole)):
+        for chosen in (
+            lambda: draw_sample(whole, self.settings, pixels),
+            lambda: proved_by_plan(whole),
+        ):
             index, begun = chosen(), time.perf_counter()
-            with bar("exact check", len(index), "of the examples", show=progress and len(index) > 0) as shown:
+            with bar(
+                "exact check", len(index), "of the examples", show=progress and len(index) > 0
+            ) as shown:
                 wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, shown.advance)
-            self.log("exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3))
+            self.log(
+                "exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3)
+            )
             disagreements += wrong
             if not wrong:
                 break
@@ -425,7 +484,9 @@ def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarnin
         warnings.simplefilter("always")
         check_model(model, x, y)
     return [
-        EvaluationWarning(as_code(w.category.__name__), str(w.message), str(getattr(w.category, "remedy", "")))
+        EvaluationWarning(
+            as_code(w.category.__name__), str(w.message), str(getattr(w.category, "remedy", ""))
+        )
         for w in caught
         if issubclass(w.category, ModelWarning)
     ]

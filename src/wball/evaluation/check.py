@@ -32,12 +32,16 @@ ROUNDING = 1e-7
 """Of the mass, by a pixel: what float32 images do not say. At radii of 1e-5 that is more than 1e-4 of the radius."""
 
 
-def audit_in_threads(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None) -> AuditReport:
+def audit_in_threads(
+    ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | Tensor | None = None
+) -> AuditReport:
     """:func:`wball.audit` with a thread per core; with ``plan``, exact transport only where that is no proof."""
     return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 
 
-def draw_sample(images: dict[str, Tensor], settings: dict[str, Any], pixels: int) -> NDArray[np.int64]:
+def draw_sample(
+    images: dict[str, Tensor], settings: dict[str, Any], pixels: int
+) -> NDArray[np.int64]:
     """Which of the examples that a plan proves to check again: it depends on the seed and on what was found alone.
 
     ``pixels`` is the number of pixels of an image.
@@ -71,7 +75,11 @@ def check_exactly(
     Returns those whose plan promised too much. An example outside its ball goes to ``rejected``.
     """
     disagreements: list[int] = []
-    for part in np.array_split(chosen, math.ceil(len(chosen) / (16 * (os.cpu_count() or 1)))) if len(chosen) else ():
+    for part in (
+        np.array_split(chosen, math.ceil(len(chosen) / (16 * (os.cpu_count() or 1))))
+        if len(chosen)
+        else ()
+    ):
         index = torch.from_numpy(part)
         radius, promised = images["found_at"][index], images["distance"][index]
         originals, adversarial = pairs(index)

@@ -23,7 +23,10 @@ from wball.model import Model, as_found, ask, top_class
 SUPERSEDED = {
     "zero-gradient": {"masked-gradients", "stand-in-gradients"},
     "random-model": {"random-answers"},
-    "non-finite": {"masked-gradients", "stand-in-gradients"},  # gradients; answers are a finding of their own
+    "non-finite": {
+        "masked-gradients",
+        "stand-in-gradients",
+    },  # gradients; answers are a finding of their own
 }
 """Signs in the model that an attack has dealt with if it reports one of these; equal codes are one anyway."""
 SURVIVORS, PIXELS = 32, 200_000
@@ -73,7 +76,9 @@ def look_for_missed(
     for shift in range(1, OTHERS + 1) if x[:1].numel() <= PROJECTED else ():
         others = _others(result, labels, shift)
         if others is not None:
-            fooled |= _wrong(model, _projected(largest, centres, x[others.to(x.device)]), labels, size)
+            fooled |= _wrong(
+                model, _projected(largest, centres, x[others.to(x.device)]), labels, size
+            )
     if not bool(fooled.any()):
         return ()
     return (

@@ -27,7 +27,9 @@ RADII = 8
 STEPS = 20
 
 
-def make_exhibit(result: Evaluation, model: Model, x: Images, y: Images, ball: Ball) -> dict[str, Tensor]:
+def make_exhibit(
+    result: Evaluation, model: Model, x: Images, y: Images, ball: Ball
+) -> dict[str, Tensor]:
     """Images for a report.
 
     - ``index``, ``original``: up to 200 images, spread evenly over what happened to them;
@@ -54,7 +56,11 @@ def make_exhibit(result: Evaluation, model: Model, x: Images, y: Images, ball: B
         found = found.cpu()
         broken.append(read_as != result.images["label"][shown])
         for k, i in enumerate(shown.tolist()):  # the evaluation may have known better
-            if read_as[k] == result.images["label"][i] and float(result.images["radius"][i]) <= eps and i in place:
+            if (
+                read_as[k] == result.images["label"][i]
+                and float(result.images["radius"][i]) <= eps
+                and i in place
+            ):
                 found[k] = result.examples["adversarial"][place[i]]
                 read_as[k] = result.images["read_as"][i]
         images.append(found)
@@ -73,7 +79,9 @@ def make_exhibit(result: Evaluation, model: Model, x: Images, y: Images, ball: B
 
 def _strongest(ball: Ball) -> GradientAttack:
     if "mass" in ball.describe():
-        return DualAveraging(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
+        return DualAveraging(
+            ball, objective="margin", steps=STEPS, until_success=False, progress=False
+        )
     return PGD(ball, objective="margin", steps=STEPS, until_success=False, progress=False)
 
 

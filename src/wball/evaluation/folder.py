@@ -57,7 +57,9 @@ def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
         yield path
         return
     if rank_and_size()[1] > 1:
-        raise ValueError("out must be given where several processes share the work: they meet in that folder")
+        raise ValueError(
+            "out must be given where several processes share the work: they meet in that folder"
+        )
     with tempfile.TemporaryDirectory(prefix="wball-") as folder:
         yield Path(folder)
 
@@ -68,7 +70,11 @@ def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
         if path.is_file():
             with or_overwrite():
                 found = read_json(path)
-                parts = [found.get(name) for name in ("settings", "provenance")] if isinstance(found, dict) else [None]
+                parts = (
+                    [found.get(name) for name in ("settings", "provenance")]
+                    if isinstance(found, dict)
+                    else [None]
+                )
                 if not all(isinstance(part, dict) for part in parts):
                     raise ValueError(f"{path} is not an evaluation")
                 unsealed(path, found)
@@ -85,9 +91,14 @@ def or_overwrite() -> Iterator[None]:
         raise ValueError(f"{error}; use --overwrite (overwrite=True) to start over") from error
 
 
-def _same_run(theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool) -> None:
+def _same_run(
+    theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool
+) -> None:
     """Raise unless the folder's evaluation is the one asked for. The command may be written differently."""
-    old, new = ({**run["settings"], **run["provenance"], "command": None, "keep": None} for run in (theirs, ours))
+    old, new = (
+        {**run["settings"], **run["provenance"], "command": None, "keep": None}
+        for run in (theirs, ours)
+    )
     if any_batch_size and isinstance(old.get("batch_size"), int) and old["batch_size"] > 0:
         new["batch_size"] = old["batch_size"]
     answers = old.pop("answers", None), new.pop("answers")
@@ -109,17 +120,26 @@ def _alike(old: Any, new: Any) -> bool:
     if not (isinstance(old, list) and isinstance(new, list)) or old == new:
         return True  # a random model, or a run of an earlier version, gave none
     try:
-        one, other = (torch.tensor([[math.nan if v is None else v for v in row] for row in a]) for a in (old, new))
+        one, other = (
+            torch.tensor([[math.nan if v is None else v for v in row] for row in a])
+            for a in (old, new)
+        )
     except (TypeError, ValueError):  # edited by hand
         return False
     slack = 0.01 * float(one.nan_to_num().abs().max())
-    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True))
+    return one.shape == other.shape and bool(
+        torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
+    )
 
 
 def _short(old: Any, new: Any) -> str:
     if isinstance(old, dict) and isinstance(new, dict):
         key = next((k for k in new if old.get(k) != new[k]), None)
-        return f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" if key is not None else "fields differ"
+        return (
+            f"{key}: {old.get(key)!r} there, {new.get(key)!r} here"
+            if key is not None
+            else "fields differ"
+        )
     return f"{old!r} there, {new!r} here"
 
 

@@ -37,7 +37,9 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
     found = [part if isinstance(part, Evaluation) else load_evaluation(part) for part in parts]
     if not found:
         raise ValueError("parts is empty: give at least one evaluation")
-    names = [f"part {k}" if isinstance(p, Evaluation) else os.fspath(p) for k, p in enumerate(parts)]
+    names = [
+        f"part {k}" if isinstance(p, Evaluation) else os.fspath(p) for k, p in enumerate(parts)
+    ]
     for name, part in zip(names[1:], found[1:], strict=True):
         _check_same(names[0], found[0], name, part)
     _check_distinct(names, found)
@@ -48,12 +50,17 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
         **first.settings["data"],
         "name": _common_name([str(part.settings["data"]["name"]) for part in found]),
         "images": starts[-1],
-        "sha256": hashlib.sha256(json.dumps([p.settings["data"]["sha256"] for p in found]).encode()).hexdigest(),
+        "sha256": hashlib.sha256(
+            json.dumps([p.settings["data"]["sha256"] for p in found]).encode()
+        ).hexdigest(),
         "parts": [part.settings["data"]["sha256"] for part in found],
     }
     return Evaluation(
         {**first.settings, "data": data, "keep": kept.pop() if len(kept) == 1 else "sample"},
-        {**first.provenance, "command": "; ".join(dict.fromkeys(str(p.provenance["command"]) for p in found))},
+        {
+            **first.provenance,
+            "command": "; ".join(dict.fromkeys(str(p.provenance["command"]) for p in found)),
+        },
         {name: torch.cat([part.images[name] for part in found]) for name in COLUMNS},
         tuple(
             {**entry, "index": entry["index"] + start}
@@ -63,7 +70,11 @@ def merge_evaluations(parts: Sequence[Evaluation | str | os.PathLike[str]]) -> E
         _all_of([part.warnings for part in found]),
         _joined([part.examples for part in found], starts, ("index",)),
         _exhibit(found, starts),
-        tuple(k + start for part, start in zip(found, starts, strict=False) for k in part.disagreements),
+        tuple(
+            k + start
+            for part, start in zip(found, starts, strict=False)
+            for k in part.disagreements
+        ),
         _all_of([part.notes for part in found]),
     )
 
@@ -78,7 +89,9 @@ def _check_same(name: str, first: Evaluation, other_name: str, other: Evaluation
             )
     for key in ("shape", "classes"):
         if not same_json(first.settings["data"].get(key), other.settings["data"].get(key)):
-            raise OtherSettings(f"{other_name} has images of a different {key} than {name}; they are not one data set")
+            raise OtherSettings(
+                f"{other_name} has images of a different {key} than {name}; they are not one data set"
+            )
 
 
 def _check_distinct(names: Sequence[str], parts: Sequence[Evaluation]) -> None:
@@ -86,14 +99,20 @@ def _check_distinct(names: Sequence[str], parts: Sequence[Evaluation]) -> None:
     for name, part in zip(names, parts, strict=True):
         for digest in part.settings["data"].get("parts", [part.settings["data"]["sha256"]]):
             if digest in seen:
-                raise ValueError(f"{name} and {seen[digest]} evaluate the same images, which would count twice")
+                raise ValueError(
+                    f"{name} and {seen[digest]} evaluate the same images, which would count twice"
+                )
             seen[digest] = name
 
 
 def _common_name(names: list[str]) -> str:
     """The names of the parts, each once."""
     different = list(dict.fromkeys(names))
-    return different[0] if len(different) == 1 else f"{different[0]} and {len(different) - 1} more parts"
+    return (
+        different[0]
+        if len(different) == 1
+        else f"{different[0]} and {len(different) - 1} more parts"
+    )
 
 
 def _all_of(said: Sequence[Sequence[EvaluationWarning]]) -> tuple[EvaluationWarning, ...]:
@@ -101,7 +120,9 @@ def _all_of(said: Sequence[Sequence[EvaluationWarning]]) -> tuple[EvaluationWarn
     return tuple(dict.fromkeys(warning for part in said for warning in part))
 
 
-def _joined(parts: Sequence[Any], starts: Sequence[int], numbers: Sequence[str]) -> dict[str, Tensor]:
+def _joined(
+    parts: Sequence[Any], starts: Sequence[int], numbers: Sequence[str]
+) -> dict[str, Tensor]:
     """Tensors of the parts, one behind the other, with the numbers of images counted through."""
     stored = [
         {name: values + start if name in numbers else values for name, values in part.items()}
@@ -116,11 +137,18 @@ def _exhibit(parts: Sequence[Evaluation], starts: Sequence[int]) -> dict[str, Te
     """A selection of the parts' images for the report, no larger than that of one evaluation."""
     radii = parts[0].exhibit.get("explorer_radii")
     plain = [{k: v for k, v in part.exhibit.items() if k != "explorer_radii"} for part in parts]
-    images = _joined([{k: v for k, v in e.items() if not k.startswith("explorer")} for e in plain], starts, ("index",))
+    images = _joined(
+        [{k: v for k, v in e.items() if not k.startswith("explorer")} for e in plain],
+        starts,
+        ("index",),
+    )
     if radii is None or not images:
         return {}
     shown = _joined(
-        [{k: v for k, v in e.items() if k.startswith("explorer")} if "explorer" in e else {} for e in plain],
+        [
+            {k: v for k, v in e.items() if k.startswith("explorer")} if "explorer" in e else {}
+            for e in plain
+        ],
         starts,
         ("explorer_index",),
     )

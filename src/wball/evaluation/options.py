@@ -74,7 +74,9 @@ class Named(TypedDict, total=False):
 Group = TypeVar("Group", Description, Running)
 
 
-def grouped(about: Description | None, run: Running | None, named: Mapping[str, Any]) -> tuple[Description, Running]:
+def grouped(
+    about: Description | None, run: Running | None, named: Mapping[str, Any]
+) -> tuple[Description, Running]:
     """Both groups, with the fields that were given as keywords of their own."""
     unknown = sorted(set(named) - set(Named.__annotations__))
     if unknown:
@@ -84,8 +86,12 @@ def grouped(about: Description | None, run: Running | None, named: Mapping[str, 
 
 def _with(argument: str, given: Group | None, default: Group, named: Mapping[str, Any]) -> Group:
     if given is not None and not isinstance(given, type(default)):
-        raise TypeError(f"{argument} must be a {type(default).__name__}, got {type(given).__name__}")
+        raise TypeError(
+            f"{argument} must be a {type(default).__name__}, got {type(given).__name__}"
+        )
     mine = {f.name: named[f.name] for f in fields(default) if f.name in named}
     if given is not None and mine:
-        raise TypeError(f"{', '.join(mine)} and {argument} are both given: put them into {argument}")
+        raise TypeError(
+            f"{', '.join(mine)} and {argument} are both given: put them into {argument}"
+        )
     return replace(given or default, **mine)

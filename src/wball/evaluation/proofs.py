@@ -26,7 +26,9 @@ too loose for more of the proofs; ``wball.verify`` is there for whoever wants th
 """
 
 
-def check_certificates(result: Evaluation, model: Model, x: Images, y: Images, ball: Ball) -> dict[str, Any] | None:
+def check_certificates(
+    result: Evaluation, model: Model, x: Images, y: Images, ball: Ball
+) -> dict[str, Any] | None:
     """How many certificates were made again and checked, and which were not confirmed; ``None`` without certificates.
 
     The sample depends on the seed alone.
@@ -36,9 +38,17 @@ def check_certificates(result: Evaluation, model: Model, x: Images, y: Images, b
     assert isinstance(model, nn.Module)
     radius = result.images["certified"]
     claimed = (radius > 0).nonzero().squeeze(1)
-    order = torch.randperm(len(claimed), generator=torch.Generator().manual_seed(int(result.settings["seed"])))
+    order = torch.randperm(
+        len(claimed), generator=torch.Generator().manual_seed(int(result.settings["seed"]))
+    )
     index = claimed[order[:SAMPLE]].sort().values
-    said: dict[str, Any] = {"checked": 0, "confirmed": 0, "unconfirmed": [], "unfollowed": 0, "reason": ""}
+    said: dict[str, Any] = {
+        "checked": 0,
+        "confirmed": 0,
+        "unconfirmed": [],
+        "unfollowed": 0,
+        "reason": "",
+    }
     if index.numel() == 0:
         return said
     here = index.to(x.device)
@@ -46,8 +56,12 @@ def check_certificates(result: Evaluation, model: Model, x: Images, y: Images, b
     images, labels, at = x[here], y[here], ball.at(smallest.to(x.device))
     method = result.settings["certify"]["method"]
     proof = certify(model, images, labels, at, method)  # made again for what it leaves behind
-    found = verify(replace(proof, certified=torch.ones_like(proof.certified)), model, images, labels, at)
-    for k, status, again in zip(index.tolist(), found.status, proof.certified.tolist(), strict=True):
+    found = verify(
+        replace(proof, certified=torch.ones_like(proof.certified)), model, images, labels, at
+    )
+    for k, status, again in zip(
+        index.tolist(), found.status, proof.certified.tolist(), strict=True
+    ):
         if status is VerificationStatus.CONFIRMED:
             said["confirmed"] += 1
         elif status is VerificationStatus.UNFOLLOWED or (method == "complete" and not again):

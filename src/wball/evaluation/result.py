@@ -108,10 +108,16 @@ class Evaluation(Summarised):
     verification: Mapping[str, Any] | None = None
 
     def headline(self) -> dict[str, str]:
-        shown = {"model": self.name, "images": str(len(self)), "clean accuracy": percent(self.clean_accuracy)}
+        shown = {
+            "model": self.name,
+            "images": str(len(self)),
+            "clean accuracy": percent(self.clean_accuracy),
+        }
         middle = self.radii[len(self.radii) // 2]
         low, high = self.interval(self.accuracy_at(middle))
-        robust = f"{percent(self.accuracy_at(middle))} (95 % interval {percent(low)} to {percent(high)})"
+        robust = (
+            f"{percent(self.accuracy_at(middle))} (95 % interval {percent(low)} to {percent(high)})"
+        )
         shown[f"robust accuracy at {middle:g}"] = robust
         if (proved := self.certified_at(middle)) is not None:
             shown[f"certified accuracy at {middle:g}"] = percent(proved)
@@ -152,7 +158,13 @@ class Evaluation(Summarised):
     @property
     def reliable(self) -> bool:
         """Whether nothing speaks against the numbers: no warning, and every claim held."""
-        return not (self.warnings or self.rejected or self.contradictions or self.disagreements or self.unconfirmed)
+        return not (
+            self.warnings
+            or self.rejected
+            or self.contradictions
+            or self.disagreements
+            or self.unconfirmed
+        )
 
     def interval(self, share: float) -> Interval:
         """The 95 % confidence interval of a share of these images (:mod:`wball.evaluation.trust`)."""
@@ -270,7 +282,9 @@ class Evaluation(Summarised):
                     "accuracy": p.accuracy,
                     "interval": list(p.interval),
                     "certified": p.certified,
-                    "certified_interval": None if p.certified_interval is None else list(p.certified_interval),
+                    "certified_interval": None
+                    if p.certified_interval is None
+                    else list(p.certified_interval),
                     "broken": p.broken,
                 }
                 for p in self.curve()
@@ -306,10 +320,14 @@ class Evaluation(Summarised):
         folder = Path(folder)
         for name, images in ((EXAMPLES, self.examples), (EXHIBIT, self.exhibit)):
             if images:
-                write_tensors(folder / name, {key: as_bytes(values) for key, values in images.items()})
+                write_tensors(
+                    folder / name, {key: as_bytes(values) for key, values in images.items()}
+                )
         write_json(folder / RESULTS, sealed(self.to_dict()))
 
-    def report(self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None) -> Path:
+    def report(
+        self, path: str | os.PathLike[str], *others: Evaluation, title: str | None = None
+    ) -> Path:
         """Write the report, one HTML file that needs nothing else; ``others`` are compared with this evaluation."""
         written: Path = _view("report")([self, *others], path, title=title)
         return written
@@ -336,11 +354,15 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     folder = path.parent if path.suffix == ".json" else path
     file = path if path.suffix == ".json" else path / RESULTS
     if not file.is_file():
-        raise FileNotFoundError(f"no {RESULTS} in {folder}; give the folder that `wball evaluate --out` wrote")
+        raise FileNotFoundError(
+            f"no {RESULTS} in {folder}; give the folder that `wball evaluate --out` wrote"
+        )
     content = read_json(file)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}")
+        raise ValueError(
+            f"{file} is not an evaluation of this version: its format is {found!r}, expected {FORMAT!r}"
+        )
     try:
         check_content(content)
     except ValueError as error:
@@ -352,10 +374,16 @@ def load_evaluation(path: str | os.PathLike[str]) -> Evaluation:
     certified = [0.0 if v is None else v for v in columns["certified"]]
     columns = {**columns, "proof": [PROOFS.index(how) for how in proofs], "certified": certified}
     images = {name: _column(columns[name], dtype) for name, dtype in COLUMNS.items()}
-    extra = {name: _pictures(folder / name) for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()}
+    extra = {
+        name: _pictures(folder / name) for name in (EXAMPLES, EXHIBIT) if (folder / name).is_file()
+    }
     every = content["settings"].get("keep") not in ("sample", "none")
-    if wrong := check_pictures(extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"], every=every):
-        raise ValueError(f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed")
+    if wrong := check_pictures(
+        extra.get(EXAMPLES, {}), extra.get(EXHIBIT, {}), images["read_as"], every=every
+    ):
+        raise ValueError(
+            f"{folder}: {wrong}; {EXAMPLES} and {EXHIBIT} belong to another {RESULTS}, or were changed"
+        )
     told = [EvaluationWarning.read(stored) for stored in content["warnings"]]
     notes = [w for w in told if w.code in HARMLESS]  # earlier versions did not tell them apart
     notes += [EvaluationWarning.read(stored) for stored in content.get("notes", ())]

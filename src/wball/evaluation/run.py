@@ -106,7 +106,9 @@ def evaluate(
     1.0
     """
     if ball is None:
-        raise TypeError("ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)")
+        raise TypeError(
+            "ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)"
+        )
     inputs.check_ball(ball)
     about, run = grouped(about, run, named)
     names = class_names(x)
@@ -163,7 +165,10 @@ def evaluate(
                 result = replace(result, exhibit=make_exhibit(result, model, x, y, ball))
                 result = replace(result, verification=check_certificates(result, model, x, y, ball))
                 doubts = claim_warnings(
-                    len(result.rejected), len(result.contradictions), len(result.disagreements), len(result.unconfirmed)
+                    len(result.rejected),
+                    len(result.contradictions),
+                    len(result.disagreements),
+                    len(result.unconfirmed),
                 )
                 doubts += look_for_missed(result, model, x, y, ball) + weaker_at_larger(result)
                 replace(result, warnings=result.warnings + doubts).save(folder)
@@ -179,15 +184,23 @@ def evaluate(
 def _classes(given: Sequence[str] | None, found: Sequence[str] | None, count: int) -> list[str]:
     """Names of classes: those given, those of the data set if the model has as many, or their numbers."""
     if given is None:
-        given = found if found is not None and len(found) == count else [str(k) for k in range(count)]
+        given = (
+            found if found is not None and len(found) == count else [str(k) for k in range(count)]
+        )
     return [str(name) for name in given]
 
 
-def _radii(radii: Sequence[float] | float | str | None, ball: Ball) -> tuple[Literal["radii", "minimal"], list[float]]:
-    mode: Literal["radii", "minimal"] = "minimal" if isinstance(radii, str) and radii == "minimal" else "radii"
+def _radii(
+    radii: Sequence[float] | float | str | None, ball: Ball
+) -> tuple[Literal["radii", "minimal"], list[float]]:
+    mode: Literal["radii", "minimal"] = (
+        "minimal" if isinstance(radii, str) and radii == "minimal" else "radii"
+    )
     if radii is None or mode == "minimal":
         if isinstance(ball.eps, Tensor):
-            raise ValueError("ball has one radius per image; give a single one, or the list of radii to evaluate")
+            raise ValueError(
+                "ball has one radius per image; give a single one, or the list of radii to evaluate"
+            )
         radii = ball.eps
     try:
         given = radii.flatten().tolist() if isinstance(radii, (Tensor, np.ndarray)) else radii
@@ -202,10 +215,16 @@ def _radii(radii: Sequence[float] | float | str | None, ball: Ball) -> tuple[Lit
 def _attack(attack: Attack | str, ball: Ball) -> Attack:
     if isinstance(attack, str):
         if attack not in ("standard", "fast"):
-            raise ValueError(f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}')
-        return StandardAttack(ball, version="fast" if attack == "fast" else "standard", check=False, progress=False)
+            raise ValueError(
+                f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}'
+            )
+        return StandardAttack(
+            ball, version="fast" if attack == "fast" else "standard", check=False, progress=False
+        )
     if not isinstance(attack, Attack):
-        raise TypeError(f'attack must be "standard", "fast" or an attack, got {type(attack).__name__}')
+        raise TypeError(
+            f'attack must be "standard", "fast" or an attack, got {type(attack).__name__}'
+        )
     theirs, ours = attack.ball.describe(), ball.describe()
     if theirs != ours:
         raise ValueError(f"attack is for another threat model than ball: {theirs} and {ours}")
@@ -231,7 +250,9 @@ def _describe(attack: Attack) -> dict[str, Any]:
     return plain
 
 
-def _data(model: Model, x: Any, y: Any, ball: Ball, layout: Layout) -> tuple[Images, Images, str, Tensor]:
+def _data(
+    model: Model, x: Any, y: Any, ball: Ball, layout: Layout
+) -> tuple[Images, Images, str, Tensor]:
     """Images and labels, their fingerprint, and the least and largest label."""
     x, y = unpacked(x, y)
     stream = find_stream(x, y, model, ball.box, layout)
@@ -261,7 +282,9 @@ def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
             logits = ask(model, x[:2])
         except (ValueError, TypeError, MemoryError):
             raise
-        except Exception as error:  # RuntimeError is torch's word for wrong shapes, others are the model's own
+        except (
+            Exception
+        ) as error:  # RuntimeError is torch's word for wrong shapes, others are the model's own
             if out_of_memory(error):
                 raise
             first = (str(error).strip().splitlines() or [""])[0]
@@ -285,7 +308,9 @@ def _other_images(model: Model, x: Tensor) -> str:
         "one image at a time: export it with a dynamic batch axis": x[:1],
         "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x[:2].movedim(-1, 1),
         "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x[:2].mean(1, keepdim=True),
-        "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[:2, [0, 0, 0]],
+        "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[
+            :2, [0, 0, 0]
+        ],
     }
     for remedy, images in tried.items():
         try:
@@ -308,7 +333,9 @@ def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
             asked.append(ask(model, x[:2]))
     if not torch.equal(*(v.nan_to_num() for v in asked)):
         return None
-    return [[float(f"{v:.4g}") if math.isfinite(v) else None for v in row] for row in asked[0].tolist()]
+    return [
+        [float(f"{v:.4g}") if math.isfinite(v) else None for v in row] for row in asked[0].tolist()
+    ]
 
 
 def _check_provable(model: Model, x: Tensor, method: str) -> None:
@@ -316,5 +343,7 @@ def _check_provable(model: Model, x: Tensor, method: str) -> None:
     if method not in METHODS:
         raise ValueError(f"certify must be a method, one of {', '.join(METHODS)}, got {method!r}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"certify needs a model that is a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"certify needs a model that is a torch.nn.Module, got {type(model).__name__}"
+        )
     trace(model, x[:1])

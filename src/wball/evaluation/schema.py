@@ -67,11 +67,17 @@ _CONTENT = {
         "seed": int,
     },
     "provenance": {"command": str, "device": str, "kernel": str, "platform": str, "versions": dict},
-    "images": {name: _WHOLE if dtype is torch.long else _NUMBERS for name, dtype in COLUMNS.items() if name != "proof"},
+    "images": {
+        name: _WHOLE if dtype is torch.long else _NUMBERS
+        for name, dtype in COLUMNS.items()
+        if name != "proof"
+    },
     "rejected": [{"index": int, "eps": float, "reason": str}],
     "warnings": [_WARNING],
 }
-_VERIFICATION = _Maybe({"checked": int, "confirmed": int, "unconfirmed": _WHOLE, "unfollowed": int, "reason": str})
+_VERIFICATION = _Maybe(
+    {"checked": int, "confirmed": int, "unconfirmed": _WHOLE, "unfollowed": int, "reason": str}
+)
 _BALLS = {
     "grid": {"window": int, "p": float, "mass": str},
     "table": {"table": [_NUMBERS], "mass": str},
@@ -87,7 +93,9 @@ def check_content(content: Any) -> None:
     if ball["kind"] == "WassersteinBall":
         _check("settings.ball", ball, {"cost": str})
         if ball["cost"] not in _BALLS:
-            raise ValueError(f"settings.ball.cost is {ball['cost']!r}, expected one of {', '.join(_BALLS)}")
+            raise ValueError(
+                f"settings.ball.cost is {ball['cost']!r}, expected one of {', '.join(_BALLS)}"
+            )
         _check("settings.ball", ball, _BALLS[ball["cost"]])
         read_cost(ball)
     if ball["box"] is not None and len(ball["box"]) != 2:
@@ -108,7 +116,11 @@ def check_content(content: Any) -> None:
 
 
 def check_pictures(
-    examples: Mapping[str, Tensor], exhibit: Mapping[str, Tensor], read_as: Tensor, *, every: bool = True
+    examples: Mapping[str, Tensor],
+    exhibit: Mapping[str, Tensor],
+    read_as: Tensor,
+    *,
+    every: bool = True,
 ) -> str | None:
     """What is wrong with the images beside the results; ``None`` if nothing is. ``every``: all examples were kept."""
     if examples:
@@ -125,7 +137,11 @@ def check_pictures(
         return "the exhibit is not complete"
     index, shown = exhibit["index"], exhibit["explorer_index"]
     inside = bool(((index >= 0) & (index < len(read_as))).all()) and bool((index.diff() > 0).all())
-    if not inside or len(index) != len(exhibit["original"]) or not bool(torch.isin(shown, index).all()):
+    if (
+        not inside
+        or len(index) != len(exhibit["original"])
+        or not bool(torch.isin(shown, index).all())
+    ):
         return "the exhibit is not of these images"
     size = (len(shown), len(exhibit["explorer_radii"]))
     for name in ("explorer", "explorer_read_as"):
@@ -157,9 +173,17 @@ def _check(where: str, value: Any, kind: Any) -> None:
 
 
 def _is(where: str, value: Any, kind: type) -> None:
-    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(
+        value, bool
+    )
     if fits and kind in (int, float):  # what a column can hold; false for NaN
         fits = -(2**63) <= value < 2**63 if kind is int else -1e300 < value < 1e300
     if not fits:
-        wanted = {int: "a whole number", float: "a number", str: "text", list: "a list", dict: "an object"}[kind]
+        wanted = {
+            int: "a whole number",
+            float: "a number",
+            str: "text",
+            list: "a list",
+            dict: "an object",
+        }[kind]
         raise ValueError(f"{where or 'the file'} is {str(value)[:40]!r}, expected {wanted}")

@@ -52,7 +52,9 @@ class Stream:
         device: where images and labels go.
     """
 
-    def __init__(self, count: int, read: Reader, box: tuple[float, float] | None, device: torch.device) -> None:
+    def __init__(
+        self, count: int, read: Reader, box: tuple[float, float] | None, device: torch.device
+    ) -> None:
         self._count, self.read, self.box, self.device = count, read, box, device
         self._recent: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
         self._next: tuple[tuple[int, ...], Future[tuple[Tensor, Tensor]]] | None = None
@@ -135,7 +137,12 @@ class View:
 
     def only(self, index: list[int]) -> View:
         """A view of some of the items."""
-        part = Stream(len(index), lambda k: self._stream.read([index[i] for i in k]), self._stream.box, self.device)
+        part = Stream(
+            len(index),
+            lambda k: self._stream.read([index[i] for i in k]),
+            self._stream.box,
+            self.device,
+        )
         return View(part, self._which)
 
     def __len__(self) -> int:
@@ -159,16 +166,27 @@ def unpacked(x: Any, y: Any) -> tuple[Any, Any]:
     if isinstance(x, Mapping):
         _no_labels_beside(y)
         return _of_names(x)
-    if isinstance(x, (tuple, list)) and len(x) == 2 and y is None and isinstance(x[0], (Tensor, np.ndarray)):
+    if (
+        isinstance(x, (tuple, list))
+        and len(x) == 2
+        and y is None
+        and isinstance(x[0], (Tensor, np.ndarray))
+    ):
         x, y = x
     return x, np.asarray(y) if isinstance(y, (list, tuple)) else y
 
 
-def find_stream(x: Any, y: Any, model: Any, box: tuple[float, float] | None, layout: Layout = "NCHW") -> Stream | None:
+def find_stream(
+    x: Any, y: Any, model: Any, box: tuple[float, float] | None, layout: Layout = "NCHW"
+) -> Stream | None:
     """A stream for anything but tensors: arrays (also memory-mapped), ``.npz`` files, data sets, loaders."""
     if layout not in ("NCHW", "NHWC"):
         raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
-    device = next((p.device for p in model.parameters()), torch.device("cpu")) if isinstance(model, nn.Module) else None
+    device = (
+        next((p.device for p in model.parameters()), torch.device("cpu"))
+        if isinstance(model, nn.Module)
+        else None
+    )
     device = device or torch.device("cpu")
     if isinstance(x, View):
         return x.stream
@@ -206,7 +224,9 @@ NAMES = (("x", "y"), ("images", "labels"), ("x_test", "y_test"), ("test_images",
 def read_npz(path: Path) -> tuple[Any, Any]:
     """The arrays of images and labels in a file."""
     if path.suffix != ".npz":
-        raise ValueError(f"{path}: expected an .npz file with images and labels; open .npy files with numpy.load")
+        raise ValueError(
+            f"{path}: expected an .npz file with images and labels; open .npy files with numpy.load"
+        )
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
@@ -237,21 +257,33 @@ def _of_names(found: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def _no_labels_beside(y: Any) -> None:
     if y is not None:
-        raise TypeError("y must be left out where the data bring their own labels; name other arguments: ball=...")
+        raise TypeError(
+            "y must be left out where the data bring their own labels; name other arguments: ball=..."
+        )
 
 
-def _of_arrays(x: Any, y: Any, box: tuple[float, float] | None, device: torch.device, layout: Layout) -> Stream:
+def _of_arrays(
+    x: Any, y: Any, box: tuple[float, float] | None, device: torch.device, layout: Layout
+) -> Stream:
     if y is None:
         raise TypeError("y is missing: the labels of the images in x")
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} images and y has {len(y)} labels")
     if layout == "NCHW" and isinstance(x, np.ndarray) and x.ndim == 4 and channels_last(x.shape):
-        raise ValueError(f"x has shape {x.shape}, which looks like channels last: say layout='NHWC' (or give a tensor)")
+        raise ValueError(
+            f"x has shape {x.shape}, which looks like channels last: say layout='NHWC' (or give a tensor)"
+        )
 
     def read(index: list[int]) -> tuple[Tensor, Tensor]:
         # A run of neighbours is a slice, which memory-mapped files read at once.
-        run = slice(index[0], index[-1] + 1) if index == list(range(index[0], index[-1] + 1)) else index
-        images, labels = (v if isinstance(v, Tensor) else torch.from_numpy(np.array(v)) for v in (x[run], y[run]))
+        run = (
+            slice(index[0], index[-1] + 1)
+            if index == list(range(index[0], index[-1] + 1))
+            else index
+        )
+        images, labels = (
+            v if isinstance(v, Tensor) else torch.from_numpy(np.array(v)) for v in (x[run], y[run])
+        )
         return to_tensors((images.movedim(-1, 1) if layout == "NHWC" else images, labels))
 
     return Stream(len(x), read, box, device)
@@ -262,7 +294,9 @@ def channels_last(shape: tuple[int, ...]) -> bool:
     return shape[3] in CHANNELS and shape[1] not in CHANNELS
 
 
-def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None, device: torch.device) -> Stream:
+def _of_loader(
+    loader: DataLoader[Any], y: Any, box: tuple[float, float] | None, device: torch.device
+) -> Stream:
     """The data set behind a loader, all of it and in its own order, joined by the loader's ``collate_fn``."""
     data: Any = loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
@@ -271,7 +305,11 @@ def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None,
             "or wball.to_tensors(x)"
         )
     _no_labels_beside(y)
-    chosen = loader.sampler if type(loader.batch_sampler) in (BatchSampler, type(None)) else loader.batch_sampler
+    chosen = (
+        loader.sampler
+        if type(loader.batch_sampler) in (BatchSampler, type(None))
+        else loader.batch_sampler
+    )
     if type(chosen) not in (SequentialSampler, RandomSampler, DistributedSampler):
         raise TypeError(
             f"x is a DataLoader with a {type(chosen).__name__} of its own, which may leave images out; give the data "
@@ -280,4 +318,6 @@ def _of_loader(loader: DataLoader[Any], y: Any, box: tuple[float, float] | None,
     collate = loader.collate_fn
     if collate is default_collate:
         return dataset_stream(data, box, device)
-    return Stream(len(data), lambda index: to_tensors([collate([data[i] for i in index])]), box, device)
+    return Stream(
+        len(data), lambda index: to_tensors([collate([data[i] for i in index])]), box, device
+    )

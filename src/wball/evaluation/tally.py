@@ -19,7 +19,11 @@ class Tally:
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, settings: dict[str, Any], stage: int, images: int) -> None:
-        where = f"up to {settings['radii'][-1]:g}" if settings["mode"] == "minimal" else f"{settings['radii'][stage]:g}"
+        where = (
+            f"up to {settings['radii'][-1]:g}"
+            if settings["mode"] == "minimal"
+            else f"{settings['radii'][stage]:g}"
+        )
         survived, total = self.counts.get(stage, (0, 0))
         so_far = f", robust accuracy {100 * survived / total:.1f} % so far" if total else ""
         self.shown.stage(images, f"{self.name}, eps {where}{so_far}")

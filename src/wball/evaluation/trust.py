@@ -85,12 +85,36 @@ def claim_warnings(
     """Warnings about claims that did not hold, from how many of each there are."""
     report = "report it with the files of this evaluation: this is an error of the library"
     found = (
-        (rejected, "rejected-examples", "claimed examples failed the audit and are not counted", "mend the attack"),
-        (contradictions, "contradiction", "images have both a certificate and a valid example inside it", report),
-        (disagreements, "plan-disagreement", "plans promised a smaller distance than exact transport found", report),
-        (unconfirmed, "unconfirmed-certificate", "certificates were not confirmed by the independent checker", report),
+        (
+            rejected,
+            "rejected-examples",
+            "claimed examples failed the audit and are not counted",
+            "mend the attack",
+        ),
+        (
+            contradictions,
+            "contradiction",
+            "images have both a certificate and a valid example inside it",
+            report,
+        ),
+        (
+            disagreements,
+            "plan-disagreement",
+            "plans promised a smaller distance than exact transport found",
+            report,
+        ),
+        (
+            unconfirmed,
+            "unconfirmed-certificate",
+            "certificates were not confirmed by the independent checker",
+            report,
+        ),
     )
-    return tuple(EvaluationWarning(code, f"{count} {said}", remedy) for count, code, said, remedy in found if count)
+    return tuple(
+        EvaluationWarning(code, f"{count} {said}", remedy)
+        for count, code, said, remedy in found
+        if count
+    )
 
 
 def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) -> Interval:
@@ -102,7 +126,9 @@ def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) 
     from scipy.special import betaincinv  # slow to import
 
     if not 0 <= count <= total or total < 1:
-        raise ValueError(f"count must be in [0, total] and total at least 1, got {count} of {total}")
+        raise ValueError(
+            f"count must be in [0, total] and total at least 1, got {count} of {total}"
+        )
     tail = (1 - confidence) / 2
     low = 0.0 if count == 0 else float(betaincinv(count, total - count + 1, tail))
     high = 1.0 if count == total else float(betaincinv(count + 1, total - count, 1 - tail))
@@ -164,7 +190,11 @@ class Check:
     def to_dict(self) -> dict[str, Any]:
         wanted = self.requirement
         return {
-            "requirement": {"eps": wanted.eps, "share": wanted.share, "certified": wanted.certified},
+            "requirement": {
+                "eps": wanted.eps,
+                "share": wanted.share,
+                "certified": wanted.certified,
+            },
             "measured": self.measured,
             "interval": None if self.interval is None else list(self.interval),
             "met": self.met,
@@ -186,7 +216,9 @@ class Decision:
         return self.met
 
     def __str__(self) -> str:
-        return "\n".join(f"{'met' if check.met else 'NOT MET'}: {check.reason}" for check in self.checks)
+        return "\n".join(
+            f"{'met' if check.met else 'NOT MET'}: {check.reason}" for check in self.checks
+        )
 
 
 class Measured(Protocol):
@@ -214,7 +246,9 @@ class Measured(Protocol):
     def interval(self, share: float) -> Interval: ...
 
 
-def decide(evaluation: Measured, requirements: Iterable[str | Requirement] | str | Requirement) -> Decision:
+def decide(
+    evaluation: Measured, requirements: Iterable[str | Requirement] | str | Requirement
+) -> Decision:
     """See :meth:`wball.Evaluation.check`."""
     asked = [requirements] if isinstance(requirements, (str, Requirement)) else list(requirements)
     return Decision(tuple(_held(evaluation, Requirement.parse(one)) for one in asked))
@@ -226,18 +260,32 @@ def _held(evaluation: Measured, wanted: Requirement) -> Check:
     else:
         measured = evaluation.accuracy_at(wanted.eps)
     if measured is None:
-        return Check(wanted, None, None, False, f"{wanted}: nothing was certified; evaluate with certify=True")
+        return Check(
+            wanted,
+            None,
+            None,
+            False,
+            f"{wanted}: nothing was certified; evaluate with certify=True",
+        )
     low, high = evaluation.interval(measured)
     said = f"{wanted}: {100 * measured:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
     if not evaluation.reliable:
         codes = ", ".join(sorted({warning.code for warning in evaluation.warnings}))
-        return Check(wanted, measured, (low, high), False, f"{said}, but the evaluation is not reliable: {codes}")
+        return Check(
+            wanted,
+            measured,
+            (low, high),
+            False,
+            f"{said}, but the evaluation is not reliable: {codes}",
+        )
     if measured >= wanted.share > low:
         said += "; the interval's lower end must meet it: evaluate more images"
     return Check(wanted, measured, (low, high), low >= wanted.share, said)
 
 
-def exit_code(evaluations: Sequence[Measured], requirements: Sequence[str | Requirement] = ()) -> int:
+def exit_code(
+    evaluations: Sequence[Measured], requirements: Sequence[str | Requirement] = ()
+) -> int:
     """0; 3 if a claim did not hold; 6 if an evaluation is not reliable; 7 if one does not meet the requirements."""
     if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
         return EXIT_CLAIMS

@@ -58,7 +58,9 @@ class IntervalSet(InputSet):
 
 
 @torch.no_grad()
-def intervals(source: InputSet, images: int, device: torch.device, chunk: int = 4096) -> IntervalSet:
+def intervals(
+    source: InputSet, images: int, device: torch.device, chunk: int = 4096
+) -> IntervalSet:
     """The smallest box of per-pixel intervals around each ball: what the paper's roadblock passes through."""
     size = math.prod(source.shape)
     like = torch.zeros(0, dtype=torch.float64, device=device)

@@ -63,7 +63,11 @@ class BoxProgram:
         if far is not None:
             leave, land = total + np.arange(sources), total + sources + np.arange(pixels)
             total += sources + pixels
-            rows += [np.arange(sources), sources + channel, sources + np.arange(pixels) * channels // pixels]
+            rows += [
+                np.arange(sources),
+                sources + channel,
+                sources + np.arange(pixels) * channels // pixels,
+            ]
             columns += [leave, leave, land]
             values += [np.ones(sources), np.ones(sources), -np.ones(pixels)]
             arrive.append((np.arange(pixels), land))
@@ -84,7 +88,9 @@ class BoxProgram:
         parts_v.append(np.concatenate([v for _, v in spend]))
         where = (np.concatenate(parts_r), np.concatenate(parts_c))
         self.below = coo_array((np.concatenate(parts_v), where), shape=(last + 1, total)).tocsr()
-        ends_box = [np.full(pixels, box[1])] + ([np.full(pixels, -box[0])] if len(sides) == 2 else [])
+        ends_box = [np.full(pixels, box[1])] + (
+            [np.full(pixels, -box[0])] if len(sides) == 2 else []
+        )
         self.below_to = np.concatenate([*ends_box, [budget]])
 
     def prices(self, worth: Array, out: Array, into: Array) -> Array | None:

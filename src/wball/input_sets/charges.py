@@ -75,17 +75,25 @@ class Kept(list[tuple[Anchor, Rows]]):
         """The same for some of the rows."""
         some = Kept((anchor, weights.take(index)) for anchor, weights in self)
         if self.total is not None:
-            some.total = Charges(*(part[index] for part in (self.total.moves, self.total.out, self.total.into)))
+            some.total = Charges(
+                *(part[index] for part in (self.total.moves, self.total.out, self.total.into))
+            )
         return some
 
 
 def spread(
-    patches: Tensor, corner: tuple[Tensor, Tensor], image: Tensor, active: Tensor | None, shape: tuple[int, ...]
+    patches: Tensor,
+    corner: tuple[Tensor, Tensor],
+    image: Tensor,
+    active: Tensor | None,
+    shape: tuple[int, ...],
 ) -> Tensor:
     """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
     size = (patches.shape[-2], patches.shape[-1])
     if active is None:
-        place = torch.arange(shape[1] * shape[2], device=image.device).expand(image.shape[0], patches.shape[1], -1)
+        place = torch.arange(shape[1] * shape[2], device=image.device).expand(
+            image.shape[0], patches.shape[1], -1
+        )
     else:
         place = active[image]
     row = place // shape[2] - corner[0].view(-1, 1, 1)

@@ -51,7 +51,11 @@ class Detours:
         cells = grid.shape[3] * grid.shape[4]
         there = _places(self.halfway, size, radius, charges.device)
         first, second = _numbers(self.first, charges.device), _numbers(self.second, charges.device)
-        later = grid.flatten(2).index_select(2, (second[:, None] * cells + there).flatten()).unflatten(2, there.shape)
+        later = (
+            grid.flatten(2)
+            .index_select(2, (second[:, None] * cells + there).flatten())
+            .unflatten(2, there.shape)
+        )
         ends = _places(self.offsets, size, 2 * radius, charges.device)
         found = targets.flatten(2).index_select(2, ends.flatten()).unflatten(2, ends.shape)
         return found + later + charges.index_select(2, first)
@@ -77,13 +81,22 @@ def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -
     """The moves of an image of that size that follow the ``listed`` ones in length; ``None`` if there are none."""
     number = {offset: k for k, offset in enumerate(listed)}
     top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
-    ends = [(r, c) for r in range(-top, top + 1) for c in range(-top, top + 1) if abs(r) < height and abs(c) < width]
+    ends = [
+        (r, c)
+        for r in range(-top, top + 1)
+        for c in range(-top, top + 1)
+        if abs(r) < height and abs(c) < width
+    ]
     found: dict[Offset, Offset] = {}
     limit = math.inf
     for r, c in sorted(ends, key=lambda end: end[0] ** 2 + end[1] ** 2):
         if (r, c) in number or (r, c) == (0, 0):
             continue
-        ways = [(a, b) for a, b in listed if (r - a, c - b) in number and _between(a, r) and _between(b, c)]
+        ways = [
+            (a, b)
+            for a, b in listed
+            if (r - a, c - b) in number and _between(a, r) and _between(b, c)
+        ]
         if not ways:
             limit = math.hypot(r, c)
             break
@@ -108,6 +121,8 @@ def _between(part: int, whole: int) -> bool:
 
 def tiers_from(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
     """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many pixels it spans."""
-    lengths = [length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side] or [reach]
+    lengths = [
+        length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side
+    ] or [reach]
     spans = [math.ceil(length) - 1 for length in lengths[1:]] + [2 * side]
     return [(max(least, length**p), span) for length, span in zip(lengths, spans, strict=True)]

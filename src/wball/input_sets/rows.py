@@ -42,7 +42,11 @@ class Rows:
         """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``) where the rows live."""
         image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
         if self.corner is None:
-            return layer[image] if layer.shape[0] > 1 else layer.expand(self.coeff.shape[0], *layer.shape[1:])
+            return (
+                layer[image]
+                if layer.shape[0] > 1
+                else layer.expand(self.coeff.shape[0], *layer.shape[1:])
+            )
         height, width = self.coeff.shape[-2:]
         return read_patches(layer, image, self.corner, (height, width))
 
@@ -65,13 +69,17 @@ class Rows:
         assert keep is not None
         index = rows[:, :, None] * shape[2] + columns[:, None, :]
         nowhere = shape[1] * shape[2]
-        index = torch.where(keep[:, 0], index, nowhere).reshape(count, 1, -1).expand(-1, channels, -1)
+        index = (
+            torch.where(keep[:, 0], index, nowhere).reshape(count, 1, -1).expand(-1, channels, -1)
+        )
         out = self.coeff.new_zeros((count, channels, nowhere + 1))
         out = out.scatter(2, index, self.coeff.flatten(2))
         return Rows(out[..., :-1].reshape(count, *shape), self.image)
 
 
-def read_patches(layer: Tensor, image: Tensor, corner: tuple[Tensor, Tensor], size: tuple[int, int]) -> Tensor:
+def read_patches(
+    layer: Tensor, image: Tensor, corner: tuple[Tensor, Tensor], size: tuple[int, int]
+) -> Tensor:
     """``(N, C, *size)``: the patch of ``layer[image[n]]`` at each corner, 0 outside the map."""
     padded = F.pad(layer, (size[1], size[1], size[0], size[0]))
     windows = padded.unfold(2, size[0], 1).unfold(3, size[1], 1)
@@ -90,7 +98,12 @@ def inside(corner: tuple[Tensor, Tensor], size: tuple[int, int], shape: tuple[in
 
 
 def units(
-    shape: tuple[int, ...], image: Tensor, index: Tensor, sign: Tensor, like: Tensor, dense: bool = False
+    shape: tuple[int, ...],
+    image: Tensor,
+    index: Tensor,
+    sign: Tensor,
+    like: Tensor,
+    dense: bool = False,
 ) -> Rows:
     """Rows that read ``sign[n]`` times unit ``index[n]`` (flat position in ``shape``) of a layer."""
     count = index.shape[0]
@@ -147,4 +160,6 @@ def add(first: Rows, second: Rows, shape: tuple[int, ...]) -> Rows:
         down, right, h, w = span
         return F.pad(rows.coeff, (right, width - right - w, down, height - down - h))
 
-    return trim(Rows(place(first, spans[0]) + place(second, spans[1]), first.image, (top, left)), shape)
+    return trim(
+        Rows(place(first, spans[0]) + place(second, spans[1]), first.image, (top, left)), shape
+    )

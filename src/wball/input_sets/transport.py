@@ -71,13 +71,19 @@ class TransportSet(InputSet):
         height, width = grid.shape[-2:]
         self.matrix: Tensor | None = None
         self.far: float | None = None
-        self.tiers: list[tuple[float, int]] = []  # least cost and reach in pixels of unlisted moves, sorted by length
+        self.tiers: list[
+            tuple[float, int]
+        ] = []  # least cost and reach in pixels of unlisted moves, sorted by length
         self.moves: list[tuple[int, int, float]] = []
         full = isinstance(cost, GridCost) and plans == "full"
-        self.power = cost.p if full and isinstance(cost, GridCost) else None  # all moves, each at length ** power
+        self.power = (
+            cost.p if full and isinstance(cost, GridCost) else None
+        )  # all moves, each at length ** power
         if isinstance(cost, DenseCost):
             if cost.size != height * width:
-                raise ValueError(f"the cost matrix is for {cost.size} pixels, but the images have {height * width}")
+                raise ValueError(
+                    f"the cost matrix is for {cost.size} pixels, but the images have {height * width}"
+                )
             self.matrix = cost.matrix.to(x.device)
         elif isinstance(cost, GridCost) and plans == "full":
             every = cost.full(height, width).moves(height, width)
@@ -90,9 +96,14 @@ class TransportSet(InputSet):
         else:
             self.moves = cost.moves(height, width)
         self.radius = max((max(abs(r), abs(c)) for r, c, _ in self.moves), default=0)
-        self.listed = [m for m in self.moves if m[:2] != (0, 0)]  # in the order of all lists of gains and charges
+        self.listed = [
+            m for m in self.moves if m[:2] != (0, 0)
+        ]  # in the order of all lists of gains and charges
         prices = [d for *_, d in self.listed]
-        self.rings = {d: slice(prices.index(d), prices.index(d) + prices.count(d)) for d in sorted(set(prices))}
+        self.rings = {
+            d: slice(prices.index(d), prices.index(d) + prices.count(d))
+            for d in sorted(set(prices))
+        }
         self._active = self._list_active()
         self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
         self.compiled = self.kernel != "torch"
@@ -113,7 +124,9 @@ class TransportSet(InputSet):
         """Moves that follow the listed ones, where charges of both halves are known: if every pixel is a source."""
         if self.far is None or self.power is None or self._active is not None:
             return None
-        return detours(tuple(m[:2] for m in self.listed), self.power, self.x.shape[2], self.x.shape[3])
+        return detours(
+            tuple(m[:2] for m in self.listed), self.power, self.x.shape[2], self.x.shape[3]
+        )
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         whole = self.x.reshape(-1, *self.shape)
@@ -133,7 +146,11 @@ class TransportSet(InputSet):
         height, width = rows.coeff.shape[-2:]
         wide = 2 * self.radius
         large = (height + wide) * (width + wide) > 0.5 * self.x.shape[2] * self.x.shape[3]
-        if self.matrix is not None or large or not all(anchor.aligned(w, rows) for anchor, w in charged):
+        if (
+            self.matrix is not None
+            or large
+            or not all(anchor.aligned(w, rows) for anchor, w in charged)
+        ):
             return rows.dense(tuple(self.x.shape[1:]))
         return rows
 
@@ -154,7 +171,9 @@ class TransportSet(InputSet):
     def _slice(self, padded: Tensor, row: int, column: int) -> Tensor:
         radius = self.radius
         height, width = padded.shape[-2] - 2 * radius, padded.shape[-1] - 2 * radius
-        return padded[..., radius + row : radius + row + height, radius + column : radius + column + width]
+        return padded[
+            ..., radius + row : radius + row + height, radius + column : radius + column + width
+        ]
 
     def _sources(self, rows: Rows, flat: Tensor) -> Tensor:
         """Pick the sources out of a map on the sources' grid, ``(N, C, h, w) -> (N, C, S)``."""
@@ -172,7 +191,9 @@ class TransportSet(InputSet):
         if not everywhere and self._active is not None:
             place = self._active[0][rows.image]
         centre = (place // inner[1] + self.radius) * width + place % inner[1] + self.radius
-        shift = _constant(tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device)
+        shift = _constant(
+            tuple(r * width + c for r, c, _ in self.listed), torch.long, padded.device
+        )
         index = centre[..., None, :] + shift[:, None]
         if everywhere:
             return padded.flatten(2).index_select(2, index.flatten()).unflatten(2, index.shape)
@@ -181,7 +202,9 @@ class TransportSet(InputSet):
     def _mass(self, rows: Rows) -> Tensor:
         dtype = rows.coeff.dtype
         if rows.corner is None:
-            return (self.x.flatten(2) if self._active is None else self._active[1]).to(dtype)[rows.image]
+            return (self.x.flatten(2) if self._active is None else self._active[1]).to(dtype)[
+                rows.image
+            ]
         radius = self.radius
         size = (rows.coeff.shape[2] + 2 * radius, rows.coeff.shape[3] + 2 * radius)
         corner = (rows.corner[0] - radius, rows.corner[1] - radius)
@@ -207,7 +230,11 @@ class TransportSet(InputSet):
         return total
 
     def _field(
-        self, rows: Rows, box: Tensor | None = None, charges: Charges | None = None, reg: float = math.inf
+        self,
+        rows: Rows,
+        box: Tensor | None = None,
+        charges: Charges | None = None,
+        reg: float = math.inf,
     ) -> Field:
         """What every pixel with mass can do. Moves of equal cost merge: by their maximum, or softly for ``reg``."""
         mass = self._mass(rows)
@@ -254,7 +281,9 @@ class TransportSet(InputSet):
                 away = _constant(prices, dtype, stay.device)
         cost = _constant(tuple(costs), dtype, stay.device).view(-1, 1)
         options = torch.stack(levels, 2) if levels else stay[:, :, None] + NOWHERE
-        return Field(mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away)
+        return Field(
+            mass, stay, options, cost if levels else cost.new_ones(1, 1), far, elsewhere, away
+        )
 
     def _elsewhere(self, rows: Rows) -> tuple[Tensor, tuple[float, ...]]:
         """``(N, C, T)``: mass at several distances from each row's patch; and the least cost of coming from there."""
@@ -268,11 +297,16 @@ class TransportSet(InputSet):
             top, bottom = (first[0] - reach).clamp(0, height), (last[0] + reach).clamp(0, height)
             left, right = (first[1] - reach).clamp(0, width), (last[1] + reach).clamp(0, width)
             corners = [
-                sums[rows.image, :, r, c] for r, c in ((bottom, right), (top, right), (bottom, left), (top, left))
+                sums[rows.image, :, r, c]
+                for r, c in ((bottom, right), (top, right), (bottom, left), (top, left))
             ]
             return corners[0] - corners[1] - corners[2] + corners[3]
 
-        edges = [within(self.radius), *(within(wide) for _, wide in self.tiers[:-1]), self.x.sum((2, 3))[rows.image]]
+        edges = [
+            within(self.radius),
+            *(within(wide) for _, wide in self.tiers[:-1]),
+            self.x.sum((2, 3))[rows.image],
+        ]
         bands = [(b - a).clamp(min=0) for a, b in pairwise(edges)]
         return torch.stack(bands, 2).to(rows.coeff.dtype), tuple(price for price, _ in self.tiers)
 
@@ -290,7 +324,12 @@ class TransportSet(InputSet):
         budget = self.budget[rows.image]
         charges = self._charges(rows, charged, given)
         recorded = torch.is_grad_enabled() and any(
-            part.requires_grad for part in (rows.coeff, *([] if box is None else [box]), *(w.coeff for _, w in charged))
+            part.requires_grad
+            for part in (
+                rows.coeff,
+                *([] if box is None else [box]),
+                *(w.coeff for _, w in charged),
+            )
         )
         if reg < math.inf or recorded:
             field = self._field(rows, box, charges)
@@ -348,7 +387,13 @@ class TransportSet(InputSet):
         )
 
     def _psi(
-        self, rows: Rows, box: Tensor | None, charges: Charges | None, field: Field, reg: float, rounds: int
+        self,
+        rows: Rows,
+        box: Tensor | None,
+        charges: Charges | None,
+        field: Field,
+        reg: float,
+        rounds: int,
     ) -> Tensor:
         """The best price of the budget, or that of the entropic plan."""
         if reg < math.inf:
@@ -360,7 +405,9 @@ class TransportSet(InputSet):
         """Rows and weights that are all patches, or all dense."""
         rows = self._patched(rows, charged)
         if rows.corner is None:
-            charged = [(anchor, w if w.corner is None else w.dense(anchor.layer)) for anchor, w in charged]
+            charged = [
+                (anchor, w if w.corner is None else w.dense(anchor.layer)) for anchor, w in charged
+            ]
         return rows, charged
 
     def gains(self, rows: Rows, charged: Charged) -> tuple[Tensor, Tensor, Tensor]:
@@ -377,7 +424,11 @@ class TransportSet(InputSet):
                 moves = moves + charges.moves
             moves = torch.where(torch.isfinite(self.matrix.T), moves, 0.0)
             moves = rounded_up(moves.clamp(min=0))
-            return moves, torch.zeros_like(value, dtype=moves.dtype), torch.zeros_like(rows.coeff, dtype=moves.dtype)
+            return (
+                moves,
+                torch.zeros_like(value, dtype=moves.dtype),
+                torch.zeros_like(rows.coeff, dtype=moves.dtype),
+            )
         padded = self._targets(rows, None)
         stay = self._slice(padded, 0, 0)
         source = self._sources(rows, stay)
@@ -385,7 +436,9 @@ class TransportSet(InputSet):
         out, into = -source, stay
         if charges is not None:
             moves, out, into = moves.add_(charges.moves), out + charges.out, into + charges.into
-        moves, out, into = (rounded_up(part) for part in (moves.clamp_(min=0), out.clamp(min=0), into.clamp(min=0)))
+        moves, out, into = (
+            rounded_up(part) for part in (moves.clamp_(min=0), out.clamp(min=0), into.clamp(min=0))
+        )
         if rows.corner is None:
             return moves, out, into
         # Outside the image NOWHERE - NOWHERE and -NOWHERE are meaningless: no mass starts there.
@@ -423,7 +476,9 @@ class TransportSet(InputSet):
                 ends[n].flatten().cpu().double().numpy(),
             )
             if found is not None:
-                prices[n] = torch.as_tensor(found, dtype=prices.dtype, device=prices.device).reshape(prices[n].shape)
+                prices[n] = torch.as_tensor(
+                    found, dtype=prices.dtype, device=prices.device
+                ).reshape(prices[n].shape)
         return prices
 
     def _places(self) -> Tensor:
@@ -442,20 +497,33 @@ class TransportSet(InputSet):
         else:
             padded = self._targets(rows, None)
             value, moves = self._sources(rows, self._slice(padded, 0, 0)), self._moved(rows, padded)
-            costs = torch.tensor([d for *_, d in self.listed], dtype=torch.float64, device=padded.device)[:, None]
+            costs = torch.tensor(
+                [d for *_, d in self.listed], dtype=torch.float64, device=padded.device
+            )[:, None]
         if charges is not None:
             moves = moves + charges.moves
-        return torch.cat([value[:, :, None], moves], 2), torch.cat([costs.new_zeros(1, costs.shape[1]), costs])
+        return torch.cat([value[:, :, None], moves], 2), torch.cat(
+            [costs.new_zeros(1, costs.shape[1]), costs]
+        )
 
     def _program(self, image: int, price: Tensor) -> BoxProgram:
         channels, height, width = self.x.shape[1:]
         place = self._places()[image]  # (C, S)
         if self.matrix is not None:
-            every = torch.arange(height * width, device=place.device).view(1, 1, -1).expand(*place.shape, -1)
+            every = (
+                torch.arange(height * width, device=place.device)
+                .view(1, 1, -1)
+                .expand(*place.shape, -1)
+            )
             target = torch.where(torch.isfinite(self.matrix)[None], every, -1)
         else:
-            shift = torch.tensor([m[:2] for m in self.listed], dtype=torch.long, device=place.device).reshape(-1, 2)
-            row, column = place[..., None] // width + shift[:, 0], place[..., None] % width + shift[:, 1]
+            shift = torch.tensor(
+                [m[:2] for m in self.listed], dtype=torch.long, device=place.device
+            ).reshape(-1, 2)
+            row, column = (
+                place[..., None] // width + shift[:, 0],
+                place[..., None] % width + shift[:, 1],
+            )
             keep = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             target = torch.where(keep, row * width + column, -1)
         target = torch.cat([place[..., None], target], 2)
@@ -484,7 +552,9 @@ class TransportSet(InputSet):
         cost, box, plans = self._given
         part = TransportSet(self._x[index], cost, self.budget[index], box, plans, self._reach)
         # Anchors list gains pixel by pixel, in the order of the whole batch: a part must not pack its pixels anew.
-        part._active = None if self._active is None else (self._active[0][index], self._active[1][index])
+        part._active = (
+            None if self._active is None else (self._active[0][index], self._active[1][index])
+        )
         return part
 
     def finer(self, reach: float) -> TransportSet:
@@ -500,19 +570,27 @@ class TransportSet(InputSet):
     def constraints(self, image: int) -> Constraints:
         if self.far is not None:
             raise ValueError("linear programs need every move listed")
-        _, price = self._listed(Rows(torch.zeros_like(self.x[image : image + 1]), torch.tensor([image])), None)
+        _, price = self._listed(
+            Rows(torch.zeros_like(self.x[image : image + 1]), torch.tensor([image])), None
+        )
         program = self._program(image, price)
         size = self.x[image].numel()
         to_image = np.zeros((size, program.ends.shape[0]))
         to_image[program.ends, np.arange(program.ends.shape[0])] = 1.0
         high = program.mass[program.listed[0]]
         equal, below = program.equal.toarray(), program.below.toarray()
-        return Constraints(to_image, np.zeros_like(high), high, equal, program.equal_to, below, program.below_to)
+        return Constraints(
+            to_image, np.zeros_like(high), high, equal, program.equal_to, below, program.below_to
+        )
 
     @property
     def small(self) -> bool:  # type: ignore[override]
         pixels = self.x[0].numel()
-        return pixels * (self.x.shape[2] * self.x.shape[3] if self.matrix is not None else len(self.moves)) <= 2048
+        return (
+            pixels
+            * (self.x.shape[2] * self.x.shape[3] if self.matrix is not None else len(self.moves))
+            <= 2048
+        )
 
     @property
     def step(self) -> float:
@@ -526,12 +604,16 @@ class TransportSet(InputSet):
         if self.box is None:
             return None
         rows = self._patched(rows)
-        return torch.zeros_like(rows.coeff if rows.corner is None else F.pad(rows.coeff, (self.radius,) * 4))
+        return torch.zeros_like(
+            rows.coeff if rows.corner is None else F.pad(rows.coeff, (self.radius,) * 4)
+        )
 
     def floats(self, rows: Rows, charged: bool = False) -> int:
         rows = self._patched(rows)
         around = 0 if rows.corner is None else 4 * self.radius
-        sources = rows.coeff.shape[1] * (rows.coeff.shape[2] + around) * (rows.coeff.shape[3] + around)
+        sources = (
+            rows.coeff.shape[1] * (rows.coeff.shape[2] + around) * (rows.coeff.shape[3] + around)
+        )
         listed = sources
         if rows.corner is None and self.active is not None:
             listed = self.active.shape[1] * self.active.shape[2]

@@ -85,7 +85,9 @@ class Best:
         self.flow[index[better]] = plan.flow[better]
         self.z[index[better]] = plan.columns()[better]
 
-    def keep_duals(self, index: Tensor, u: Tensor, psi: Tensor, bounds: tuple[Tensor, Tensor]) -> None:
+    def keep_duals(
+        self, index: Tensor, u: Tensor, psi: Tensor, bounds: tuple[Tensor, Tensor]
+    ) -> None:
         """Keep lower bounds (of the optimum, and of the one without entropy) where they are the best so far."""
         bound, hard = bounds
         better = bound > self.dual[index]
@@ -185,7 +187,9 @@ class Problem:
     def bound_without_prices(self) -> Tensor:
         """:meth:`lower_bounds` of the optimum where neither mass nor cost has a price."""
         if self.exact and not self.columns.linear:
-            return self.columns.objective(self.columns.target.clamp(self.columns.lo, self.columns.hi))
+            return self.columns.objective(
+                self.columns.target.clamp(self.columns.lo, self.columns.hi)
+            )
         return self.lower_bounds(torch.zeros_like(self.x), torch.zeros_like(self.tau))[0]
 
     def allowed(self, best: Best, index: Tensor | slice = slice(None)) -> Tensor:
@@ -195,7 +199,9 @@ class Problem:
             return torch.add(limits.floor, (primal + limits.offset).abs(), alpha=limits.tol)
         entropy = self.entropy(best.flow[index])
         size = (primal - entropy + limits.offset).abs()
-        return limits.tol * torch.maximum(size, limits.parts * (primal - 2 * entropy)) + limits.floor
+        return (
+            limits.tol * torch.maximum(size, limits.parts * (primal - 2 * entropy)) + limits.floor
+        )
 
     def done(self, best: Best, index: Tensor | slice = slice(None)) -> Tensor:
         """Which images are solved."""

@@ -139,7 +139,9 @@ class Linear(Columns):
 
     def retract(self, u: Tensor, columns: Tensor, new: Tensor) -> Tensor:
         side, g = self._side(u, columns), self.target
-        return torch.where(side < 0, torch.minimum(new, g), torch.where(side > 0, torch.maximum(new, g), g))
+        return torch.where(
+            side < 0, torch.minimum(new, g), torch.where(side > 0, torch.maximum(new, g), g)
+        )
 
     def _side(self, u: Tensor, columns: Tensor) -> Tensor:
         at_kink = (columns < self.lo).to(u.dtype) - (columns > self.hi).to(u.dtype)

@@ -73,7 +73,10 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
             loop = numba.njit(cache=True, **options)(function)
             index = loop._cache._cache_file  # which asks about the function's own file only
             index._source_stamp = (index._source_stamp, _stamp())
-        except (RuntimeError, AttributeError):  # no place to write a cache, or a numba that keeps it otherwise
+        except (
+            RuntimeError,
+            AttributeError,
+        ):  # no place to write a cache, or a numba that keeps it otherwise
             return numba.njit(**options)(function)
         return loop
 
@@ -91,7 +94,9 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
 def exp(t):  # type: ignore[no-untyped-def]
     """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative error 3e-16."""
     u = min(max(t, -708.0), 709.0)
-    shifted = u * 1.4426950408889634 + 6755399441055744.0  # 1.5 * 2^52: the last bits are the integer part
+    shifted = (
+        u * 1.4426950408889634 + 6755399441055744.0
+    )  # 1.5 * 2^52: the last bits are the integer part
     n = shifted - 6755399441055744.0
     r = (u - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10
     p = 1.0 / 479001600.0

@@ -89,7 +89,9 @@ def requested() -> str:
     given = os.environ.get("WBALL_KERNEL", "auto").strip().lower()
     name = ALIASES.get(given, given)
     if name != "auto" and not any(name in kernels for kernels in OPERATIONS.values()):
-        raise KernelError(f"WBALL_KERNEL={given!r} is not a kernel; use one of auto, {', '.join(KERNELS)}")
+        raise KernelError(
+            f"WBALL_KERNEL={given!r} is not a kernel; use one of auto, {', '.join(KERNELS)}"
+        )
     return name
 
 
@@ -103,9 +105,15 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
     if name != "auto":
         has = name in OPERATIONS[operation]
         # Without this operation, whether the kernel runs here at all is a question of its other operations.
-        reason = why_not(operation, name, x, moves) if has else why_not("entropic_plan", name, x[:0].float(), moves)
+        reason = (
+            why_not(operation, name, x, moves)
+            if has
+            else why_not("entropic_plan", name, x[:0].float(), moves)
+        )
         if reason is not None:
-            raise KernelError(f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel")
+            raise KernelError(
+                f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel"
+            )
         return name if has else "torch"
     for name in AUTOMATIC.get(x.device.type, AUTOMATIC["cpu"]):
         if name not in OPERATIONS[operation]:
@@ -132,7 +140,9 @@ def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
     return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"
 
 
-def why_not(operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None) -> str | None:
+def why_not(
+    operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None
+) -> str | None:
     """Why this kernel cannot serve such images (without images: cannot run here at all), or ``None``."""
     try:
         module = load(operation, name)

@@ -74,7 +74,12 @@ def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[
     o = out[pad : pad + n]
     for k in range(first, last, GROUP):
         s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
-        a0, a1, a2, a3 = values[s0 : s0 + n], values[s1 : s1 + n], values[s2 : s2 + n], values[s3 : s3 + n]
+        a0, a1, a2, a3 = (
+            values[s0 : s0 + n],
+            values[s1 : s1 + n],
+            values[s2 : s2 + n],
+            values[s3 : s3 + n],
+        )
         w0, w1, w2, w3 = weight[k], weight[k + 1], weight[k + 2], weight[k + 3]
         if k == first:
             for i in range(n):
@@ -157,13 +162,21 @@ def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
         had[i] = sent[i]
     for i in range(n):
         z = x[i] - give[i] * sent[i] + kept[i] * received[i]
-        room = max((hi - x[i] + counted * give[i] * sent[i] - more * (z - hi)) / max(received[i], TINY), 0.0)
+        room = max(
+            (hi - x[i] + counted * give[i] * sent[i] - more * (z - hi)) / max(received[i], TINY),
+            0.0,
+        )
         keep[i] = min(keep[i], room) if counted == 0.0 or z > hi + box.slack else keep[i]
     every = counted == 0.0 and lo > 0.0
     for i in range(n):
         z = x[i] - give[i] * sent[i] + kept[i] * received[i]
-        spare = max((x[i] - lo + counted * kept[i] * received[i] - more * (lo - z)) / max(sent[i], TINY), 0.0)
-        give[i] = min(give[i], spare) if every or z < lo - box.rounding * x[i] - box.floor else give[i]
+        spare = max(
+            (x[i] - lo + counted * kept[i] * received[i] - more * (lo - z)) / max(sent[i], TINY),
+            0.0,
+        )
+        give[i] = (
+            min(give[i], spare) if every or z < lo - box.rounding * x[i] - box.floor else give[i]
+        )
 
 
 @compiled(inner=True, fastmath=EXACT)
@@ -195,7 +208,9 @@ def repair(f, flat, weight, psi, box, schedule, logs):  # type: ignore[no-untype
         send(f, flat, weight, psi, logs)
         receive(f, flat, weight, psi, flat.first, logs)
         if attempt == last:
-            if box.lo <= 0.0:  # with a lower bound both factors differ, and a mixture would not have this form
+            if (
+                box.lo <= 0.0
+            ):  # with a lower bound both factors differ, and a mixture would not have this form
                 _between(f, flat, box)
             return
         if _broken(f, flat, box) == 0.0:

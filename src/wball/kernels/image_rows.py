@@ -87,24 +87,51 @@ def improve(
     from wball import plan
 
     columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
-    images = (problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset, limits.floor)
+    images = (
+        problem.x,
+        problem.budget,
+        columns.target,
+        start,
+        tau_start,
+        problem.tau,
+        limits.offset,
+        limits.floor,
+    )
     given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
-    known = [t.numpy() for t in (best.flow, best.z, best.primal, best.dual, best.hard, best.u, best.psi)] + [n_iter]
+    known = [
+        t.numpy() for t in (best.flow, best.z, best.primal, best.dual, best.hard, best.u, best.psi)
+    ] + [n_iter]
     assert isinstance(problem.moves, StencilMoves)
     arrays = window(problem.moves)
 
-    aim = (columns.lo, columns.hi, columns.linear, limits.tol, limits.parts, max_iter, plan.REPAIR_SWEEPS)
+    aim = (
+        columns.lo,
+        columns.hi,
+        columns.linear,
+        limits.tol,
+        limits.parts,
+        max_iter,
+        plan.REPAIR_SWEEPS,
+    )
     begin, none = time.monotonic(), slice(0, 0)
     idle = Goal(*aim, np.zeros(1, dtype=np.int64))
-    loop(Images(*(a[none] for a in given)), arrays, idle, settings, Known(*(a[none] for a in known)))  # is compiled
+    loop(
+        Images(*(a[none] for a in given)), arrays, idle, settings, Known(*(a[none] for a in known))
+    )  # is compiled
     problem.deadline.put_off(time.monotonic() - begin)
     with problem.deadline.flag() as stop:
         goal = Goal(*aim, stop)
 
         def work(first: int, last: int) -> None:
             part = slice(first, last)
-            loop(Images(*(a[part] for a in given)), arrays, goal, settings, Known(*(a[part] for a in known)))
+            loop(
+                Images(*(a[part] for a in given)),
+                arrays,
+                goal,
+                settings,
+                Known(*(a[part] for a in known)),
+            )
 
         split(batch, work, entries=1_000_000)
     return torch.from_numpy(n_iter)
@@ -302,7 +329,9 @@ def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
     rounding = 1e-13 * (size + abs(value)) if p.linear else 0.0
     plain = value - hard - rounding
     entropic = value - soft if tau_end > 0.0 else plain
-    return entropic if math.isfinite(entropic) else -math.inf, plain if math.isfinite(plain) else -math.inf
+    return entropic if math.isfinite(entropic) else -math.inf, plain if math.isfinite(
+        plain
+    ) else -math.inf
 
 
 @compiled(inner=True)
@@ -327,7 +356,11 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
     Two lines bracket the kink; they are intersected until they meet. See :mod:`wball.solvers.support`.
     """
     n_rows = p.mass.size
-    at_low, at_high, trial = (np.empty(n_rows, np.int64), np.empty(n_rows, np.int64), np.empty(n_rows, np.int64))
+    at_low, at_high, trial = (
+        np.empty(n_rows, np.int64),
+        np.empty(n_rows, np.int64),
+        np.empty(n_rows, np.int64),
+    )
     least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
     for k in range(p.fee.size):
         least = min(least, p.fee[k]) if p.fee[k] > 0.0 else least
@@ -346,10 +379,15 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
         for step in range(max_iter):
             # Slopes budget - cost: negative on the left, not negative on the right.
             psi = crossing(low, h_low, p.budget - cost_low, high, h_high, p.budget - cost_high)
-            if step % 3 == 2 or not (low < psi < high):  # every third step halves, against creeping brackets
+            if step % 3 == 2 or not (
+                low < psi < high
+            ):  # every third step halves, against creeping brackets
                 psi = 0.5 * (low + high)
             cost, h = best_moves(p, psi, trial)
-            line = max(h_low + (p.budget - cost_low) * (psi - low), h_high - (p.budget - cost_high) * (high - psi))
+            line = max(
+                h_low + (p.budget - cost_low) * (psi - low),
+                h_high - (p.budget - cost_high) * (high - psi),
+            )
             flat = h - line <= 1e-15 * (abs(h) + abs(h_low))
             if h < upper:
                 upper, best = h, psi
@@ -387,7 +425,9 @@ def without_box(p, goal, start, offset, floor, best_flow, best_u, found):  # typ
         found[1], found[3] = -upper, price
         copy(start, best_u)
     found[2] = max(found[2], -upper)
-    return steps, p.hi == math.inf or found[0] - found[1] <= goal.tol * abs(found[0] + offset) + floor
+    return steps, p.hi == math.inf or found[0] - found[1] <= goal.tol * abs(
+        found[0] + offset
+    ) + floor
 
 
 @compiled(inner=True)
@@ -416,7 +456,11 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
             n_columns += 1
         elif not goal.linear:
             beyond += 0.5 * w * w
-    mass, home, row = np.empty(n_rows), np.empty(n_rows, dtype=np.int64), np.empty(n_columns, dtype=np.int64)
+    mass, home, row = (
+        np.empty(n_rows),
+        np.empty(n_rows, dtype=np.int64),
+        np.empty(n_columns, dtype=np.int64),
+    )
     end, wanted = np.empty((n_rows, fee.size), dtype=np.int64), np.empty(n_columns)
     fill(row, -1)
     fill(end, -1)
@@ -443,7 +487,12 @@ def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
     """Image ``m``: its problem and first potentials, room for a better plan and potentials, and what is known of it."""
     p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
     u, found = recall(images.start[m], cell, p.target.size), np.empty(4)
-    found[0], found[1], found[2], found[3] = known.primal[m], known.dual[m], known.hard[m], known.psi[m]
+    found[0], found[1], found[2], found[3] = (
+        known.primal[m],
+        known.dual[m],
+        known.hard[m],
+        known.psi[m],
+    )
     return p, u, np.zeros(p.end.shape), np.empty(u.size), found
 
 
@@ -479,4 +528,9 @@ def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[
         for t in range(best_u.size):
             i = cell[t]
             u[i // area, i // width % height, i % width] = best_u[t]
-    known.primal[m], known.dual[m], known.hard[m], known.psi[m] = found[0], found[1], found[2], found[3]
+    known.primal[m], known.dual[m], known.hard[m], known.psi[m] = (
+        found[0],
+        found[1],
+        found[2],
+        found[3],
+    )

@@ -72,7 +72,9 @@ class Stencil:
         """Room for a flat image with its margins, whatever box around its mass it is cropped to."""
         _, channels, height, width = shape
         stride = width + 2 * self.radius[1]
-        return channels * (height + 2 * self.radius[0]) * stride + 2 * (self.radius[0] * stride + self.radius[1])
+        return channels * (height + 2 * self.radius[0]) * stride + 2 * (
+            self.radius[0] * stride + self.radius[1]
+        )
 
 
 @lru_cache(maxsize=64)
@@ -90,5 +92,10 @@ def mass_box(x):  # type: ignore[no-untyped-def]
         for r in range(height):
             for j in range(width):
                 if x[c, r, j] > 0.0:
-                    top, bottom, left, right = min(top, r), max(bottom, r + 1), min(left, j), max(right, j + 1)
+                    top, bottom, left, right = (
+                        min(top, r),
+                        max(bottom, r + 1),
+                        min(left, j),
+                        max(right, j + 1),
+                    )
     return top, bottom, left, right

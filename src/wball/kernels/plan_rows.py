@@ -28,12 +28,21 @@ def image_sums(values: Tensor) -> Tensor:
 def ring_sums(s: Tensor, moves: Moves) -> Tensor:
     """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that cost."""
     ends = moves.ends(s, -math.inf)
-    rings = [torch.stack([ends(k) for k in ring]) if len(ring) > 1 else ends(ring[0])[None] for ring in moves.rings]
+    rings = [
+        torch.stack([ends(k) for k in ring]) if len(ring) > 1 else ends(ring[0])[None]
+        for ring in moves.rings
+    ]
     return torch.stack([torch.logsumexp(ring, 0) if len(ring) > 1 else ring[0] for ring in rings])
 
 
 def newton_step(
-    psi: Tensor, low: Tensor, high: Tensor, cost: Tensor, slope: Tensor, budget: Tensor, tolerance: float | Tensor
+    psi: Tensor,
+    low: Tensor,
+    high: Tensor,
+    cost: Tensor,
+    slope: Tensor,
+    budget: Tensor,
+    tolerance: float | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One bracketed step towards the price at which ``cost`` is just below ``budget``.
 
@@ -145,7 +154,11 @@ class PlanRows:
             f, sums = self.factors, self.moves.sums
             sent = f.row * sums(f.weights)(f.column * keep)
             return sent, f.column * sums(f.weights, back=True)(f.row * give)
-        kept, received, sent = self.moves.ends(keep, 0.0), self.moves.arrivals(self.x), torch.zeros_like(self.x)
+        kept, received, sent = (
+            self.moves.ends(keep, 0.0),
+            self.moves.arrivals(self.x),
+            torch.zeros_like(self.x),
+        )
         for k, flow in self.flows():
             sent += flow * kept(k)
             received.add(k, flow * give)
@@ -155,8 +168,14 @@ class PlanRows:
         """What each pixel would send if ``give`` were 1, and what that would cost."""
         if self._factored:
             f, sums, ends = self.factors, self.moves.sums, self.factors.column * keep
-            return f.row * sums(f.weights)(ends), f.row * sums(f.weights * self.moves.ring_cost)(ends)
-        kept, sent, paid = self.moves.ends(keep, 0.0), torch.zeros_like(keep), torch.zeros_like(keep)
+            return f.row * sums(f.weights)(ends), f.row * sums(f.weights * self.moves.ring_cost)(
+                ends
+            )
+        kept, sent, paid = (
+            self.moves.ends(keep, 0.0),
+            torch.zeros_like(keep),
+            torch.zeros_like(keep),
+        )
         for k, flow in self.flows():
             part = flow.mul_(kept(k))
             sent += part
@@ -183,7 +202,9 @@ class Repair:
     floor: float
 
 
-def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def into_box(
+    rows: PlanRows, lo: float, hi: float, how: Repair
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box; returns all four."""
     x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
     keep, give = torch.ones_like(x), torch.ones_like(x)
@@ -208,7 +229,9 @@ def into_box(rows: PlanRows, lo: float, hi: float, how: Repair) -> tuple[Tensor,
         # Of the last two plans the mixture that just keeps the box; with a lower bound it would not have this form.
         if counted == 0.0 and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
-            part = torch.where(excess > how.slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z))
+            part = torch.where(
+                excess > how.slack, excess / (excess + below).clamp(min=tiny), torch.zeros_like(z)
+            )
             way = per_image(part.flatten(1).amax(1), part)
             keep, sent = kept + way * (keep - kept), had_sent + way * (sent - had_sent)
     return keep, give, sent, received

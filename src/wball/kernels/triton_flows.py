@@ -29,7 +29,9 @@ def flows(
     """
     total = tl.zeros(place.shape, own.dtype)
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
-        for k in tl.range(1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
+        for k in tl.range(
+            1, ENDS[len(ENDS) - 1], loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1
+        ):
             fee = tl.load(fee_ptr + k)
             value = tl.load(ptr + place + toward * tl.load(offset_ptr + k))
             flow = value * tl.exp(-psi * fee) if LINEAR else tl.exp(value + own - psi * fee)
@@ -98,14 +100,23 @@ def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
     Pixels outside the box go ``more`` times as far inside it.
     """
     net = keep * received - give * sent
-    above, below = tl.where(over, more * ((x - hi) + net), 0.0), tl.where(under, more * ((lo - x) - net), 0.0)
+    above, below = (
+        tl.where(over, more * ((x - hi) + net), 0.0),
+        tl.where(under, more * ((lo - x) - net), 0.0),
+    )
     room = tl.maximum((hi - x + counted * give * sent - above) / tl.maximum(received, 1.2e-38), 0.0)
-    spare = tl.maximum((x - lo + counted * keep * received - below) / tl.maximum(sent, 1.2e-38), 0.0)
+    spare = tl.maximum(
+        (x - lo + counted * keep * received - below) / tl.maximum(sent, 1.2e-38), 0.0
+    )
     last = counted == 0.0
     kept, given = tl.minimum(keep, room), tl.minimum(give, spare)
     return (
         tl.where(last, kept, tl.where(over, kept, keep)),
-        tl.where(last, tl.where(lo > 0.0, given, tl.where(under, given, give)), tl.where(under, given, give)),
+        tl.where(
+            last,
+            tl.where(lo > 0.0, given, tl.where(under, given, give)),
+            tl.where(under, given, give),
+        ),
     )
 
 
@@ -173,8 +184,12 @@ def factored_exchange(
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """:func:`exchange` in logs, likewise: what is sent and what arrives are the same numbers."""
-    sent = factored_flows(s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES)
-    received = factored_flows(t_ptr, give_ptr, place, index, real, s, -1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES)
+    sent = factored_flows(
+        s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES
+    )
+    received = factored_flows(
+        t_ptr, give_ptr, place, index, real, s, -1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES
+    )
     return sent, received
 
 
@@ -194,7 +209,9 @@ def factored_pair_costs(
         end = tl.load(s_ptr + place + step)
         inside = real & (end > float("-inf"))
         spot = index + _unstaged(step, W, RR, RC)
-        out = tl.exp(t + end - psi * there) * give * tl.load(keep_ptr + spot, mask=inside, other=0.0)
+        out = (
+            tl.exp(t + end - psi * there) * give * tl.load(keep_ptr + spot, mask=inside, other=0.0)
+        )
         into = tl.exp(tl.load(t_ptr + place + step) + s - psi * back) * keep
         into = tl.where(one_way, 0.0, into * tl.load(give_ptr + spot, mask=inside, other=0.0))
         cost += there * out + back * into

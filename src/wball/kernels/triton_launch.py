@@ -16,8 +16,14 @@ def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
     """
 
     def wrap(function: Callable[..., None]) -> triton.JITFunction:
-        addresses = [name for name in inspect.signature(function).parameters if name.endswith(("_ptr", "_out"))]
-        made = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses)
+        addresses = [
+            name
+            for name in inspect.signature(function).parameters
+            if name.endswith(("_ptr", "_out"))
+        ]
+        made = triton.jit(
+            function, do_not_specialize=plain, do_not_specialize_on_alignment=addresses
+        )
         if isinstance(made, triton.JITFunction):  # not in the interpreter
             made.add_pre_run_hook(lambda *_, **__: _settle(made))
         return made

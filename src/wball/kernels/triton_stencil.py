@@ -149,7 +149,11 @@ def why_not_here(x: Tensor, moves: Moves | None) -> str | None:
 def too_large(x: Tensor, most: int) -> str | None:
     """Why one program cannot hold such an image, or ``None``."""
     values = math.prod(x.shape[1:])
-    return f"images of {values} values do not fit in one program (at most {most})" if values > most else None
+    return (
+        f"images of {values} values do not fit in one program (at most {most})"
+        if values > most
+        else None
+    )
 
 
 def block_of(values: int) -> int:
@@ -234,7 +238,13 @@ def is_halo(place, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.co
 
 @triton.jit
 def pixels(
-    one, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, BLOCK: tl.constexpr
+    one,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    RR: tl.constexpr,
+    RC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Of a program that holds a whole image: its pixels, which of them are real, and their staged addresses.
 
@@ -334,7 +344,12 @@ def log_moments(rings, fees, psi):
         second += apart * apart * weight
     total = stay + moving
     shift = first / total
-    return pivot + shift, tl.maximum(second / total - shift * shift, 0.0), top + tl.log(total), moving / total
+    return (
+        pivot + shift,
+        tl.maximum(second / total - shift * shift, 0.0),
+        top + tl.log(total),
+        moving / total,
+    )
 
 
 @triton.jit
@@ -416,7 +431,9 @@ def moments(
     ENDS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
-        return table_moments(s_ptr, place, rings[0], psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1], LINEAR)
+        return table_moments(
+            s_ptr, place, rings[0], psi, offset_ptr, fee_ptr, ENDS[len(ENDS) - 1], LINEAR
+        )
     elif LINEAR:
         return sum_moments(rings, fees, psi)
     else:
@@ -424,7 +441,9 @@ def moments(
 
 
 @triton.jit
-def make_rings(ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
+def make_rings(
+    ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr
+):
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
         return (own,)
     elif LINEAR:

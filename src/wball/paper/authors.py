@@ -39,11 +39,21 @@ def measure(shop: Workshop) -> Data:
             for label, here, images in _cases(claim.text, subject, x):
                 curves = {
                     source: under_paper_attack(
-                        shop, here, images, y, papers_attack(shop, "mnist", source=source), f"paper-{source}"
+                        shop,
+                        here,
+                        images,
+                        y,
+                        papers_attack(shop, "mnist", source=source),
+                        f"paper-{source}",
                     )
                     for source in SOURCES
                 }
-                about = {"label": label, "whose": whose, "published": claim.accuracy, "eps": claim.eps}
+                about = {
+                    "label": label,
+                    "whose": whose,
+                    "published": claim.accuracy,
+                    "eps": claim.eps,
+                }
                 rows.append({**about, **here.about(), **curves})
     if not any(row["whose"] == "authors" for row in rows):
         raise MissingModel("; ".join(shop.missing.values()))
@@ -72,7 +82,10 @@ def tables(data: Data) -> list[Table]:
         cells: list[str | None] = [label, percent(said, 0)]
         for r in here:
             cells.append(None if r is None else percent(r["text"]["curve"][0]["accuracy"]))
-            cells += [None if r is None else percent(accuracy_at(r[source], r["eps"])) for source in SOURCES]
+            cells += [
+                None if r is None else percent(accuracy_at(r[source], r["eps"]))
+                for source in SOURCES
+            ]
         body.append(cells)
     titles = {"authors": "authors' weights", "ours": "our weights"}
     head = ["model", "published, eps 1"]
@@ -85,7 +98,10 @@ def tables(data: Data) -> list[Table]:
 def draw(data: Data) -> Figure:
     from wball.paper.draw import curves
 
-    titles = {"text": "as in the text (p = 1, 5 x 5)", "scripts": "as in the scripts (p = 2, 7 x 7)"}
+    titles = {
+        "text": "as in the text (p = 1, 5 x 5)",
+        "scripts": "as in the scripts (p = 2, 7 x 7)",
+    }
     rows = [r for r in data["rows"] if r.get("whose", "authors") == "authors"]
     panels = [(titles[s], [(r["label"], r[s]["curve"]) for r in rows]) for s in SOURCES]
     return curves(panels, data["unit"])
@@ -127,5 +143,11 @@ def remarks(data: Data) -> list[str]:
 
 
 RECIPE = Recipe(
-    "authors-weights", "The authors' weights under their attack", "README of the code", measure, tables, draw, remarks
+    "authors-weights",
+    "The authors' weights under their attack",
+    "README of the code",
+    measure,
+    tables,
+    draw,
+    remarks,
 )

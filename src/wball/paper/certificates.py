@@ -50,13 +50,25 @@ CASES = (
         10_000,
         6,
     ),
-    Case("cifar10", ("cifar10-certified",), (0.0002, 0.0005, 0.001, 0.002, 0.005), (0.001,), 1_000, 2, optional=True),
+    Case(
+        "cifar10",
+        ("cifar10-certified",),
+        (0.0002, 0.0005, 0.001, 0.002, 0.005),
+        (0.001,),
+        1_000,
+        2,
+        optional=True,
+    ),
 )
 """The second is beyond the paper: left out where the model is not at hand."""
 
 
 def measure(shop: Workshop) -> Data:
-    sets = [_measured(shop, case) for case in CASES if not case.optional or any(map(shop.has, case.models))]
+    sets = [
+        _measured(shop, case)
+        for case in CASES
+        if not case.optional or any(map(shop.has, case.models))
+    ]
     return {"unit": WassersteinBall(1.0).unit, "sets": sets}
 
 
@@ -68,10 +80,21 @@ def _measured(shop: Workshop, case: Case) -> Data:
     few, labels = x[:COMPARED], y[:COMPARED]
     for method in METHODS:
         best = method == METHODS[-1]
-        radius, seconds = certified(shop, subject, *((x, y) if best else (few, labels)), method, radii)
+        radius, seconds = certified(
+            shop, subject, *((x, y) if best else (few, labels)), method, radii
+        )
         points = [{"eps": r, "accuracy": float((radius >= r).double().mean())} for r in radii]
-        clean = {"eps": 0.0, "accuracy": float((predicted(subject.model, x) == y)[: len(radius)].double().mean())}
-        row = {"method": method, "kind": "proof", "images": len(radius), "curve": [clean, *points], "seconds": seconds}
+        clean = {
+            "eps": 0.0,
+            "accuracy": float((predicted(subject.model, x) == y)[: len(radius)].double().mean()),
+        }
+        row = {
+            "method": method,
+            "kind": "proof",
+            "images": len(radius),
+            "curve": [clean, *points],
+            "seconds": seconds,
+        }
         rows.append(row)
     best_proof = radius
     rows.append(_smoothed(shop, subject, few, labels, radii))
@@ -79,20 +102,38 @@ def _measured(shop: Workshop, case: Case) -> Data:
         rows.append(_smoothed(shop, shop.subject(SMOOTHED), few, labels, radii, f" of {SMOOTHED}"))
     result, seconds = evaluated(shop, subject, x, y, radii)
     about = curve(result, seconds)
-    row = {"method": about["attack"], "kind": "attack", "images": about["images"], "curve": about["curve"]}
+    row = {
+        "method": about["attack"],
+        "kind": "attack",
+        "images": about["images"],
+        "curve": about["curve"],
+    }
     rows.append({**row, **_compared(best_proof, result, radii), "seconds": seconds})
-    return {"dataset": case.dataset, "images": shop.title(case.dataset, len(x)), "rows": rows, **subject.about()}
+    return {
+        "dataset": case.dataset,
+        "images": shop.title(case.dataset, len(x)),
+        "rows": rows,
+        **subject.about(),
+    }
 
 
 def _compared(proved: Tensor, result: Evaluation, radii: tuple[float, ...]) -> dict[str, int]:
     """How many balls with a proof were attacked, and in how many an example was found: none, or a proof is wrong."""
     broken = result.images["radius"]
     balls = sum(int(((proved >= r) & (broken >= r)).sum()) for r in radii)
-    return {"proved_and_attacked": balls, "proved_and_broken": int((broken <= proved)[proved > 0].sum())}
+    return {
+        "proved_and_attacked": balls,
+        "proved_and_broken": int((broken <= proved)[proved > 0].sum()),
+    }
 
 
 def _smoothed(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, radii: tuple[float, ...], whose: str = ""
+    shop: Workshop,
+    subject: Subject,
+    x: Tensor,
+    y: Tensor,
+    radii: tuple[float, ...],
+    whose: str = "",
 ) -> dict[str, Any]:
     samples = QUICK_SAMPLES if shop.quick else SAMPLES
     scale = (preset(subject.name).noise if subject.name in presets() else 0.0) or NOISE
@@ -112,7 +153,10 @@ def tables(data: Data) -> list[Table]:
     out = []
     for part in data["sets"]:
         radii = [p["eps"] for p in part["rows"][0]["curve"]]
-        rows = [[r["method"], f"{r['images']:,}", *(percent(p["accuracy"]) for p in r["curve"])] for r in part["rows"]]
+        rows = [
+            [r["method"], f"{r['images']:,}", *(percent(p["accuracy"]) for p in r["curve"])]
+            for r in part["rows"]
+        ]
         head = [part["name"], "images", *("clean" if r == 0 else f"eps {r:g}" for r in radii)]
         out.append(Table(head, rows, part["images"][:1].upper() + part["images"][1:]))
     return out
@@ -123,16 +167,29 @@ def draw(data: Data) -> Figure:
     from wball.report.figures import COLOURS
 
     styles = {"attack": "--", "proof": "-", "probable": ":"}
-    panels = [(part["name"], [(_label(r), r["curve"]) for r in part["rows"]]) for part in data["sets"]]
+    panels = [
+        (part["name"], [(_label(r), r["curve"]) for r in part["rows"]]) for part in data["sets"]
+    ]
     lines = {_label(r): styles[r["kind"]] for part in data["sets"] for r in part["rows"]}
     figure = curves(panels, data["unit"], line_styles=lines, share_radius=False)
     for axis, part in zip(figure.axes, data["sets"], strict=False):
         best = next(r["curve"] for r in part["rows"] if r["method"] == METHODS[-1])
-        attacked = {p["eps"]: p["accuracy"] for r in part["rows"] if r["kind"] == "attack" for p in r["curve"]}
-        both = [(p["eps"], 100 * p["accuracy"], 100 * attacked[p["eps"]]) for p in best if p["eps"] in attacked]
+        attacked = {
+            p["eps"]: p["accuracy"]
+            for r in part["rows"]
+            if r["kind"] == "attack"
+            for p in r["curve"]
+        }
+        both = [
+            (p["eps"], 100 * p["accuracy"], 100 * attacked[p["eps"]])
+            for p in best
+            if p["eps"] in attacked
+        ]
         if both:
             eps, low, high = zip(*both, strict=True)
-            axis.fill_between(eps, low, high, color=COLOURS[METHODS.index("anchored")], alpha=0.15, lw=0)
+            axis.fill_between(
+                eps, low, high, color=COLOURS[METHODS.index("anchored")], alpha=0.15, lw=0
+            )
     return figure
 
 
@@ -144,7 +201,9 @@ def _label(row: dict[str, Any]) -> str:
         "crown": "proved by CROWN over the ball",
         "anchored": "proved by anchored bounds",
     }
-    said = named.get(row["method"], row["method"].partition(", scale")[0])  # the scale differs from panel to panel
+    said = named.get(
+        row["method"], row["method"].partition(", scale")[0]
+    )  # the scale differs from panel to panel
     return f"survived {said}" if row["kind"] == "attack" else said
 
 
@@ -152,7 +211,9 @@ def remarks(data: Data) -> list[str]:
     said = []
     for part in data["sets"]:
         rows = {r["method"]: r["curve"] for r in part["rows"]}
-        proved = max((p["eps"] for p in rows["interval"] if p["eps"] > 0 and p["accuracy"] > 0), default=None)
+        proved = max(
+            (p["eps"] for p in rows["interval"] if p["eps"] > 0 and p["accuracy"] > 0), default=None
+        )
         useful = [p for p in rows["anchored"] if p["eps"] > 0 and p["accuracy"] >= 0.3]
         vacuous = (
             "intervals prove nothing at any radius tried, as the paper says"
@@ -171,7 +232,9 @@ def remarks(data: Data) -> list[str]:
             f"{attack['proved_and_broken'] or 'no'} examples in them"
         )
         said.append(f"{here}.")
-    said.append("*Flow smoothing* certifies a smoothed classifier, each image with probability 99.9 %.")
+    said.append(
+        "*Flow smoothing* certifies a smoothed classifier, each image with probability 99.9 %."
+    )
     return said
 
 

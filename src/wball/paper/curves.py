@@ -41,7 +41,9 @@ def papers_attack(shop: Workshop, dataset: str, **changes: Any) -> PGD:
     if shop.quick:
         assert attack.growth is not None
         attack = replace(
-            attack, steps=attack.steps // 4, growth=replace(attack.growth, factor=attack.growth.factor**2, every=5)
+            attack,
+            steps=attack.steps // 4,
+            growth=replace(attack.growth, factor=attack.growth.factor**2, every=5),
         )
     return attack
 
@@ -56,7 +58,10 @@ def all_attacks(shop: Workshop, dataset: str, subject: Subject) -> Data:
     made["same_ball"] = curve(*evaluated(shop, subject, x, y, SHOWN[dataset], attack.ball, "fast"))
     radii = (QUICK_RADII if shop.quick else RADII)[dataset]
     made["standard_attack"] = curve(*evaluated(shop, subject, x, y, radii))
-    at = [{"eps": r, **{name: accuracy_at(one, r) for name, one in made.items()}} for r in SHOWN[dataset]]
+    at = [
+        {"eps": r, **{name: accuracy_at(one, r) for name, one in made.items()}}
+        for r in SHOWN[dataset]
+    ]
     return {**made, "at": at}
 
 
@@ -64,7 +69,13 @@ def _measure(dataset: str, models: Sequence[published.PaperModel], shop: Worksho
     labels = {m.name: m.label for m in models}
     rows = []
     for subject in shop.subjects(*labels):
-        rows.append({"label": labels[subject.name], **subject.about(), **all_attacks(shop, dataset, subject)})
+        rows.append(
+            {
+                "label": labels[subject.name],
+                **subject.about(),
+                **all_attacks(shop, dataset, subject),
+            }
+        )
     x, _ = shop.test_images(dataset, FULL[dataset], QUICK[dataset])
     return {
         "dataset": dataset,
@@ -83,7 +94,11 @@ def _tables(data: Data) -> list[Table]:
         ("standard_attack", "ours in the ball of the paper's text, valid examples only"),
     ):
         rows = [
-            [m["label"], percent(m[key]["curve"][0]["accuracy"]), *(percent(_tried(m, key, p)) for p in m["at"])]
+            [
+                m["label"],
+                percent(m[key]["curve"][0]["accuracy"]),
+                *(percent(_tried(m, key, p)) for p in m["at"]),
+            ]
             for m in data["models"]
         ]
         about = data["models"][0][key]
@@ -95,14 +110,21 @@ def _tables(data: Data) -> list[Table]:
 def _tried(model: Data, key: str, point: Data) -> float | None:
     """The accuracy at a radius; ``None`` below the first radius that the attack tried: it says nothing there."""
     share: float = point[key]
-    return share if point["eps"] >= min(p["eps"] for p in model[key]["curve"] if p["eps"] > 0) - 1e-9 else None
+    return (
+        share
+        if point["eps"] >= min(p["eps"] for p in model[key]["curve"] if p["eps"] > 0) - 1e-9
+        else None
+    )
 
 
 def _draw(data: Data) -> Figure:
     from wball.paper.draw import curves
 
     panels = []
-    for key, title in (("paper_attack", "the paper's attack"), ("standard_attack", "ours, valid examples")):
+    for key, title in (
+        ("paper_attack", "the paper's attack"),
+        ("standard_attack", "ours, valid examples"),
+    ):
         said = f"{title} ({data['models'][0][key]['attack']})"
         panels.append((said, [(m["label"], m[key]["curve"]) for m in data["models"]]))
     return curves(panels, data["unit"], log=data["dataset"] == "cifar10")
@@ -111,7 +133,11 @@ def _draw(data: Data) -> Figure:
 def _remarks(data: Data) -> list[str]:
     said = []
     for m in data["models"]:
-        tried = [p for p in m["at"] if None not in (_tried(m, "paper_attack", p), _tried(m, "standard_attack", p))]
+        tried = [
+            p
+            for p in m["at"]
+            if None not in (_tried(m, "paper_attack", p), _tried(m, "standard_attack", p))
+        ]
         lower = [p for p in tried if p["standard_attack"] < p["paper_attack"] - 0.01]
         if lower:
             worst = max(lower, key=lambda p: p["paper_attack"] - p["standard_attack"])
@@ -122,10 +148,16 @@ def _remarks(data: Data) -> list[str]:
             )
     theirs, ours = (data["models"][0][key]["images"] for key in ("paper_attack", "standard_attack"))
     if theirs != ours:
-        said.append(f"StandardAttack was run on the first {ours:,} of the {theirs:,} images of the paper's attack.")
-    first = min(p["eps"] for m in data["models"] for p in m["paper_attack"]["curve"] if p["eps"] > 0)
+        said.append(
+            f"StandardAttack was run on the first {ours:,} of the {theirs:,} images of the paper's attack."
+        )
+    first = min(
+        p["eps"] for m in data["models"] for p in m["paper_attack"]["curve"] if p["eps"] > 0
+    )
     if any(p["eps"] < first - 1e-9 for m in data["models"] for p in m["at"]):
-        said.append(f"The paper's attack begins at eps {first:g}: it says nothing about smaller radii.")
+        said.append(
+            f"The paper's attack begins at eps {first:g}: it says nothing about smaller radii."
+        )
     off = [m["paper_attack"]["examples"] for m in data["models"]]
     found, lost = sum(e["found"] for e in off), sum(e["mass_off"] for e in off)
     if found:
@@ -134,13 +166,19 @@ def _remarks(data: Data) -> list[str]:
             f"{percent(lost / found)} of the paper's attack's {found:,} examples have another mass than their image, "
             f"by {percent(mean, 2)} on average, because they are clamped after the projection: they lie in no ball."
         )
-    said.append(_audited([m[key]["examples"] for m in data["models"] for key in ("same_ball", "standard_attack")]))
+    said.append(
+        _audited(
+            [m[key]["examples"] for m in data["models"] for key in ("same_ball", "standard_attack")]
+        )
+    )
     return said
 
 
 def _audited(checks: Sequence[Data]) -> str:
     """How the examples of StandardAttack were checked; results of earlier versions did not audit every one."""
-    found, rejected, exact = (sum(c[key] for c in checks) for key in ("found", "rejected", "checked_exactly"))
+    found, rejected, exact = (
+        sum(c[key] for c in checks) for key in ("found", "rejected", "checked_exactly")
+    )
     if any("proved_by_plan" not in c for c in checks):
         return (
             f"Of StandardAttack's {found:,} examples every one keeps mass and box; its distance is the one that the "
@@ -186,7 +224,9 @@ def _measure_defences(shop: Workshop) -> Data:
             # Ours first: the others are measured for the curves, too, perhaps at this moment by another process.
             for subject in reversed(shop.subjects(*(m.name for m in entries))):
                 label = next(m.label for m in entries if m.name == subject.name)
-                rows.insert(0, {"label": label, **subject.about(), **all_attacks(shop, dataset, subject)})
+                rows.insert(
+                    0, {"label": label, **subject.about(), **all_attacks(shop, dataset, subject)}
+                )
         except (FileNotFoundError, MissingModel) as error:
             left_out[dataset] = str(error)
             shop.say(f"{TITLES[dataset]} is left out: {error}")
@@ -216,7 +256,9 @@ def _defence_remarks(data: Data) -> list[str]:
                 for a, b in zip(ours["at"], theirs["at"], strict=True)
             ]
             title = TITLES[part["dataset"]]
-            said.append(f"{title}, our training against the paper's, both under StandardAttack: {', '.join(pairs)}.")
+            said.append(
+                f"{title}, our training against the paper's, both under StandardAttack: {', '.join(pairs)}."
+            )
     return said
 
 
@@ -224,7 +266,10 @@ def _draw_defences(data: Data) -> Figure:
     from wball.paper.draw import curves
 
     panels = [
-        (TITLES[part["dataset"]], [(m["label"], m["standard_attack"]["curve"]) for m in part["models"]])
+        (
+            TITLES[part["dataset"]],
+            [(m["label"], m["standard_attack"]["curve"]) for m in part["models"]],
+        )
         for part in data["sets"]
     ]
     return curves(panels, data["sets"][0]["unit"], share_radius=False)
@@ -251,23 +296,45 @@ def _measure_windows(shop: Workshop) -> Data:
     powers, windows = ((1.0,), QUICK_WINDOWS) if shop.quick else ((1.0, 2.0), WINDOWS)
     rows = []
     for entry, theirs in pairs:
-        for subject in shop.subjects(entry.name, *([theirs] if not shop.quick or shop.has(theirs) else [])):
+        for subject in shop.subjects(
+            entry.name, *([theirs] if not shop.quick or shop.has(theirs) else [])
+        ):
             own = subject.name == entry.name
             for p, window in itertools.product(powers, windows if own else windows[:2]):
-                attack = papers_attack(shop, "mnist", ball=WassersteinBall(0.3, GridCost(window, p)))
-                row = {"label": entry.label, "window": window, "p": p, **subject.about(), "standard_attack": None}
-                row["paper_attack"] = under_paper_attack(shop, subject, x, y, attack, f"paper-window-{window}")
+                attack = papers_attack(
+                    shop, "mnist", ball=WassersteinBall(0.3, GridCost(window, p))
+                )
+                row = {
+                    "label": entry.label,
+                    "window": window,
+                    "p": p,
+                    **subject.about(),
+                    "standard_attack": None,
+                }
+                row["paper_attack"] = under_paper_attack(
+                    shop, subject, x, y, attack, f"paper-window-{window}"
+                )
                 if own and p == 1.0:
                     ball = WassersteinBall(1.0, GridCost(window, 1.0))
                     radii = (0.3, 1.0) if shop.quick else (0.1, 0.3, 0.5, 1.0)
-                    row["standard_attack"] = curve(*evaluated(shop, subject, x, y, radii, ball, "fast"))
+                    row["standard_attack"] = curve(
+                        *evaluated(shop, subject, x, y, radii, ball, "fast")
+                    )
                 rows.append(row)
     return {"images": shop.title("mnist", len(x)), "unit": WassersteinBall(1.0).unit, "rows": rows}
 
 
 def _window_tables(data: Data) -> list[Table]:
     radii = [p["eps"] for p in data["rows"][0]["standard_attack"]["curve"][1:]]
-    head = ["model", "p", "window", "largest eps tried", "left there", "paper", *(f"ours, eps {r:g}" for r in radii)]
+    head = [
+        "model",
+        "p",
+        "window",
+        "largest eps tried",
+        "left there",
+        "paper",
+        *(f"ours, eps {r:g}" for r in radii),
+    ]
     rows = []
     for row in data["rows"]:
         last = row["paper_attack"]["curve"][-1]
@@ -281,7 +348,11 @@ def _window_tables(data: Data) -> list[Table]:
                 f"{last['eps']:.2f}",
                 percent(last["accuracy"]),
                 percent(said[1]) if said is not None else "near 0",
-                *([None] * len(radii) if ours is None else [percent(p["accuracy"]) for p in ours["curve"][1:]]),
+                *(
+                    [None] * len(radii)
+                    if ours is None
+                    else [percent(p["accuracy"]) for p in ours["curve"][1:]]
+                ),
             ]
         )
     title = f"{data['images'][:1].upper()}{data['images'][1:]}; ours is {data['rows'][0]['standard_attack']['attack']}"
@@ -299,7 +370,11 @@ def _draw_windows(data: Data) -> Figure:
     panels = [
         (
             f"{label}, {title}",
-            [(f"{r['window']} x {r['window']}", r[key]["curve"]) for r in rows if r["label"] == label],
+            [
+                (f"{r['window']} x {r['window']}", r[key]["curve"])
+                for r in rows
+                if r["label"] == label
+            ],
         )
         for label in dict.fromkeys(r["label"] for r in rows)
         for key, title in (("paper_attack", "the paper's attack"), ("standard_attack", "ours"))
@@ -308,7 +383,10 @@ def _draw_windows(data: Data) -> Figure:
 
 
 def _window_remarks(data: Data) -> list[str]:
-    by = {(r["name"], r["window"], r["p"]): r["paper_attack"]["curve"][-1]["accuracy"] for r in data["rows"]}
+    by = {
+        (r["name"], r["window"], r["p"]): r["paper_attack"]["curve"][-1]["accuracy"]
+        for r in data["rows"]
+    }
     last = data["rows"][0]["paper_attack"]["curve"][-1]["eps"]
     said = []
     for p in dict.fromkeys(r["p"] for r in data["rows"]):
@@ -325,7 +403,10 @@ def _window_remarks(data: Data) -> list[str]:
         )
     small = {r["window"] for r in data["rows"]} & {window for _, window in published.WINDOWS}
     for r in (r for r in data["rows"] if _of_authors(r) and r["window"] in small):
-        found, told = r["paper_attack"]["curve"][-1]["accuracy"], published.WINDOWS[r["label"], r["window"]][1]
+        found, told = (
+            r["paper_attack"]["curve"][-1]["accuracy"],
+            published.WINDOWS[r["label"], r["window"]][1],
+        )
         said.append(
             f"On the authors' weights of the {r['label']} model, p = {r['p']:g}, it leaves {percent(found)} with "
             f"{r['window']} x {r['window']} plans, {100 * (found - told):+.1f} points from the paper's figure."
@@ -365,7 +446,10 @@ def _measure_headlines(shop: Workshop) -> Data:
                 "claim": claim.text,
                 "eps": claim.eps,
                 "paper": claim.accuracy,
-                **{key: accuracy_at(made[key], claim.eps) for key in ("paper_attack", "same_ball", "standard_attack")},
+                **{
+                    key: accuracy_at(made[key], claim.eps)
+                    for key in ("paper_attack", "same_ball", "standard_attack")
+                },
                 "images": [made["paper_attack"]["images"], made["standard_attack"]["images"]],
                 **subject.about(),
             }
@@ -376,7 +460,14 @@ def _measure_headlines(shop: Workshop) -> Data:
 
 
 def _headline_tables(data: Data) -> list[Table]:
-    head = ["claim (accuracy that is left)", "eps", "paper", "its attack, here", "ours, same ball", "StandardAttack"]
+    head = [
+        "claim (accuracy that is left)",
+        "eps",
+        "paper",
+        "its attack, here",
+        "ours, same ball",
+        "StandardAttack",
+    ]
     head.append("images (its attack; ours)")
     return [
         Table(

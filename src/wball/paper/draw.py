@@ -32,8 +32,12 @@ def curves(
         order = list(dict.fromkeys(label for _, shown in panels for label, _ in shown))
         figure = new_figure((WIDTH * columns, 0.72 * WIDTH * lines + 0.15 * -(-len(order) // 3)))
         axes = figure.subplots(lines, columns, squeeze=False, sharey=True, sharex=share_radius)
-        radii = [p["eps"] for _, shown in panels for _, curve in shown for p in curve if p["eps"] > 0]
-        edge = min(radii, default=1.0) / 2  # on a logarithmic axis the clean accuracy stands at the left edge
+        radii = [
+            p["eps"] for _, shown in panels for _, curve in shown for p in curve if p["eps"] > 0
+        ]
+        edge = (
+            min(radii, default=1.0) / 2
+        )  # on a logarithmic axis the clean accuracy stands at the left edge
         known = {}
         for axis, (title, shown) in zip(axes.flat, panels, strict=False):
             for label, curve in shown:
@@ -53,7 +57,12 @@ def curves(
             axis.set(ylim=(-2, 102))
             if log:
                 axis.set_xscale("log")
-                decades = [10.0**k for k in range(math.ceil(math.log10(edge)), math.ceil(math.log10(max(radii))) + 1)]
+                decades = [
+                    10.0**k
+                    for k in range(
+                        math.ceil(math.log10(edge)), math.ceil(math.log10(max(radii))) + 1
+                    )
+                ]
                 shown_at = [d for d in decades if d <= 1.5 * max(radii)]
                 axis.set_xticks([edge, *shown_at], ["0", *(f"{d:g}" for d in shown_at)])
             else:
@@ -65,7 +74,13 @@ def curves(
         for axis in list(axes.flat)[len(panels) :]:
             axis.set_visible(False)
         # Below the panels: inside it would hide lines, and no panel need have them all.
-        figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=min(3, len(known)), fontsize=6.5)
+        figure.legend(
+            known.values(),
+            known.keys(),
+            loc="outside lower center",
+            ncols=min(3, len(known)),
+            fontsize=6.5,
+        )
         return figure
 
 
@@ -85,7 +100,11 @@ def bars(
         for k, (name, values) in enumerate(series):
             here = [(i + (k + 0.5) * thick - 0.4, v) for i, v in enumerate(values) if v is not None]
             drawn = axis.barh(
-                [at for at, _ in here], [v for _, v in here], thick, label=name, color=COLOURS[k % len(COLOURS)]
+                [at for at, _ in here],
+                [v for _, v in here],
+                thick,
+                label=name,
+                color=COLOURS[k % len(COLOURS)],
             )
             axis.bar_label(drawn, [said(v) for _, v in here], padding=2, fontsize=6)
         axis.set(yticks=range(len(labels)), yticklabels=labels, xlabel=unit)
@@ -102,7 +121,10 @@ def bars(
 
 
 def sums(
-    rows: Sequence[tuple[str, dict[str, Any], dict[str, Any], str]], *, columns: int = 1, scale: float | None = None
+    rows: Sequence[tuple[str, dict[str, Any], dict[str, Any], str]],
+    *,
+    columns: int = 1,
+    scale: float | None = None,
 ) -> Figure:
     """``original + change = example``, row by row; changes (summed over channels) on one diverging scale."""
     with style():
@@ -122,14 +144,18 @@ def sums(
             for axis in (a, b, c):
                 axis.set_visible(True)
             _show(a, x)
-            picture = b.imshow((z - x).sum(0), cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
+            picture = b.imshow(
+                (z - x).sum(0), cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest"
+            )
             _frame(b)
             _show(c, z)
             a.set_title(title, fontsize=6.5, loc="left", pad=2)
             c.set_title(note, fontsize=6.5, loc="right", pad=2)
             for axis, sign in ((b, "+"), (c, "=")):
                 axis.text(-0.12, 0.5, sign, transform=axis.transAxes, ha="center", va="center")
-        bar = figure.colorbar(picture, ax=grid, shrink=0.8, aspect=25 if tall > 0.5 else 8, pad=0.02)
+        bar = figure.colorbar(
+            picture, ax=grid, shrink=0.8, aspect=25 if tall > 0.5 else 8, pad=0.02
+        )
         bar.ax.tick_params(labelsize=6)
         bar.set_label("change of a pixel", fontsize=6.5)
         return figure
@@ -146,7 +172,11 @@ def grid(cells: Sequence[dict[str, Any]], shown: int) -> Figure:
             axis = axes[lambdas.index(cell["lambda"]), powers.index(cell["p"])]
             _show(axis, unpack(cell["image"]))
             radius = cell["radius"][shown]
-            axis.set_title("not found" if radius is None else rf"$\epsilon$ = {radius:.2f}", fontsize=6.5, pad=2)
+            axis.set_title(
+                "not found" if radius is None else rf"$\epsilon$ = {radius:.2f}",
+                fontsize=6.5,
+                pad=2,
+            )
         for k, reg in enumerate(lambdas):
             axes[k, 0].set_ylabel(rf"$\lambda$ = {reg:g}", fontsize=7)
         for k, p in enumerate(powers):

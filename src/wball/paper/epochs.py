@@ -44,8 +44,12 @@ class Trained:
         return f"{self.claim.dataset}-adversarial-paper"
 
 
-MNIST = Trained(published.AUTHORS[3], published.MNIST[3].accuracy, (0.05, 0.1, 0.3), 2_000, 2_000, few=4)
-CIFAR10 = Trained(published.CLAIMS[5], published.CIFAR10[2].accuracy, (0.005, 0.01, 0.05), 1_000, 500)
+MNIST = Trained(
+    published.AUTHORS[3], published.MNIST[3].accuracy, (0.05, 0.1, 0.3), 2_000, 2_000, few=4
+)
+CIFAR10 = Trained(
+    published.CLAIMS[5], published.CIFAR10[2].accuracy, (0.005, 0.01, 0.05), 1_000, 500
+)
 QUICK = {"mnist": 10, "cifar10": 4}
 
 
@@ -53,20 +57,29 @@ def measure(about: Trained, shop: Workshop) -> Data:
     dataset = about.claim.dataset
     x, y = shop.test_images(dataset, about.images, QUICK[dataset])
     rows = []
-    subjects = [] if about.few is None else [(shop.trained(about.name, epochs=about.few), about.few)]
+    subjects = (
+        [] if about.few is None else [(shop.trained(about.name, epochs=about.few), about.few)]
+    )
     for subject, epochs in (*subjects, (shop.subject(about.name), preset(about.name).epochs)):
         row = {"epochs": epochs, **subject.about()}
         for source in ("text", "scripts"):
             attack = papers_attack(shop, dataset, source=source)
             row[source] = under_paper_attack(shop, subject, x, y, attack, f"paper-{source}")
-        row["standard_attack"] = curve(*evaluated(shop, subject, x[: about.ours], y[: about.ours], about.radii))
+        row["standard_attack"] = curve(
+            *evaluated(shop, subject, x[: about.ours], y[: about.ours], about.radii)
+        )
         rows.append(row)
     return {"images": shop.title(dataset, len(x)), "unit": WassersteinBall(1.0).unit, "rows": rows}
 
 
 def tables(about: Trained, data: Data) -> list[Table]:
     eps, radii = about.claim.eps, about.radii
-    head = ["adversarial training", "clean", f"paper's attack, text, eps {eps:g}", f"scripts, eps {eps:g}"]
+    head = [
+        "adversarial training",
+        "clean",
+        f"paper's attack, text, eps {eps:g}",
+        f"scripts, eps {eps:g}",
+    ]
     head += [f"StandardAttack, eps {r:g}" for r in radii]
     said = [percent(about.clean), percent(about.claim.accuracy)]
     rows: list[list[str | None]] = [["paper", *said, None, *[None] * len(radii)]]
@@ -86,7 +99,10 @@ def draw(data: Data) -> Figure:
 
     panels = [
         (title, [(f"{r['epochs']} epochs", r[key]["curve"]) for r in data["rows"]])
-        for key, title in (("text", "the paper's attack, text"), ("standard_attack", "ours, valid examples"))
+        for key, title in (
+            ("text", "the paper's attack, text"),
+            ("standard_attack", "ours, valid examples"),
+        )
     ]
     return curves(panels, data["unit"], share_radius=False)
 
@@ -114,4 +130,6 @@ def _recipe(name: str, title: str, about: Trained) -> Recipe:
 
 
 MNIST_EPOCHS = _recipe("epochs", "The paper's adversarial training, all epochs", MNIST)
-CIFAR10_EPOCHS = _recipe("cifar10-epochs", "CIFAR-10: the paper's adversarial training, all epochs", CIFAR10)
+CIFAR10_EPOCHS = _recipe(
+    "cifar10-epochs", "CIFAR-10: the paper's adversarial training, all epochs", CIFAR10
+)

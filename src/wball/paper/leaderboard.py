@@ -94,7 +94,9 @@ PROTOCOLS = {
 QUICK_IMAGES, QUICK_PROOFS, QUICK_SAMPLES = 20, 5, 200
 
 
-def run(names: Sequence[str], settings: Settings, board: Path, *, shop: Workshop | None = None) -> list[str]:
+def run(
+    names: Sequence[str], settings: Settings, board: Path, *, shop: Workshop | None = None
+) -> list[str]:
     """Measure rows and enter each into the board as soon as it is whole; the names of those that could not be made.
 
     An interrupted run resumes: rows that are there, on as many images of the same weights, are kept.
@@ -144,7 +146,11 @@ def measured(shop: Workshop, subject: Subject, dataset: str, x: Tensor, y: Tenso
         "attack": {
             **dict(result.settings["attack"]),
             "accuracy": {f"{r:g}": result.accuracy_at(r) for r in protocol.radii},
-            "audit": {k: v for k, v in result.audit_summary().items() if k not in ("tolerances", "contradictions")},
+            "audit": {
+                k: v
+                for k, v in result.audit_summary().items()
+                if k not in ("tolerances", "contradictions")
+            },
             "seconds": round(seconds, 1),
         },
         "certificate": _proofs(shop, subject, x[:few], y[:few], protocol, result),
@@ -156,7 +162,9 @@ def measured(shop: Workshop, subject: Subject, dataset: str, x: Tensor, y: Tenso
     return {**row, "quick": shop.quick, "provenance": _origin(shop, subject.name, x)}
 
 
-def _proofs(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol, result: Evaluation) -> Data:
+def _proofs(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol, result: Evaluation
+) -> Data:
     """Certified accuracy, and what neither proof nor attack decides, on the same images."""
     layers = sum(isinstance(module, nn.Conv2d | nn.Linear) for module in subject.model.modules())
     if layers > DEEPEST:
@@ -181,7 +189,9 @@ def _proofs(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Pr
     }
 
 
-def _smoothing(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol) -> Data | None:
+def _smoothing(
+    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol: Protocol
+) -> Data | None:
     """Levine and Feizi's certificate of a model that was trained for it: by their rule and by the tight one.
 
     Both from the same votes. Their radius for a class of probability at least ``p`` under Laplace noise of scale ``s``
@@ -200,7 +210,9 @@ def _smoothing(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, protocol:
         "alpha": ALPHA,
         "scale": scale,
         "authors": {f"{r:g}": float((theirs > r).double().mean()) for r in protocol.certified},
-        "tight": {f"{r:g}": float((part["radius"] > r).double().mean()) for r in protocol.certified},
+        "tight": {
+            f"{r:g}": float((part["radius"] > r).double().mean()) for r in protocol.certified
+        },
         "seconds": round(seconds, 1),
     }
 
@@ -230,12 +242,28 @@ def _about(shop: Workshop, subject: Subject, dataset: str) -> Data:
 
 
 def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
-    words = ["wball", "leaderboard", "add", name, "--data-dir", "DATA", *(["--quick"] if shop.quick else [])]
-    words += ["--images", str(len(x))] if len(x) != PROTOCOLS[_dataset(shop, name)].images and not shop.quick else []
+    words = [
+        "wball",
+        "leaderboard",
+        "add",
+        name,
+        "--data-dir",
+        "DATA",
+        *(["--quick"] if shop.quick else []),
+    ]
+    words += (
+        ["--images", str(len(x))]
+        if len(x) != PROTOCOLS[_dataset(shop, name)].images and not shop.quick
+        else []
+    )
     return {
         "command": shlex.join([*words, "--seed", str(shop.settings.seed)]),
         "commit": shop.commit,
-        **({"earlier_commits": earlier} if (earlier := sorted(shop.commits - {shop.commit})) else {}),
+        **(
+            {"earlier_commits": earlier}
+            if (earlier := sorted(shop.commits - {shop.commit}))
+            else {}
+        ),
         "device": provenance.device_name(shop.device),
         "kernel": WassersteinBall(0.1).kernel(x),
         "torch": torch.__version__,
@@ -250,7 +278,9 @@ def submitted(shop: Workshop, card: Path) -> str:
     try:
         entry = PublicModel(**content)
     except TypeError as error:
-        raise ValueError(f"{card} is not a card of a model: {error}".replace("PublicModel.__init__() ", "")) from None
+        raise ValueError(
+            f"{card} is not a card of a model: {error}".replace("PublicModel.__init__() ", "")
+        ) from None
     shop.public[entry.name] = entry
     return entry.name
 
@@ -261,7 +291,9 @@ def read(board: Path) -> Data:
         return {"format": FORMAT, "rows": []}
     content = read_json(board)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{board} is not a leaderboard of this version: expected the format {FORMAT!r}")
+        raise ValueError(
+            f"{board} is not a leaderboard of this version: expected the format {FORMAT!r}"
+        )
     return content
 
 
@@ -279,6 +311,10 @@ def ranked(rows: Iterable[Data]) -> list[Data]:
 
     def key(row: Data) -> tuple[int, float, str]:
         accuracies = row["attack"]["accuracy"].values()
-        return list(PROTOCOLS).index(row["dataset"]), -sum(accuracies) / len(accuracies), row["name"]
+        return (
+            list(PROTOCOLS).index(row["dataset"]),
+            -sum(accuracies) / len(accuracies),
+            row["name"],
+        )
 
     return sorted(rows, key=key)

@@ -44,7 +44,11 @@ def _ranking(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
     undecided = [[row["certificate"].get("undecided", {}).get(r) for row in rows] for r in both]
     cells = [*map(_marked, columns), *([percent(v) for v in column] for column in undecided)]
     head = ["#", "model", "network (weights)", "images: attack; certificate", "clean"]
-    head += [f"robust {r}" for r in radii] + [f"certified {r}" for r in proofs] + [f"undecided {r}" for r in both]
+    head += (
+        [f"robust {r}" for r in radii]
+        + [f"certified {r}" for r in proofs]
+        + [f"undecided {r}" for r in both]
+    )
     body = [
         [
             str(place + 1),
@@ -77,9 +81,20 @@ def _side_by_side(rows: Sequence[Data]) -> Table:
             ("smoothed, the tight rule on the same votes", smooth["tight"]),
             ("not smoothed, `certify` for any plan", proofs),
         ):
-            body.append([row["name"], how, f"{smooth['images']:,}", *(percent(values.get(r)) for r in radii)])
-    title = "Models made for randomized smoothing (Levine & Feizi), by their certificate and by ours"
-    return Table(["model", "certificate", "images", *(f"certified {r}" for r in radii)], body, title)
+            body.append(
+                [
+                    row["name"],
+                    how,
+                    f"{smooth['images']:,}",
+                    *(percent(values.get(r)) for r in radii),
+                ]
+            )
+    title = (
+        "Models made for randomized smoothing (Levine & Feizi), by their certificate and by ours"
+    )
+    return Table(
+        ["model", "certificate", "images", *(f"certified {r}" for r in radii)], body, title
+    )
 
 
 def claims(content: Data, own: Data | None = None) -> Table | None:
@@ -93,14 +108,23 @@ def claims(content: Data, own: Data | None = None) -> Table | None:
         left = row["attack"]["accuracy"]
         eps = max(float(r) for r in left if float(r) <= claim.eps)
         # As their authors did it: one model has its threshold in front of the attack, not inside the network.
-        again, sources = here.get(f"{claim.model}-before", here.get(claim.model)), ("text", "scripts")
+        again, sources = (
+            here.get(f"{claim.model}-before", here.get(claim.model)),
+            ("text", "scripts"),
+        )
         recomputed = None
         if again is not None and claim in published.AUTHORS:
-            recomputed = "; ".join(f"{percent(accuracy_at(again[s], claim.eps))} ({s})" for s in sources)
+            recomputed = "; ".join(
+                f"{percent(accuracy_at(again[s], claim.eps))} ({s})" for s in sources
+            )
         said = f"{percent(claim.accuracy)} at eps {claim.eps:g}"
-        ours = f"{percent(left[f'{eps:g}'])}" + ("" if eps == claim.eps else f" (already at {eps:g})")
+        ours = f"{percent(left[f'{eps:g}'])}" + (
+            "" if eps == claim.eps else f" (already at {eps:g})"
+        )
         images = f"{row['images']:,}"
-        body.append([claim.model, said, claim.place, recomputed, ours, percent(left["0.1"]), images])
+        body.append(
+            [claim.model, said, claim.place, recomputed, ours, percent(left["0.1"]), images]
+        )
     head = [
         "model",
         "published",
@@ -120,7 +144,10 @@ def repeated(content: Data, again: Data) -> Table | None:
         first = board.get((second["name"], second["sha256"], second["images"]))
         if first is None:
             continue
-        pairs = {r: (first["attack"]["accuracy"][r], share) for r, share in second["attack"]["accuracy"].items()}
+        pairs = {
+            r: (first["attack"]["accuracy"][r], share)
+            for r, share in second["attack"]["accuracy"].items()
+        }
         r, (one, other) = max(pairs.items(), key=lambda item: abs(item[1][0] - item[1][1]))
         body.append(
             [
@@ -135,8 +162,17 @@ def repeated(content: Data, again: Data) -> Table | None:
     if not body:
         return None
     radii = again["rows"][0]["attack"]["accuracy"]
-    head = ["model", "images", *(f"robust {r}" for r in radii), "largest difference", "95 % interval there", "made by"]
-    return Table(head, body, "Rows measured twice: random seed of the row / another one, in percent")
+    head = [
+        "model",
+        "images",
+        *(f"robust {r}" for r in radii),
+        "largest difference",
+        "95 % interval there",
+        "made by",
+    ]
+    return Table(
+        head, body, "Rows measured twice: random seed of the row / another one, in percent"
+    )
 
 
 def decided(content: Data) -> Table:
@@ -150,7 +186,9 @@ def decided(content: Data) -> Table:
             *(percent(row[key]) for key in ("clean", "broken", "proved")),
             f"{percent(row['undecided'])} ({round(row['undecided'] * row['images'])})",
             f"{row['seconds_median']:.2f} / {row['seconds_mean']:.2f} / {row['seconds_worst']:.1f} s",
-            f"{row['time_limit']:.0f} s" if row["time_limit"] >= 100 else f"{row['time_limit']:.2g} s",
+            f"{row['time_limit']:.0f} s"
+            if row["time_limit"] >= 100
+            else f"{row['time_limit']:.2g} s",
         ]
         for row in content["rows"]
     ]
@@ -160,16 +198,24 @@ def decided(content: Data) -> Table:
 def _interval(share: float, images: int) -> float:
     """Half the width of the 95 % interval of an accuracy (Wilson's, which has a width at 0, too)."""
     z = 1.96
-    return z / (1 + z * z / images) * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
+    return (
+        z
+        / (1 + z * z / images)
+        * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
+    )
 
 
-def page(content: Data, own: Data | None = None, again: Data | None = None, searched: Data | None = None) -> str:
+def page(
+    content: Data, own: Data | None = None, again: Data | None = None, searched: Data | None = None
+) -> str:
     """The page of a board.
 
     ``own`` is the stored recipe ``authors-weights``, ``again`` rows of another random seed, ``searched`` what complete
     verification decides.
     """
-    title = 'Proved by complete verification (`method="complete"`), where the board has bounds alone'
+    title = (
+        'Proved by complete verification (`method="complete"`), where the board has bounds alone'
+    )
     below = (
         claims(content, own),
         repeated(content, again) if again else None,
@@ -190,13 +236,19 @@ def _source(row: Data) -> str:
 
 def _made(row: Data) -> str:
     origin, proofs = row["provenance"], row["certificate"]
-    commits = ", parts at ".join(commit[:12] for commit in (origin["commit"], *origin.get("earlier_commits", ())))
-    said = f"`{origin['command']}` on {origin['device']}, commit {commits}, {origin['seconds']:g} s."
+    commits = ", parts at ".join(
+        commit[:12] for commit in (origin["commit"], *origin.get("earlier_commits", ()))
+    )
+    said = (
+        f"`{origin['command']}` on {origin['device']}, commit {commits}, {origin['seconds']:g} s."
+    )
     if "skipped" in proofs:
         said += f" Certificate {proofs['skipped']}."
     audit = row["attack"]["audit"]
     said += f" {audit['valid']:,} examples audited, {audit['rejected']} rejected"
-    said += "" if "skipped" in proofs else f", {proofs['contradictions'] or 'none'} in a certified ball"
+    said += (
+        "" if "skipped" in proofs else f", {proofs['contradictions'] or 'none'} in a certified ball"
+    )
     return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
 
 
@@ -217,6 +269,8 @@ def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     """Write the page beside the documentation."""
     content = read(board)
     if not content["rows"]:
-        raise FileNotFoundError(f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first")
+        raise FileNotFoundError(
+            f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first"
+        )
     write_whole(to, page(content, *beside(board.parent)).encode())
     return to

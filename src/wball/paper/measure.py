@@ -53,7 +53,11 @@ def evaluated(
         shop.part(f"{subject.name}.{version}-p{_power(ball):g}", depends) as folder,
         shop.noted(folder) as notes,
     ):
-        options: dict[str, Any] = {"out": folder / "evaluation", "seed": shop.settings.seed, "name": subject.name}
+        options: dict[str, Any] = {
+            "out": folder / "evaluation",
+            "seed": shop.settings.seed,
+            "name": subject.name,
+        }
         options["keep"] = "none"  # audited, counted, and not looked at again
         try:
             result = evaluate(subject.model, x, y, ball, radii, attack, **options)
@@ -104,13 +108,21 @@ def under_paper_attack(
 
             path = folder / f"batch-{k:05d}.safetensors"
             parts.append(shop.once(path, ("radius", "mass_error"), measured))
-    radius, off = (torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error"))
+    radius, off = (
+        torch.cat([state[name] for state, _ in parts]) for name in ("radius", "mass_error")
+    )
     found, seconds = (radius > 0) & radius.isfinite(), sum(seconds for _, seconds in parts)
-    radii = [float(attack.growth.at(attack.ball.eps, s)) for s in range(0, attack.steps, attack.growth.every)]
+    radii = [
+        float(attack.growth.at(attack.ball.eps, s))
+        for s in range(0, attack.steps, attack.growth.every)
+    ]
     made = {
         "attack": f"PGD.paper, p = {_power(attack.ball):g}",
         "images": len(radius),
-        "curve": [{"eps": r, "accuracy": float((radius > r * (1 + 1e-9)).double().mean())} for r in (0.0, *radii)],
+        "curve": [
+            {"eps": r, "accuracy": float((radius > r * (1 + 1e-9)).double().mean())}
+            for r in (0.0, *radii)
+        ],
         "examples": {
             "found": int(found.sum()),
             "mass_off": int((found & (off > MASS_TOL)).sum()),
@@ -124,7 +136,9 @@ def under_paper_attack(
     return made
 
 
-def _broken_at(model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int) -> dict[str, Tensor]:
+def _broken_at(
+    model: nn.Module, attack: Attack, x: Tensor, y: Tensor, seed: int
+) -> dict[str, Tensor]:
     """The radius at which each image was broken (0: wrong as it is, inf: never), and how far its mass is off then."""
     found = attack(model, x, y, generator=torch.Generator(x.device).manual_seed(seed))
     right = predicted(model, x) == y
@@ -152,24 +166,41 @@ def certified(
             def proved(eps: float = eps, index: Tensor = index) -> dict[str, Tensor]:
                 ball, parts = WassersteinBall(eps), index.to(x.device).split(PROOFS_AT_ONCE)
                 proofs = [certify(subject.model, x[part], y[part], ball, method) for part in parts]
-                holds = torch.cat([p.certified for p in proofs]) if proofs else torch.zeros(0, dtype=torch.bool)
+                holds = (
+                    torch.cat([p.certified for p in proofs])
+                    if proofs
+                    else torch.zeros(0, dtype=torch.bool)
+                )
                 return {"index": index, "certified": holds}
 
-            part, seconds = shop.once(folder / f"{eps:g}.safetensors", ("index", "certified"), proved)
+            part, seconds = shop.once(
+                folder / f"{eps:g}.safetensors", ("index", "certified"), proved
+            )
             index, spent = part["index"][part["certified"]], spent + seconds
             radius[index] = eps
-    shop.say(f"{subject.name}, {method}: certified {shares(radius, radii)} (% of {len(x)}; {spent:.1f} s)")
+    shop.say(
+        f"{subject.name}, {method}: certified {shares(radius, radii)} (% of {len(x)}; {spent:.1f} s)"
+    )
     shop.spent += spent
     return radius, spent
 
 
 def shares(radius: Tensor, radii: Sequence[float]) -> str:
     """How many of the images have at least each radius, in words."""
-    return ", ".join(f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in sorted(radii))
+    return ", ".join(
+        f"{100 * float((radius >= r).double().mean()):.1f} at {r:g}" for r in sorted(radii)
+    )
 
 
 def smoothed(
-    shop: Workshop, subject: Subject, x: Tensor, y: Tensor, scale: float, samples: int, select: int, alpha: float
+    shop: Workshop,
+    subject: Subject,
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    samples: int,
+    select: int,
+    alpha: float,
 ) -> tuple[dict[str, Tensor], float]:
     """The smoothed model's certificate where it is right (else -1): its class's ``probability``, and a ``radius``."""
 
@@ -178,20 +209,37 @@ def smoothed(
         generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
         found = smooth.certify(x, samples, select, alpha, generator)
         good = ~found.abstained & (found.prediction == y)
-        return {name: torch.where(good, getattr(found, name), -1.0) for name in ("probability", "radius")}
+        return {
+            name: torch.where(good, getattr(found, name), -1.0)
+            for name in ("probability", "radius")
+        }
 
-    depends = [subject.sha256, shop.fingerprint(x, y), scale, samples, select, alpha, shop.settings.seed]
+    depends = [
+        subject.sha256,
+        shop.fingerprint(x, y),
+        scale,
+        samples,
+        select,
+        alpha,
+        shop.settings.seed,
+    ]
     with shop.part(f"{subject.name}.smoothing", depends) as folder:
         part, seconds = shop.once(folder / "part.safetensors", ("probability", "radius"), votes)
     shop.spent += seconds
-    shop.say(f"{subject.name}, flow smoothing of scale {scale:g}: votes on {len(x)} images ({seconds:.1f} s)")
+    shop.say(
+        f"{subject.name}, flow smoothing of scale {scale:g}: votes on {len(x)} images ({seconds:.1f} s)"
+    )
     return part, seconds
 
 
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The model's classes, a few images at a time; NaN is no class (-1)."""
-    return torch.cat([top_class(model(part)) for part in x.split(_batch(x))]) if len(x) else x.new_zeros(0).long()
+    return (
+        torch.cat([top_class(model(part)) for part in x.split(_batch(x))])
+        if len(x)
+        else x.new_zeros(0).long()
+    )
 
 
 def _batch(x: Tensor) -> int:
@@ -204,11 +252,19 @@ def _power(ball: Any) -> float:
 
 def _depends(shop: Workshop, subject: Subject, x: Tensor, y: Tensor, attack: Attack) -> list[Any]:
     """Everything that a measurement depends on."""
-    return [subject.sha256, shop.fingerprint(x, y), describe(attack), shop.settings.seed, x.device.type]
+    return [
+        subject.sha256,
+        shop.fingerprint(x, y),
+        describe(attack),
+        shop.settings.seed,
+        x.device.type,
+    ]
 
 
 def _told(subject: Subject, made: Data, seconds: float) -> str:
     points = made["curve"][1:]
     shown = points if len(points) <= 9 else points[:: math.ceil(len(points) / 8)]
     accuracies = ", ".join(f"{100 * p['accuracy']:.1f} at {p['eps']:.3g}" for p in shown)
-    return f"{subject.name}, {made['attack']}: {accuracies} (% of {made['images']}; {seconds:.1f} s)"
+    return (
+        f"{subject.name}, {made['attack']}: {accuracies} (% of {made['images']}; {seconds:.1f} s)"
+    )

@@ -78,13 +78,16 @@ def _proved(row: Data) -> str:
 
 
 def remarks(data: Data) -> list[str]:
-    below = [r for r in data["rows"] if r["paper"] is not None and r["accuracy"] < r["paper"] - 1e-9]
+    below = [
+        r for r in data["rows"] if r["paper"] is not None and r["accuracy"] < r["paper"] - 1e-9
+    ]
     if not below:
         return ["Every model is at least as accurate on clean images as the paper's."]
     return [
         "Less accurate than the paper's: "
         + ", ".join(
-            f"{TITLES[r['dataset']]} {r['label']} (by {100 * (r['paper'] - r['accuracy']):.2f} points)" for r in below
+            f"{TITLES[r['dataset']]} {r['label']} (by {100 * (r['paper'] - r['accuracy']):.2f} points)"
+            for r in below
         )
         + "."
     ]
@@ -96,7 +99,9 @@ def draw(data: Data) -> Figure:
     labels = [f"{TITLES[row['dataset']]}, {row['label']}" for row in data["rows"]]
     paper_says = [None if row["paper"] is None else 100 * row["paper"] for row in data["rows"]]
     here = [100 * row["accuracy"] for row in data["rows"]]
-    return bars(labels, [("paper", paper_says), ("here", here)], "clean accuracy (%)", said="{:.2f}".format)
+    return bars(
+        labels, [("paper", paper_says), ("here", here)], "clean accuracy (%)", said="{:.2f}".format
+    )
 
 
 RECIPE = Recipe("nominal-accuracies", "Clean accuracies", "Table 1", measure, tables, draw, remarks)

@@ -28,7 +28,10 @@ def text(results: Mapping[str, dict[str, Any]], recipes: Mapping[str, Recipe]) -
         parts.append(section(recipes[name], content))
     absent = [name for name in recipes if name not in results]
     if results and absent:
-        parts.append("## Not measured yet\n\n" + "\n".join(f"- `{name}`: {recipes[name].title}" for name in absent))
+        parts.append(
+            "## Not measured yet\n\n"
+            + "\n".join(f"- `{name}`: {recipes[name].title}" for name in absent)
+        )
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -37,7 +40,11 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
     data, origin = content["data"], content["provenance"]
     lines = [f"## {made.title}", "", f"In the paper: {made.place}. Recipe: `{made.name}`.", ""]
     if content["quick"]:
-        lines += ["!!! warning", "    A quick run: few images and tiny models. The numbers mean little.", ""]
+        lines += [
+            "!!! warning",
+            "    A quick run: few images and tiny models. The numbers mean little.",
+            "",
+        ]
     for table in made.tables(data):
         lines += [table.markdown(), ""]
     lines += [f"- {remark}" for remark in made.remarks(data)]
@@ -46,12 +53,16 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
     for what, why in data.get("left_out", {}).items():
         lines.append(f"- Left out: {what} ({why}).")
     for model in sorted(set(replaced(data))):
-        lines.append(f"- `{model}`: measured with earlier weights. Those of the zoo were trained anew since.")
+        lines.append(
+            f"- `{model}`: measured with earlier weights. Those of the zoo were trained anew since."
+        )
     if made.draw is not None:
         lines += ["", f"![{made.title}]({ASSETS}/{made.name}.png)"]
     where = f"{origin['device']}, kernel {origin['kernel']}, torch {origin['versions']['torch']}, seed {origin['seed']}"
     took = f"{origin['seconds']:g} s" + (f" ({origin['note']})" if "note" in origin else "")
-    commits = ", parts at ".join(map(_commit, (origin["commit"], *origin.get("earlier_commits", ()))))
+    commits = ", parts at ".join(
+        map(_commit, (origin["commit"], *origin.get("earlier_commits", ())))
+    )
     lines += [
         "",
         f"<small>`{origin['command']}` on {where}; commit {commits}, {took}.</small>",

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _attacked(shop: Workshop, subject: Subject, label: str, attack: Attack, x: Tensor, y: Tensor) -> AttackResult:
+def _attacked(
+    shop: Workshop, subject: Subject, label: str, attack: Attack, x: Tensor, y: Tensor
+) -> AttackResult:
     generator = torch.Generator(x.device).manual_seed(shop.settings.seed)
     found = attack(subject.model, x, y, generator=generator)
     shop.say(f"{subject.name}, {label}: {int(found.success.sum())} of {len(x)} broken")
@@ -35,14 +37,23 @@ def _attacked(shop: Workshop, subject: Subject, label: str, attack: Attack, x: T
 
 
 def _valid(
-    shop: Workshop, subject: Subject, attack: Attack, x: Tensor, y: Tensor, radii: float | Literal["minimal"]
+    shop: Workshop,
+    subject: Subject,
+    attack: Attack,
+    x: Tensor,
+    y: Tensor,
+    radii: float | Literal["minimal"],
 ) -> tuple[Tensor, Tensor]:
     """The smallest radius of each image's valid example (inf: none), and the examples: those of an evaluation."""
     ball = attack.ball
-    result = evaluate(subject.model, x, y, ball, radii, attack, seed=shop.settings.seed, name=subject.name)
+    result = evaluate(
+        subject.model, x, y, ball, radii, attack, seed=shop.settings.seed, name=subject.name
+    )
     images, index = x.clone(), result.examples["index"].to(x.device)
     images[index] = result.examples["adversarial"].to(images)
-    shop.say(f"{subject.name}, {type(attack).__name__}, {ball.unit}: {len(index)} of {len(x)} broken by valid examples")
+    shop.say(
+        f"{subject.name}, {type(attack).__name__}, {ball.unit}: {len(index)} of {len(x)} broken by valid examples"
+    )
     return result.images["radius"], images
 
 
@@ -50,7 +61,9 @@ def _some(right: Tensor, *subjects: Subject) -> Tensor:
     """The numbers of the images that are read right."""
     index = right.nonzero().squeeze(1)
     if not len(index):
-        raise ValueError(f"{', '.join(s.name for s in subjects)} read none of the images right: nothing can be shown")
+        raise ValueError(
+            f"{', '.join(s.name for s in subjects)} read none of the images right: nothing can be shown"
+        )
     return index
 
 
@@ -77,17 +90,29 @@ def _measure_six(shop: Workshop) -> Data:
 
 def _six_tables(data: Data) -> list[Table]:
     rows = [
-        [r["name"], f"{r['wasserstein']:.3f}", f"{r['linf']:.3f}", f"{r['wasserstein'] / r['linf']:.1f}"]
+        [
+            r["name"],
+            f"{r['wasserstein']:.3f}",
+            f"{r['linf']:.3f}",
+            f"{r['wasserstein'] / r['linf']:.1f}",
+        ]
         for r in data["rows"]
     ]
-    return [Table(["change", f"Wasserstein ({data['unit']})", "l-inf (pixel value)", "ratio"], rows)]
+    return [
+        Table(["change", f"Wasserstein ({data['unit']})", "l-inf (pixel value)", "ratio"], rows)
+    ]
 
 
 def _draw_six(data: Data) -> Figure:
     from wball.paper.draw import sums
 
     rows = [
-        (r["name"], data["original"], r["image"], f"W {r['wasserstein']:.2f}, l-inf {r['linf']:.2f}")
+        (
+            r["name"],
+            data["original"],
+            r["image"],
+            f"W {r['wasserstein']:.2f}, l-inf {r['linf']:.2f}",
+        )
         for r in data["rows"]
     ]
     return sums(rows)
@@ -125,7 +150,9 @@ def _measure_versus(shop: Workshop) -> Data:
         "Wasserstein": (0.4, DualAveraging(WassersteinBall(0.4), steps=100, progress=False)),
         "l-inf": (0.3, PGD(LinfBall(0.3), steps=40, progress=False)),
     }
-    found = {name: _valid(shop, subject, attack, x, y, eps) for name, (eps, attack) in attacks.items()}
+    found = {
+        name: _valid(shop, subject, attack, x, y, eps) for name, (eps, attack) in attacks.items()
+    }
     both = torch.stack([radius.isfinite() for radius, _ in found.values()]).all(0)
     pick = int(both.nonzero()[0, 0]) if bool(both.any()) else 0
     rows = []
@@ -143,12 +170,23 @@ def _measure_versus(shop: Workshop) -> Data:
                 "background": float(change[~near].sum() / change.sum().clamp(min=1e-12)),
             }
         )
-    return {"original": pack(x[pick]), "label": int(y[pick]), "index": int(keep[pick]), "rows": rows, **subject.about()}
+    return {
+        "original": pack(x[pick]),
+        "label": int(y[pick]),
+        "index": int(keep[pick]),
+        "rows": rows,
+        **subject.about(),
+    }
 
 
 def _versus_tables(data: Data) -> list[Table]:
     rows = [
-        [r["name"], f"{r['eps']:g}", f"{data['label']} → {r['read_as']}", f"{100 * r['background']:.1f} %"]
+        [
+            r["name"],
+            f"{r['eps']:g}",
+            f"{data['label']} → {r['read_as']}",
+            f"{100 * r['background']:.1f} %",
+        ]
         for r in data["rows"]
     ]
     return [Table(["ball", "eps", "predicted as", "change on the background"], rows)]
@@ -158,7 +196,12 @@ def _draw_versus(data: Data) -> Figure:
     from wball.paper.draw import sums
 
     rows = [
-        (f"{r['name']}, eps {r['eps']:g}", data["original"], r["image"], f"{data['label']} → {r['read_as']}")
+        (
+            f"{r['name']}, eps {r['eps']:g}",
+            data["original"],
+            r["image"],
+            f"{data['label']} → {r['read_as']}",
+        )
         for r in data["rows"]
     ]
     return sums(rows)
@@ -190,13 +233,20 @@ def _measure_digits(shop: Workshop) -> Data:
     right = right[: 4 if shop.quick else 12]
     x, y = x[right], y[right]
     rows: list[dict[str, Any]] = []
-    broken_by = [_attacked(shop, s, "the paper's attack", papers_attack(shop, "mnist"), x, y) for s in subjects]
+    broken_by = [
+        _attacked(shop, s, "the paper's attack", papers_attack(shop, "mnist"), x, y)
+        for s in subjects
+    ]
     broken = torch.stack([f.success for f in broken_by]).sum(0)
     pick = int(broken.argmax())
     for subject, fall in zip(subjects, broken_by, strict=True):
         steps = 30 if shop.quick else 100
-        attack = DualAveraging(WassersteinBall(2.0), steps=steps, objective="margin", progress=False)
-        near, example = _valid(shop, subject, attack, x[pick : pick + 1], y[pick : pick + 1], "minimal")
+        attack = DualAveraging(
+            WassersteinBall(2.0), steps=steps, objective="margin", progress=False
+        )
+        near, example = _valid(
+            shop, subject, attack, x[pick : pick + 1], y[pick : pick + 1], "minimal"
+        )
         theirs = float(fall.radius[pick]) if bool(fall.success[pick]) else math.inf
         entries = {}
         for key, radius, images in (
@@ -207,17 +257,39 @@ def _measure_digits(shop: Workshop) -> Data:
             found = radius if math.isfinite(radius) else None
             entries[key] = {"radius": found, "read_as": read_as, "image": pack(images[0])}
         rows.append(
-            {"label": labels[subject.name], **subject.about(), "paper": published.DIGIT_RADII[subject.name], **entries}
+            {
+                "label": labels[subject.name],
+                **subject.about(),
+                "paper": published.DIGIT_RADII[subject.name],
+                **entries,
+            }
         )
-    return {"original": pack(x[pick]), "label": int(y[pick]), "rows": rows, "unit": WassersteinBall(1.0).unit}
+    return {
+        "original": pack(x[pick]),
+        "label": int(y[pick]),
+        "rows": rows,
+        "unit": WassersteinBall(1.0).unit,
+    }
 
 
 def _digit_tables(data: Data) -> list[Table]:
     def shown(entry: dict[str, Any]) -> str:
-        return "not found" if entry["radius"] is None else f"{entry['radius']:.3f} (→ {entry['read_as']})"
+        return (
+            "not found"
+            if entry["radius"] is None
+            else f"{entry['radius']:.3f} (→ {entry['read_as']})"
+        )
 
-    rows = [[r["label"], f"{r['paper']:.2f}", shown(r["paper_attack"]), shown(r["ours"])] for r in data["rows"]]
-    return [Table(["model", "paper (another 5)", "its attack", "smallest radius found by dual averaging"], rows)]
+    rows = [
+        [r["label"], f"{r['paper']:.2f}", shown(r["paper_attack"]), shown(r["ours"])]
+        for r in data["rows"]
+    ]
+    return [
+        Table(
+            ["model", "paper (another 5)", "its attack", "smallest radius found by dual averaging"],
+            rows,
+        )
+    ]
 
 
 def _draw_digits(data: Data) -> Figure:
@@ -227,7 +299,11 @@ def _draw_digits(data: Data) -> Figure:
     for r in data["rows"]:
         for key, who in (("paper_attack", "paper's attack"), ("ours", "dual averaging")):
             entry = r[key]
-            eps = "not found" if entry["radius"] is None else f"eps {entry['radius']:.2f}, → {entry['read_as']}"
+            eps = (
+                "not found"
+                if entry["radius"] is None
+                else f"eps {entry['radius']:.2f}, → {entry['read_as']}"
+            )
             rows.append((f"{r['label']}, {who}", data["original"], entry["image"], eps))
     return sums(rows, columns=2)
 
@@ -257,9 +333,14 @@ def _measure_gallery(shop: Workshop) -> Data:
     x, y = shop.pool("cifar10", 10_000, 400)
     right = predicted(subject.model, x) == y
     _some(right, subject)
-    tried = [((y == c) & right).nonzero().squeeze(1)[: 1 if shop.quick else GALLERY_TRIES] for c in range(10)]
+    tried = [
+        ((y == c) & right).nonzero().squeeze(1)[: 1 if shop.quick else GALLERY_TRIES]
+        for c in range(10)
+    ]
     index = torch.cat(tried)  # a quick model may get a class wrong throughout
-    found = _attacked(shop, subject, "the paper's attack", papers_attack(shop, "cifar10"), x[index], y[index])
+    found = _attacked(
+        shop, subject, "the paper's attack", papers_attack(shop, "cifar10"), x[index], y[index]
+    )
     names, rows, start = dataset_info("cifar10").classes, [], 0
     for label, here in enumerate(tried):
         if not len(here):
@@ -307,7 +388,9 @@ def _draw_gallery(data: Data) -> Figure:
         )
         for r in data["rows"]
     ]
-    return sums(rows, columns=2, scale=max(published.GALLERY_SCALE, *(r["change"] for r in data["rows"])))
+    return sums(
+        rows, columns=2, scale=max(published.GALLERY_SCALE, *(r["change"] for r in data["rows"]))
+    )
 
 
 def _gallery_remarks(data: Data) -> list[str]:
@@ -316,7 +399,9 @@ def _gallery_remarks(data: Data) -> list[str]:
         f"(paper: {published.GALLERY_SCALE})."
     ]
     earlier = [
-        f"{r['survived']} of {r['label']}" for r in data["rows"] if r.get("survived") and r["radius"] is not None
+        f"{r['survived']} of {r['label']}"
+        for r in data["rows"]
+        if r.get("survived") and r["radius"] is not None
     ]
     if earlier:
         said.append(
@@ -349,19 +434,38 @@ def _measure_grid(shop: Workshop) -> Data:
     count = 2 if shop.quick else GRID_DIGITS
     keep = _some((y == 5) & (predicted(subject.model, x) == y), subject)[:count]
     x, y = x[keep], y[keep]
-    lambdas, powers = ((10.0, 100.0, 1000.0), (1.0, 2.0, 5.0)) if shop.quick else (published.LAMBDAS, published.POWERS)
+    lambdas, powers = (
+        ((10.0, 100.0, 1000.0), (1.0, 2.0, 5.0))
+        if shop.quick
+        else (published.LAMBDAS, published.POWERS)
+    )
     cells: list[dict[str, Any]] = []
     for reg in lambdas:
         for p in powers:
-            attack = papers_attack(shop, "mnist", ball=WassersteinBall(0.3, GridCost(5, p)), reg=reg)
-            depends = ["digits", subject.sha256, describe(attack), keep.tolist(), shop.settings.seed, x.device.type]
+            attack = papers_attack(
+                shop, "mnist", ball=WassersteinBall(0.3, GridCost(5, p)), reg=reg
+            )
+            depends = [
+                "digits",
+                subject.sha256,
+                describe(attack),
+                keep.tolist(),
+                shop.settings.seed,
+                x.device.type,
+            ]
             with shop.part(f"lambda-{reg:g}-p-{p:g}", depends) as folder:
-                path, make = folder / "part.safetensors", partial(_radii_and_images, subject, attack, x, y)
+                path, make = (
+                    folder / "part.safetensors",
+                    partial(_radii_and_images, subject, attack, x, y),
+                )
                 stored, seconds = shop.once(path, ("radius", "images"), make)
             shop.spent += seconds
             radius = [r if math.isfinite(r) else None for r in stored["radius"].tolist()]
             cells.append({"lambda": reg, "p": p, "radius": radius, "image": stored["images"]})
-        shop.say(f"lambda {reg:g}: " + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :]))
+        shop.say(
+            f"lambda {reg:g}: "
+            + ", ".join(f"p {c['p']:g} {_cell(c)}" for c in cells[-len(powers) :])
+        )
     # Show the digit that survives longest at the paper's lambda: others are broken at the first radius tried.
     last = [r or 0.0 for r in next(c for c in reversed(cells) if c["p"] == 1.0)["radius"]]
     shown = last.index(max(last))
@@ -405,10 +509,21 @@ def _grid_remarks(data: Data) -> list[str]:
         f"The paper finds no example for lambda 1 and 10, because the image is blurred beyond use; here {broken} of "
         f"{tried} fall there. Exact projections (`reg=inf`, the default everywhere else in this library) do not blur."
     ]
-    last = {c["p"]: c["radius"] for c in data["cells"] if c["lambda"] == max(d["lambda"] for d in data["cells"])}
-    all_fall = [k for k in range(len(last[min(last)])) if all(radii[k] is not None for radii in last.values())]
+    last = {
+        c["p"]: c["radius"]
+        for c in data["cells"]
+        if c["lambda"] == max(d["lambda"] for d in data["cells"])
+    }
+    all_fall = [
+        k
+        for k in range(len(last[min(last)]))
+        if all(radii[k] is not None for radii in last.values())
+    ]
     if all_fall:
-        means = [f"{sum(last[p][k] for k in all_fall) / len(all_fall):.3f} (p = {p:g})" for p in sorted(last)]
+        means = [
+            f"{sum(last[p][k] for k in all_fall) / len(all_fall):.3f} (p = {p:g})"
+            for p in sorted(last)
+        ]
         said.append(
             "The paper says that the radius grows with p, as dearer moves must; its caption, that p makes no "
             f"significant change. Mean radius of the {len(all_fall)} digits that fall for every p at the largest "

@@ -52,8 +52,20 @@ CLAIMS = (
     Claim("MNIST, standard: fooled 94 % of the time", "mnist", "mnist-standard", 1.0, 0.06),
     Claim("CIFAR-10, standard: 25 % misclassified", "cifar10", "cifar10-standard", 0.01, 0.75),
     Claim("CIFAR-10, standard: fooled 97 % of the time", "cifar10", "cifar10-standard", 0.1, 0.03),
-    Claim("CIFAR-10, l-inf robust: 61 % adversarial accuracy", "cifar10", "cifar10-linf-provable", 0.1, 0.61),
-    Claim("CIFAR-10, adv. training: 76 % adversarial accuracy", "cifar10", "cifar10-adversarial-paper", 0.1, 0.76),
+    Claim(
+        "CIFAR-10, l-inf robust: 61 % adversarial accuracy",
+        "cifar10",
+        "cifar10-linf-provable",
+        0.1,
+        0.61,
+    ),
+    Claim(
+        "CIFAR-10, adv. training: 76 % adversarial accuracy",
+        "cifar10",
+        "cifar10-adversarial-paper",
+        0.1,
+        0.76,
+    ),
 )
 
 _README = "[README of the code](https://github.com/locuslab/projected_sinkhorn), the paper's attack"

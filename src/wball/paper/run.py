@@ -84,7 +84,9 @@ def recipe(name: str) -> Recipe:
 
 def overview() -> Table:
     """The recipes, for `list`."""
-    return Table(["recipe", "in the paper", "what"], [[r.name, r.place, r.title] for r in RECIPES.values()])
+    return Table(
+        ["recipe", "in the paper", "what"], [[r.name, r.place, r.title] for r in RECIPES.values()]
+    )
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -117,14 +119,20 @@ def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> di
             "provenance": {
                 "command": command(name, settings),
                 "commit": shop.commit,
-                **({"earlier_commits": earlier} if (earlier := sorted(shop.commits - {shop.commit})) else {}),
+                **(
+                    {"earlier_commits": earlier}
+                    if (earlier := sorted(shop.commits - {shop.commit}))
+                    else {}
+                ),
                 "device": provenance.device_name(shop.device),
                 "kernel": WassersteinBall(0.1).kernel(x),
                 "platform": f"{platform.system()} {platform.machine()}",
                 "versions": provenance.versions(),
                 "seed": settings.seed,
                 "date": time.strftime("%Y-%m-%d"),
-                "seconds": round(max(clock.seconds(), shop.spent), 1),  # parts may be of an earlier run
+                "seconds": round(
+                    max(clock.seconds(), shop.spent), 1
+                ),  # parts may be of an earlier run
             },
             "missing": dict(shop.missing),
             "data": data,
@@ -158,9 +166,13 @@ def stored(out: Path) -> dict[str, dict[str, Any]]:
 def _read(path: Path, name: str) -> dict[str, Any]:
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a result of this version: expected the format {FORMAT!r}; run it again")
+        raise ValueError(
+            f"{path} is not a result of this version: expected the format {FORMAT!r}; run it again"
+        )
     if content.get("recipe") != name:
-        raise ValueError(f"{path} is a result of the recipe {content.get('recipe')!r}; run {name!r} again")
+        raise ValueError(
+            f"{path} is a result of the recipe {content.get('recipe')!r}; run {name!r} again"
+        )
     return content
 
 
@@ -206,7 +218,12 @@ def run(names: Sequence[str], settings: Settings, *, figures: bool = True, jobs:
 
 
 def perform(
-    names: Sequence[str], settings: Settings, figures: bool, figures_only: bool, where: Path, jobs: int = 1
+    names: Sequence[str],
+    settings: Settings,
+    figures: bool,
+    figures_only: bool,
+    where: Path,
+    jobs: int = 1,
 ) -> int:
     """What the words on the command line ask for: recipes, ``all``, ``list``, ``page`` or ``leaderboard``."""
     words = [name.lower() for name in names]
@@ -224,7 +241,9 @@ def perform(
     if figures_only:
         drawn = draw(stored(settings.out) if "all" in words else chosen(names), settings.out)
         if not drawn:
-            raise FileNotFoundError(f"nothing to draw for {', '.join(names)} in {str(settings.out)!r}")
+            raise FileNotFoundError(
+                f"nothing to draw for {', '.join(names)} in {str(settings.out)!r}"
+            )
         print("written: " + ", ".join(map(str, drawn)))
         return 0
     return run(names, settings, figures=figures, jobs=jobs)
@@ -234,7 +253,9 @@ def write_page(out: Path, where: Path) -> list[Path]:
     """Write the page of the results in a folder, and its pictures."""
     results = stored(out)
     if not results:
-        raise FileNotFoundError(f"no results in {str(out)!r}; run `wball reproduce NAME --out {out}` first")
+        raise FileNotFoundError(
+            f"no results in {str(out)!r}; run `wball reproduce NAME --out {out}` first"
+        )
     paths = draw(results, out, ["png"], where.parent / page.ASSETS)
     write_whole(where, page.text(results, RECIPES).encode())
     return [where, *paths]
@@ -277,13 +298,17 @@ def _made(name: str, settings: Settings, figures: bool, shop: Workshop | None = 
 
 def _in_parallel(wanted: Sequence[str], settings: Settings, figures: bool, jobs: int) -> int:
     alone = [name for name in wanted if name in ALONE]
-    shared = sorted((name for name in wanted if name not in ALONE), key=lambda name: name not in LONG)
+    shared = sorted(
+        (name for name in wanted if name not in ALONE), key=lambda name: name not in LONG
+    )
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         try:
             made = list(pool.map(partial(_made, settings=settings, figures=figures), shared))
         except BrokenProcessPool:
-            print("a process was killed, perhaps for its memory: fewer --jobs need less, and the same command resumes")
+            print(
+                "a process was killed, perhaps for its memory: fewer --jobs need less, and the same command resumes"
+            )
             return 2
         except BaseException:  # an interruption, which may have reached this process alone
             _end([child for child in multiprocessing.active_children() if child not in others])

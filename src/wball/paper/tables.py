@@ -28,11 +28,15 @@ class Table:
         a       98.9 %
         longer       –
         """
-        cells = [list(self.head), *([c if c is not None else "–" for c in row] for row in self.rows)]
+        cells = [
+            list(self.head),
+            *([c if c is not None else "–" for c in row] for row in self.rows),
+        ]
         width = [max(len(row[k]) for row in cells) for k in range(len(self.head))]
         lines = [
             "  ".join(
-                cell.ljust(w) if k == 0 else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, width, strict=True))
+                cell.ljust(w) if k == 0 else cell.rjust(w)
+                for k, (cell, w) in enumerate(zip(row, width, strict=True))
             )
             for row in cells
         ]

@@ -55,23 +55,33 @@ def measure(shop: Workshop) -> Data:
                 "kernel": result.kernel,
             }
             rows.append(row)
-            shop.say(f"{TITLES[dataset]} x {len(x)}, {name}: {1e3 * row['seconds']:.2f} ms, {iterations} iterations")
+            shop.say(
+                f"{TITLES[dataset]} x {len(x)}, {name}: {1e3 * row['seconds']:.2f} ms, {iterations} iterations"
+            )
     if not rows:
         raise FileNotFoundError("; ".join(left_out.values()))
     return {"rows": rows, "left_out": left_out}
 
 
-def _ways(ball: WassersteinBall, x: Tensor, w: Tensor, reg: float) -> dict[str, Callable[[], ProjectionResult]]:
+def _ways(
+    ball: WassersteinBall, x: Tensor, w: Tensor, reg: float
+) -> dict[str, Callable[[], ProjectionResult]]:
     """Projections of ``w``, by name."""
     return {
-        "Algorithm 2 in torch": lambda: paper_projection(ball.problem(x), w, reg=reg, tol=1e-4, max_iter=400),
-        "its limit by our kernel, then its clamp": lambda: ball.project(x, w, reg, tol=1e-4, mode="paper"),
+        "Algorithm 2 in torch": lambda: paper_projection(
+            ball.problem(x), w, reg=reg, tol=1e-4, max_iter=400
+        ),
+        "its limit by our kernel, then its clamp": lambda: ball.project(
+            x, w, reg, tol=1e-4, mode="paper"
+        ),
         "entropic, box inside": lambda: ball.project(x, w, reg, tol=1e-4),
         "exact (no entropy), box inside": lambda: ball.project(x, w, tol=1e-4),
     }
 
 
-def _timed(way: Callable[[], ProjectionResult], device: torch.device) -> tuple[ProjectionResult, float]:
+def _timed(
+    way: Callable[[], ProjectionResult], device: torch.device
+) -> tuple[ProjectionResult, float]:
     clock = Clock(device)
     result = way()
     return result, clock.seconds()
@@ -90,7 +100,13 @@ def tables(data: Data) -> list[Table]:
                 r["kernel"],
             ]
         )
-    head = ["one projection of a batch", "time", "iterations of an image (median; most)", "per iteration", "kernel"]
+    head = [
+        "one projection of a batch",
+        "time",
+        "iterations of an image (median; most)",
+        "per iteration",
+        "kernel",
+    ]
     return [Table(head, rows)]
 
 
@@ -115,4 +131,12 @@ def draw(data: Data) -> Figure:
     return bars(labels, [("", seconds)], "time of a batch (s)", said=_ms, log=True)
 
 
-RECIPE = Recipe("timings", "Time of a projection", "section 4.3 (0.02 s per iteration)", measure, tables, draw, remarks)
+RECIPE = Recipe(
+    "timings",
+    "Time of a projection",
+    "section 4.3 (0.02 s per iteration)",
+    measure,
+    tables,
+    draw,
+    remarks,
+)

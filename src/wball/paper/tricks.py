@@ -35,20 +35,41 @@ def measure(shop: Workshop) -> Data:
         for source in SOURCES:
             attack = papers_attack(shop, "cifar10", source=source)
             curve = under_paper_attack(shop, subject, x, y, attack, f"paper-{source}")
-            rows.append({"label": MODELS[subject.name], "source": source, **subject.about(), "paper_attack": curve})
-    return {"images": shop.title("cifar10", len(x)), "unit": WassersteinBall(1.0).unit, "rows": rows}
+            rows.append(
+                {
+                    "label": MODELS[subject.name],
+                    "source": source,
+                    **subject.about(),
+                    "paper_attack": curve,
+                }
+            )
+    return {
+        "images": shop.title("cifar10", len(x)),
+        "unit": WassersteinBall(1.0).unit,
+        "rows": rows,
+    }
 
 
 def tables(data: Data) -> list[Table]:
     radii = SHOWN["cifar10"]
-    said = {claim.eps: claim.accuracy for claim in published.CLAIMS if claim.model == "cifar10-standard"}
+    said = {
+        claim.eps: claim.accuracy for claim in published.CLAIMS if claim.model == "cifar10-standard"
+    }
     rows = [["paper", None, None, *(percent(said.get(eps)) for eps in radii)]]
     for r in data["rows"]:
         curve = r["paper_attack"]
         shares = [percent(accuracy_at(curve, eps)) for eps in radii]
-        rows.append([r["label"], SOURCES[r["source"]], percent(curve["curve"][0]["accuracy"]), *shares])
+        rows.append(
+            [r["label"], SOURCES[r["source"]], percent(curve["curve"][0]["accuracy"]), *shares]
+        )
     head = ["standard training", "cost of a move", "clean", *(f"eps {eps:g}" for eps in radii)]
-    return [Table(head, rows, f"{data['images'][:1].upper()}{data['images'][1:]}, under the paper's attack")]
+    return [
+        Table(
+            head,
+            rows,
+            f"{data['images'][:1].upper()}{data['images'][1:]}, under the paper's attack",
+        )
+    ]
 
 
 def draw(data: Data) -> Figure:
@@ -57,7 +78,11 @@ def draw(data: Data) -> Figure:
     panels = [
         (
             f"as in the {source} ({how})",
-            [(r["label"], r["paper_attack"]["curve"]) for r in data["rows"] if r["source"] == source],
+            [
+                (r["label"], r["paper_attack"]["curve"])
+                for r in data["rows"]
+                if r["source"] == source
+            ],
         )
         for source, how in SOURCES.items()
     ]

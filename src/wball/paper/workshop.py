@@ -89,7 +89,12 @@ class Subject:
     sha256: str
 
     def about(self) -> dict[str, Any]:
-        return {"name": self.name, "architecture": self.architecture, "origin": self.origin, "sha256": self.sha256}
+        return {
+            "name": self.name,
+            "architecture": self.architecture,
+            "origin": self.origin,
+            "sha256": self.sha256,
+        }
 
 
 class Workshop:
@@ -99,7 +104,9 @@ class Workshop:
         self.settings = settings
         self.device = find_device(settings.device)
         if settings.models is not None and not settings.models.is_dir():
-            raise FileNotFoundError(f"models {str(settings.models)!r} is not a folder: give the one with the models")
+            raise FileNotFoundError(
+                f"models {str(settings.models)!r} is not a folder: give the one with the models"
+            )
         self.begin()
         self._images: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._subjects: dict[str, Subject] = {}
@@ -206,13 +213,19 @@ class Workshop:
             return load_model(name), str(model_card(name)["architecture"]), "zoo"
         if (public := self.public.get(name)) is not None:
             weights = public.weights(self.settings.models)
-            return load_weights(build_model(public.architecture), weights), public.architecture, public.url
+            return (
+                load_weights(build_model(public.architecture), weights),
+                public.architecture,
+                public.url,
+            )
         stored = self._stored(name)
         if stored is not None:
             model, architecture = _load(name, stored)
             return model, architecture, "models folder"
         if name not in presets():
-            raise MissingModel(f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/")
+            raise MissingModel(
+                f"{name} is not in the zoo and no preset makes it: give --models DIR with {name}/"
+            )
         return self._train(name)
 
     def trained(self, name: str, epochs: int) -> Subject:
@@ -231,11 +244,21 @@ class Workshop:
                 f"neither in the zoo nor in a models' folder (--models DIR with {name}/{name}.safetensors), "
                 "and not to be trained (--no-train)"
             )
-        with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training holds the folder itself
+        with locked(
+            folder.with_name(f".{folder.name}"), wait=True
+        ):  # the training holds the folder itself
             if not weights.is_file():
                 config, data, test = self._training(name, epochs)
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
-                train(config, data, test, model=self._start(config), out=folder, device=self.device, progress=False)
+                train(
+                    config,
+                    data,
+                    test,
+                    model=self._start(config),
+                    out=folder,
+                    device=self.device,
+                    progress=False,
+                )
         model, architecture = _load(name, weights)
         trained = "trained here, quick" if self.quick else "trained here by its preset"
         return model, architecture, trained
@@ -245,7 +268,11 @@ class Workshop:
         if self.settings.models is None:
             return None
         left = [f"{name}-{kind}-{self.settings.seed}" for kind in ("full", *["quick"] * self.quick)]
-        places = (self.settings.models / folder / f"{name}{end}" for folder in (".", name, *left) for end in ENDINGS)
+        places = (
+            self.settings.models / folder / f"{name}{end}"
+            for folder in (".", name, *left)
+            for end in ENDINGS
+        )
         return next((path for path in places if path.is_file()), None)
 
     def _training(
@@ -264,7 +291,9 @@ class Workshop:
         if not self.quick or config.name == f"{config.dataset}-standard":
             return None
         standard = self.subject(f"{config.dataset}-standard")
-        return copy.deepcopy(standard.model) if standard.architecture == config.architecture else None
+        return (
+            copy.deepcopy(standard.model) if standard.architecture == config.architecture else None
+        )
 
     # ---- parts
 
@@ -329,7 +358,12 @@ def quick_config(config: TrainConfig) -> TrainConfig:
     """A preset cut down to a minute or less on two cores: small network, few epochs, few steps of the attack."""
     small = "cifar10-resnet-small" if config.dataset == "cifar10" else config.architecture
     options = replace(
-        config.optimisation, schedule="one-cycle", bf16=False, channels_last=False, cuda_graph=False, ema=0.0
+        config.optimisation,
+        schedule="one-cycle",
+        bf16=False,
+        channels_last=False,
+        cuda_graph=False,
+        ema=0.0,
     )
     fresh = config.name.endswith("-standard")
     gentle = (0.05 if fresh else 0.01) if options.method == "sgd" else (2e-3 if fresh else 5e-4)
@@ -357,7 +391,9 @@ def _load(name: str, weights: Path) -> tuple[nn.Module, str]:
     path = weights.with_name(f"{name}.json")
     card = read_json(path) if path.is_file() else {"architecture": preset(name).architecture}
     if not isinstance(card, dict) or not isinstance(card.get("architecture"), str):
-        raise ValueError(f'{path} is not a model card: it has no "architecture"; correct or remove it')
+        raise ValueError(
+            f'{path} is not a model card: it has no "architecture"; correct or remove it'
+        )
     return load_weights(build_model(card["architecture"]), weights), card["architecture"]
 
 

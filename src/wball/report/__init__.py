@@ -53,7 +53,9 @@ def write_report(
     environment.filters["urlencode"] = lambda text: quote(text, errors="surrogateescape")
     environment.filters["percent"] = lambda part: "–" if part is None else f"{100 * part:.1f} %"
     environment.filters["interval"] = lambda ends: f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
-    environment.filters["number"] = lambda value, digits=4: "–" if value is None else f"{value:.{digits}g}"
+    environment.filters["number"] = lambda value, digits=4: (
+        "–" if value is None else f"{value:.{digits}g}"
+    )
     page = environment.from_string(_asset("template.html")).render(
         **{**content, "data": _for_script(content["data"])},
         style=_asset("style.css"),
@@ -80,7 +82,9 @@ def why_not() -> str | None:
         try:
             import_module(name)
         except ImportError:
-            return f"reports need jinja2 and Pillow, and {name} is missing: pip install wball[report]"
+            return (
+                f"reports need jinja2 and Pillow, and {name} is missing: pip install wball[report]"
+            )
     return None
 
 

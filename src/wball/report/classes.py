@@ -73,4 +73,6 @@ def by_class(e: Evaluation, eps: float) -> ByClass:
     if len(numbers) > SHOWN:
         return ByClass(eps, tuple(rows), 0, (), ())
     matrix = [[int(((label == i) & (attacked == j)).sum()) for j in numbers] for i in numbers]
-    return ByClass(eps, tuple(rows), 0, tuple(map(tuple, matrix)), tuple(e.class_name(n) for n in numbers))
+    return ByClass(
+        eps, tuple(rows), 0, tuple(map(tuple, matrix)), tuple(e.class_name(n) for n in numbers)
+    )

@@ -20,7 +20,10 @@ OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"
 
 
 def make_content(
-    evaluations: Sequence[Evaluation], title: str | None, images: int, requirements: Sequence[str | Requirement] = ()
+    evaluations: Sequence[Evaluation],
+    title: str | None,
+    images: int,
+    requirements: Sequence[str | Requirement] = (),
 ) -> dict[str, Any]:
     """The variables of ``template.html``; ``data`` is what the page's script gets.
 
@@ -30,7 +33,9 @@ def make_content(
         raise ValueError("evaluations is empty: there is nothing to report on")
     units = {e.unit for e in evaluations}
     if len(units) > 1:
-        raise ValueError(f"evaluations have radii in different units ({', '.join(sorted(units))}): write two reports")
+        raise ValueError(
+            f"evaluations have radii in different units ({', '.join(sorted(units))}): write two reports"
+        )
     ranking = rank(evaluations, distinct_names(evaluations))
     names = [row.name for row in ranking.rows]
     evaluations = [evaluations[row.index] for row in ranking.rows]
@@ -44,12 +49,16 @@ def make_content(
         "scale": scale,
         "ranking": ranking,
         "csv": ranking_csv(evaluations, names),
-        "runs": [_run(e, name, ranking.reference) for e, name in zip(evaluations, names, strict=True)],
+        "runs": [
+            _run(e, name, ranking.reference) for e, name in zip(evaluations, names, strict=True)
+        ],
         "shared": shared_radii(evaluations),
         "radii": sorted({0.0, *(r for e in evaluations for r in e.radii)}),
         "rows": _rows(evaluations),
         "proved": any(e.settings["certify"] is not None for e in evaluations),
-        "cards": [c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)],
+        "cards": [
+            c for k, e in enumerate(evaluations) for c in _cards(e, names[k], k, each, scale)
+        ],
         "classes": _classes(evaluations),
         "outcomes": OUTCOMES,
         "explorable": any(_explored(e).numel() for e in evaluations),
@@ -65,13 +74,22 @@ def make_content(
 
 
 def _decision(
-    evaluations: Sequence[Evaluation], names: Sequence[str], requirements: Sequence[str | Requirement]
+    evaluations: Sequence[Evaluation],
+    names: Sequence[str],
+    requirements: Sequence[str | Requirement],
 ) -> dict[str, Any] | None:
     """The banner: whether every evaluation meets every requirement, and each of them in a line."""
     if not requirements:
         return None
-    checks = [(name, c) for e, name in zip(evaluations, names, strict=True) for c in e.check(requirements).checks]
-    lines = [{"passed": c.met, "text": f"{name}: {c.reason}" if len(names) > 1 else c.reason} for name, c in checks]
+    checks = [
+        (name, c)
+        for e, name in zip(evaluations, names, strict=True)
+        for c in e.check(requirements).checks
+    ]
+    lines = [
+        {"passed": c.met, "text": f"{name}: {c.reason}" if len(names) > 1 else c.reason}
+        for name, c in checks
+    ]
     return {"passed": all(c.met for _, c in checks), "lines": lines}
 
 
@@ -133,20 +151,34 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
 def _attack(attack: dict[str, Any]) -> str:
     if attack["name"] == "StandardAttack":
         return f"StandardAttack, {attack['version']}"
-    shown = {k: v for k, v in attack.items() if k in ("objective", "steps", "step_size", "reg", "random_start")}
+    shown = {
+        k: v
+        for k, v in attack.items()
+        if k in ("objective", "steps", "step_size", "reg", "random_start")
+    }
     return f"{attack['name']} ({', '.join(f'{k} {v}' for k, v in shown.items())})"
 
 
 def _threat(ball: dict[str, Any]) -> str:
-    box = "no box" if ball.get("box") is None else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
+    box = (
+        "no box"
+        if ball.get("box") is None
+        else f"pixels in [{ball['box'][0]:g}, {ball['box'][1]:g}]"
+    )
     if "cost" not in ball:
         return f"{ball['kind']}, {box}"
     if ball["cost"] == "grid":
         moves = f"moves within {ball['window']} × {ball['window']} pixels, charged by distance"
         moves += "" if ball["p"] == 1 else f" to the power {ball['p']:g}"
     else:
-        moves = "moves charged by a table of costs" if ball["cost"] == "table" else "moves charged by a matrix of costs"
-    unit = "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
+        moves = (
+            "moves charged by a table of costs"
+            if ball["cost"] == "table"
+            else "moves charged by a matrix of costs"
+        )
+    unit = (
+        "radius relative to the image's mass" if ball["mass"] == "relative" else "absolute radius"
+    )
     return f"Wasserstein ball, {unit}; {moves}; {box}"
 
 
@@ -184,7 +216,9 @@ def _curve(e: Evaluation) -> dict[str, Any]:
         "eps": [p.eps for p in points],
         "accuracy": [_percent(p.accuracy) for p in points],
         "interval": [[_percent(end) for end in p.interval] for p in points],
-        "certified": None if certified[0] is None else [_percent(c) for c in certified if c is not None],
+        "certified": None
+        if certified[0] is None
+        else [_percent(c) for c in certified if c is not None],
         "broken": [p.broken for p in points],
         "images": len(e),
         "steps": e.settings["mode"] == "minimal",

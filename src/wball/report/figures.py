@@ -49,13 +49,24 @@ def accuracy_figure(evaluations: Sequence[Evaluation]) -> Figure:
     figure, axes = _one_axes(evaluations)
     for k, e in enumerate(evaluations):
         points = e.curve()
-        style: dict[str, Any] = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k % len(MARKERS)]}
+        style: dict[str, Any] = {
+            "color": COLOURS[k % len(COLOURS)],
+            "marker": MARKERS[k % len(MARKERS)],
+        }
         eps = [p.eps for p in points]
-        axes.plot(eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style)
+        axes.plot(
+            eps, [100 * p.accuracy for p in points], label=plain(e.name), lw=1.5, ms=3.5, **style
+        )
         proved = [100 * p.certified for p in points if p.certified is not None]
         if proved:
-            axes.plot(eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (certified)"), **style)
-    axes.set(xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})", ylabel="robust accuracy (%)", ylim=(-2, 102))
+            axes.plot(
+                eps, proved, ls=":", lw=1.5, ms=3, label=plain(f"{e.name} (certified)"), **style
+            )
+    axes.set(
+        xlabel=rf"radius $\epsilon$ ({evaluations[0].unit})",
+        ylabel="robust accuracy (%)",
+        ylim=(-2, 102),
+    )
     axes.set_xlim(left=0)
     axes.legend()
     return figure
@@ -68,9 +79,17 @@ def radius_figure(evaluations: Sequence[Evaluation]) -> Figure:
         found = e.images["distance"][e.images["read_as"] >= 0].sort().values
         wrong = int((e.images["label"] != e.images["predicted"]).sum())
         share = 100 * (wrong + torch.arange(1, len(found) + 1)) / max(1, len(e))
-        line: dict[str, Any] = {"lw": 1.5, "color": COLOURS[k % len(COLOURS)], "label": plain(e.name)}
+        line: dict[str, Any] = {
+            "lw": 1.5,
+            "color": COLOURS[k % len(COLOURS)],
+            "label": plain(e.name),
+        }
         axes.step(found.tolist(), share.tolist(), where="post", **line)
-    axes.set(xlabel=f"distance of the example ({evaluations[0].unit})", ylabel="images broken (%)", ylim=(-2, 102))
+    axes.set(
+        xlabel=f"distance of the example ({evaluations[0].unit})",
+        ylabel="images broken (%)",
+        ylim=(-2, 102),
+    )
     axes.set_xlim(left=0)
     axes.legend()
     return figure
@@ -83,11 +102,17 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
     index = evaluation.examples["index"]
     order = evaluation.images["distance"][index].argsort()
     chosen = order[torch.linspace(0, len(order) - 1, min(count, len(order))).round().long()]
-    x, z = evaluation.examples["original"][chosen].float(), evaluation.examples["adversarial"][chosen].float()
+    x, z = (
+        evaluation.examples["original"][chosen].float(),
+        evaluation.examples["adversarial"][chosen].float(),
+    )
     change = (z - x).mean(1)
     scale = float(change.abs().max()) or 1.0
     titles = [
-        tuple(evaluation.class_name(int(evaluation.images[name][int(index[i])])) for name in ("label", "read_as"))
+        tuple(
+            evaluation.class_name(int(evaluation.images[name][int(index[i])]))
+            for name in ("label", "read_as")
+        )
         for i in chosen.tolist()
     ]
     long = max(len(label) + len(read_as) for label, read_as in titles) > TITLE
@@ -98,8 +123,12 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         label, read_as = titles[k]
         for row, pixels in ((0, x[k]), (2, z[k])):
             shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
-            grid[row, k].imshow(shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        picture = grid[1, k].imshow(change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest")
+            grid[row, k].imshow(
+                shown.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest"
+            )
+        picture = grid[1, k].imshow(
+            change[k].numpy(), cmap="RdBu_r", vmin=-scale, vmax=scale, interpolation="nearest"
+        )
         # Long names of classes take two lines, cut to what fits above a picture.
         title = f"{_cut(label)}\n→ {_cut(read_as)}" if long else f"{label} → {read_as}"
         grid[0, k].set_title(plain(title), fontsize=5 if long else 7, pad=2)
@@ -110,11 +139,15 @@ def examples_figure(evaluation: Evaluation, count: int = 6) -> Figure:
         axis.grid(False)
         for spine in axis.spines.values():
             spine.set_visible(False)
-    figure.colorbar(picture, ax=grid[1, :], shrink=0.9, aspect=8, pad=0.02).ax.tick_params(labelsize=6)
+    figure.colorbar(picture, ax=grid[1, :], shrink=0.9, aspect=8, pad=0.02).ax.tick_params(
+        labelsize=6
+    )
     return figure
 
 
-def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf") -> list[Path]:
+def save_figures(
+    evaluations: Sequence[Evaluation], folder: str | os.PathLike[str], kind: str = "pdf"
+) -> list[Path]:
     """Write every figure that the evaluations give, as ``pdf``, ``png`` or ``svg``, and return the paths."""
     if not evaluations:
         raise ValueError("evaluations is empty: there is nothing to draw")
@@ -126,7 +159,9 @@ def save_figures(evaluations: Sequence[Evaluation], folder: str | os.PathLike[st
         figures = {"accuracy": accuracy_figure(evaluations), "radii": radius_figure(evaluations)}
         for e in evaluations:
             if e.examples and len(e.examples["index"]) and e.examples["original"].ndim == 4:
-                numbered = (f"examples-{file_name(e.name)}" + (f"-{k}" if k > 1 else "") for k in count(1))
+                numbered = (
+                    f"examples-{file_name(e.name)}" + (f"-{k}" if k > 1 else "") for k in count(1)
+                )
                 figures[next(name for name in numbered if name not in figures)] = examples_figure(e)
         paths = []
         for name, figure in figures.items():
@@ -147,7 +182,9 @@ def save_figure(figure: Figure, path: Path, dpi: int | None = None) -> Path:
 def _one_axes(evaluations: Sequence[Evaluation]) -> tuple[Figure, Axes]:
     units = {e.unit for e in evaluations}
     if len(units) != 1:
-        raise ValueError(f"evaluations must share a unit of radii, got {', '.join(sorted(units)) or 'none'}")
+        raise ValueError(
+            f"evaluations must share a unit of radii, got {', '.join(sorted(units)) or 'none'}"
+        )
     with style():
         figure = new_figure((WIDTH, 0.72 * WIDTH))
         return figure, figure.subplots()

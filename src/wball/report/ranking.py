@@ -74,7 +74,12 @@ def rank(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Ranking:
     def strength(e: Evaluation) -> tuple[bool, float, float, float]:
         at = [e.accuracy_at(r) for r in shared]
         mean = sum(at) / len(at) if at else 0.0
-        return e.reliable, e.accuracy_at(reference) if reference in shared else 0.0, mean, e.clean_accuracy
+        return (
+            e.reliable,
+            e.accuracy_at(reference) if reference in shared else 0.0,
+            mean,
+            e.clean_accuracy,
+        )
 
     order = sorted(range(len(evaluations)), key=lambda k: strength(evaluations[k]), reverse=True)
     places = iter(range(1, len(order) + 1))
@@ -121,13 +126,17 @@ def median_distance(e: Evaluation) -> tuple[float | None, bool]:
 def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[float]) -> Row:
     points = {p.eps: p for p in e.curve([r for r in shown if e.measured_at(r)])}
     cells = tuple(
-        Cell(r, points[r].accuracy, points[r].interval, points[r].certified, points[r].broken) if r in points else None
+        Cell(r, points[r].accuracy, points[r].interval, points[r].certified, points[r].broken)
+        if r in points
+        else None
         for r in shown
     )
     median, bounded = median_distance(e)
     place = next(places) if e.reliable else None  # type: ignore[call-overload]
     clean = e.clean_accuracy
-    return Row(index, name, place, len(e), clean, e.interval(clean), cells, median, bounded, e.reliable)
+    return Row(
+        index, name, place, len(e), clean, e.interval(clean), cells, median, bounded, e.reliable
+    )
 
 
 def _spread(values: Sequence[float], count: int) -> list[float]:

@@ -16,7 +16,9 @@ def table(evaluation: Evaluation) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    heading = printable(f"{evaluation.name}: {len(evaluation)} images of {evaluation.settings['data']['name']}")
+    heading = printable(
+        f"{evaluation.name}: {len(evaluation)} images of {evaluation.settings['data']['name']}"
+    )
     shown = Table(title=escape(heading), title_justify="left")
     shown.add_column(f"eps ({printable(evaluation.unit)})", justify="right")
     shown.add_column("accuracy", justify="right")
@@ -48,7 +50,10 @@ def verdict(evaluation: Evaluation) -> str:
     if audit["valid"] and "cost" in evaluation.settings["ball"]:
         said += f"\ndistances {_proved_how(evaluation)}"
     if not evaluation.reliable:
-        codes = ", ".join(sorted({warning.code for warning in evaluation.warnings})) or "claims did not hold"
+        codes = (
+            ", ".join(sorted({warning.code for warning in evaluation.warnings}))
+            or "claims did not hold"
+        )
         said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"
     return said
 

@@ -58,7 +58,12 @@ _SHORT_PATH = 64  # unmatched mass is priced like a path of so many moves at fir
 
 
 def distance(
-    cost: GroundCost, x: Tensor, z: Tensor, *, relative: bool = True, plans: Literal["window", "full"] = "window"
+    cost: GroundCost,
+    x: Tensor,
+    z: Tensor,
+    *,
+    relative: bool = True,
+    plans: Literal["window", "full"] = "window",
 ) -> Tensor:
     """Transport distance from ``x`` to ``z`` per image, float64 on ``x``'s device.
 
@@ -84,10 +89,14 @@ def distance(
         cost = cost.full(*start.shape[2:])
     _check_size(cost, start.shape[2:])
     a, b = start.numpy(), end.numpy()
-    total = torch.tensor([_image(cost, a[k], b[k]) for k in range(len(a))], dtype=torch.float64).reshape(-1)
+    total = torch.tensor(
+        [_image(cost, a[k], b[k]) for k in range(len(a))], dtype=torch.float64
+    ).reshape(-1)
     if relative:
         mass = start.flatten(1).sum(1)
-        total = torch.where(total > 0, total / mass, total)  # black images: 0 stays 0 and inf / 0 is inf
+        total = torch.where(
+            total > 0, total / mass, total
+        )  # black images: 0 stays 0 and inf / 0 is inf
     return total.to(x.device)
 
 
@@ -170,47 +179,67 @@ def _local(start: Index, end: Index, price: Array, a: Array, b: Array) -> _Flow:
     # price M, so M = min(n, m) * max(C) is dear enough. It also costs digits. Less is as good if it matches all mass.
     for length in sorted({min(n, m, _SHORT_PATH), min(n, m)}):
         dear = float(price.max()) * length + 1.0
-        flow, u, v = _simplex(i, j, np.concatenate([c, np.full(n + m, dear), [0.0]]), supply, demand)
+        flow, u, v = _simplex(
+            i, j, np.concatenate([c, np.full(n + m, dear), [0.0]]), supply, demand
+        )
         unmatched = float(flow[len(c) : -1].sum()) / 2
         if unmatched <= 1e-12 * reserve:
             break
     return _Flow(float(flow[: len(c)] @ c), unmatched, u[:-1], v[:-1])
 
 
-def _simplex(i: Index, j: Index, c: Array, supply: Array, demand: Array) -> tuple[Array, Array, Array]:
+def _simplex(
+    i: Index, j: Index, c: Array, supply: Array, demand: Array
+) -> tuple[Array, Array, Array]:
     """Flow on each arc and the dual prices, by network simplex; by HiGHS should that not return an optimum."""
     import ot  # here and below: slow to import
     from scipy import sparse
     from scipy.optimize import linprog
 
-    scale = float(supply.sum())  # the solvers' tolerances are absolute: give them masses that sum to 1
+    scale = float(
+        supply.sum()
+    )  # the solvers' tolerances are absolute: give them masses that sum to 1
     supply, demand = supply / scale, demand / scale
     costs = sparse.coo_matrix((c, (i, j)), shape=(len(supply), len(demand)))
     plan, log = ot.emd(
-        supply, demand, costs, numItermax=_MAX_PIVOTS, log=True, center_dual=False, check_marginals=False
+        supply,
+        demand,
+        costs,
+        numItermax=_MAX_PIVOTS,
+        log=True,
+        center_dual=False,
+        check_marginals=False,
     )
     u, v = np.asarray(log["u"]), np.asarray(log["v"])
     key = i * len(demand) + j
     order = np.argsort(key)
     plan = plan.tocoo()
-    found = order[np.searchsorted(key, plan.row.astype(np.int64) * len(demand) + plan.col, sorter=order)]
+    found = order[
+        np.searchsorted(key, plan.row.astype(np.int64) * len(demand) + plan.col, sorter=order)
+    ]
     flow = np.zeros(len(c))
     np.add.at(flow, found, plan.data)
     rows = np.bincount(i, flow, len(supply)) - supply
     columns = np.bincount(j, flow, len(demand)) - demand
     gap = float(flow @ c - u @ supply - v @ demand)
     violated = float((u[i] + v[j] - c).max())
-    ceiling = float(c.max())  # prices are sums along the tree of the simplex: they err in proportion
+    ceiling = float(
+        c.max()
+    )  # prices are sums along the tree of the simplex: they err in proportion
     good = np.abs(rows).max() <= 1e-12 and np.abs(columns).max() <= 1e-12
     if good and abs(gap) <= 1e-12 * ceiling and violated <= 1e-11 * ceiling:
         return flow * scale, u, v
     # One balance follows from the others and is left out: with rounding it might contradict them.
-    balance = sparse.csr_matrix((np.ones(2 * len(c)), (np.append(i, j + len(supply)), np.tile(np.arange(len(c)), 2))))
+    balance = sparse.csr_matrix(
+        (np.ones(2 * len(c)), (np.append(i, j + len(supply)), np.tile(np.arange(len(c)), 2)))
+    )
     wanted = np.append(supply, demand)[:-1]
     options = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
     answer = linprog(c, A_eq=balance[:-1], b_eq=wanted, method="highs", options=options)
     if answer.status != 0:
-        raise RuntimeError(f"no optimal flow was found: network simplex {log['warning']}, HiGHS {answer.message}")
+        raise RuntimeError(
+            f"no optimal flow was found: network simplex {log['warning']}, HiGHS {answer.message}"
+        )
     prices = np.append(answer.eqlin.marginals, 0.0)
     return np.asarray(answer.x) * scale, prices[: len(supply)], prices[len(supply) :]
 
@@ -237,5 +266,7 @@ def _full(cost: GridCost, a: Array, b: Array, width: int) -> float:
     import ot
 
     mass = float(a.sum())
-    plan = ot.emd(a[rows] / mass, b[columns] / mass, price, numItermax=_MAX_PIVOTS, check_marginals=False)
+    plan = ot.emd(
+        a[rows] / mass, b[columns] / mass, price, numItermax=_MAX_PIVOTS, check_marginals=False
+    )
     return mass * float((plan * price).sum())

@@ -114,7 +114,11 @@ class EntropicProjection:
     def serves(problem: TransportProblem, reg: float) -> bool:
         """Whether a fused kernel is there for these images; on a CPU ``project`` is as fast and has plans."""
         x = problem.x
-        if isinstance(problem.cost, DenseCost) or math.isinf(reg) or result_dtype(x) != torch.float32:
+        if (
+            isinstance(problem.cost, DenseCost)
+            or math.isinf(reg)
+            or result_dtype(x) != torch.float32
+        ):
             return False
         grid = x.float() if x.ndim == 4 else x.float()[:, None, None, :]
         return dispatch.choose("projected_sinkhorn", grid, problem.moves(grid)) == "triton"
@@ -135,7 +139,10 @@ class EntropicProjection:
         self._u, self._psi = answer.u, answer.psi.double()
         if self.mode == "paper":
             single = ((self.budget <= 0) | (self._tau <= 0)).view(-1, 1, 1, 1)
-            z, scale = torch.where(single, self._grid, target - answer.u), torch.ones_like(self.budget)
+            z, scale = (
+                torch.where(single, self._grid, target - answer.u),
+                torch.ones_like(self.budget),
+            )
             cost = torch.full_like(self.budget, math.nan)
         else:
             tau = self._tau.clamp(min=torch.finfo(torch.float64).tiny)

@@ -33,7 +33,15 @@ class Minimum:
         self.problem = problem
         still = Plan.identity(problem.moves, x).flow
         dual = torch.full_like(centre, -math.inf) if bound is None else bound
-        self.best = Best(still, x.clone(), centre, dual, dual.clone(), torch.zeros_like(x), torch.zeros_like(dual))
+        self.best = Best(
+            still,
+            x.clone(),
+            centre,
+            dual,
+            dual.clone(),
+            torch.zeros_like(x),
+            torch.zeros_like(dual),
+        )
         self.n_iter = torch.zeros_like(dual, dtype=torch.long)
         self.served = set[str]()
         self._done: Tensor | None = None
@@ -81,12 +89,21 @@ class Minimum:
         """The exact projection. What a kernel leaves undone goes to the next one, from where it stopped."""
         x, moves = self.problem.x, self.problem.moves
         kernel = dispatch.choose("proximal_newton", x, moves)
-        self._improve(kernel, partial(proximal_newton, kernel=kernel, warm=warm), (start,), max_iter)
+        self._improve(
+            kernel, partial(proximal_newton, kernel=kernel, warm=warm), (start,), max_iter
+        )
         other = dispatch.successor("proximal_newton", kernel, x, moves)
         if other is not None:
-            self._improve(other, partial(proximal_newton, kernel=other, warm=True), (self.best.u.clone(),), max_iter)
+            self._improve(
+                other,
+                partial(proximal_newton, kernel=other, warm=True),
+                (self.best.u.clone(),),
+                max_iter,
+            )
 
-    def _improve(self, kernel: str, solve: Callable[..., Tensor], start: tuple[Tensor, ...], max_iter: int) -> None:
+    def _improve(
+        self, kernel: str, solve: Callable[..., Tensor], start: tuple[Tensor, ...], max_iter: int
+    ) -> None:
         """Improve what is not solved by ``solve(problem, *start, max_iter, best)``, where the kernel works."""
         todo, home = self.todo, dispatch.home(kernel, self.problem.x)
         if not todo.numel():
@@ -105,7 +122,9 @@ class Minimum:
     def hold_back(self, spend: Tensor) -> Best:
         """What is known, its plans shrunk to what may be spent on points that will be rounded."""
         plan = Plan(self.problem.moves, self.best.flow)
-        plan, primal = held_back(plan, self.problem.budget, spend, self.best.primal, self.problem.objective)
+        plan, primal = held_back(
+            plan, self.problem.budget, spend, self.best.primal, self.problem.objective
+        )
         if plan.flow is not self.best.flow:
             self.best.flow.copy_(plan.flow)
             self.best.z.copy_(plan.columns())

@@ -101,7 +101,9 @@ class TransportOracle:
         self._psi, self._q = plan.psi, plan.q
         point = pull_back(request, plan, self.budget, self._kappa)
         self._kappa = point.kappa
-        proof = FactoredPlan(self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale)
+        proof = FactoredPlan(
+            self._moves, self._grid, point.chosen, plan.psi, plan.keep, plan.give, point.scale
+        )
         return OraclePoint(point.z.view(self.x.shape), point.cost, point.scale, plan.kernel, proof)
 
     def along(self, g: Tensor, nats: float) -> Tensor:
@@ -112,10 +114,17 @@ class TransportOracle:
         """
         grid = g.detach().to(self.x.dtype).reshape(self._grid.shape)
         price = linear_maximum(grid, self._grid, self.budget, self._moves).psi
-        most, mass = largest(grid), self._grid.flatten(1).sum(1).clamp(min=torch.finfo(grid.dtype).tiny)
+        most, mass = (
+            largest(grid),
+            self._grid.flatten(1).sum(1).clamp(min=torch.finfo(grid.dtype).tiny),
+        )
         mean = (grid * self._grid).flatten(1).sum(1) / mass
         size = nats / torch.maximum(price, 1e-3 * most).clamp(min=torch.finfo(grid.dtype).tiny)
-        return (per_image(size, grid) * (grid - per_image(mean, grid))).clamp(-CLIP, CLIP).view(self.x.shape)
+        return (
+            (per_image(size, grid) * (grid - per_image(mean, grid)))
+            .clamp(-CLIP, CLIP)
+            .view(self.x.shape)
+        )
 
     def take(self, index: Tensor) -> TransportOracle:
         """The oracle of a subset of the images (``index``: positions or a mask)."""

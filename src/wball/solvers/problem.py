@@ -60,7 +60,11 @@ class TransportProblem:
     @cached_property
     def unit(self) -> Tensor:
         """What a cost is divided by to be in the unit of the radius, per image: the image's mass, or 1."""
-        return self.mass.clamp(min=torch.finfo(torch.float64).tiny) if self.relative else torch.ones_like(self.mass)
+        return (
+            self.mass.clamp(min=torch.finfo(torch.float64).tiny)
+            if self.relative
+            else torch.ones_like(self.mass)
+        )
 
     def moves(self, grid: Tensor) -> Moves:
         """The moves on the images' grid, in the dtype and on the device of ``grid``, which is ``x`` as images."""
@@ -116,7 +120,15 @@ class TransportProblem:
         numbers = torch.finfo(torch.float32)
         dark = 1 / (DIVISIBLE * numbers.eps)
         far = _largest_moves_to_balance(self.cost, self.x)
-        return 0.25 * roundings * numbers.eps * (1 + dark) * dearest_move(self.cost, self.x) * far * (1 + 1e-9)
+        return (
+            0.25
+            * roundings
+            * numbers.eps
+            * (1 + dark)
+            * dearest_move(self.cost, self.x)
+            * far
+            * (1 + 1e-9)
+        )
 
 
 def masses(x: Tensor) -> Tensor:

@@ -33,7 +33,15 @@ from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
 from wball.solvers.entropic import SWEEP_TOL, escapes, swept
 from wball.solvers.minimum import Minimum
-from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, as_images, chunks
+from wball.solvers.problem import (
+    TIME_LIMIT,
+    PackedPlans,
+    TransportProblem,
+    as_given,
+    as_grid,
+    as_images,
+    chunks,
+)
 from wball.solvers.sinkhorn import paper_projection
 
 PAPER_TOL = 0.01
@@ -80,10 +88,14 @@ def project(
     if mode not in ("exact", "paper"):
         raise ValueError(f'mode must be "exact" or "paper", got {mode!r}')
     if not isinstance(init, Duals | None):
-        raise TypeError(f"init must be the duals of a projection (result.duals), got {type(init).__name__}")
+        raise TypeError(
+            f"init must be the duals of a projection (result.duals), got {type(init).__name__}"
+        )
     if mode == "paper":
         if math.isinf(reg):
-            raise ValueError('mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)')
+            raise ValueError(
+                'mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)'
+            )
         return _paper(problem, w, reg, tol, max_iter)
 
     images = as_images(x)
@@ -100,7 +112,11 @@ def project(
 
 
 def _followed(
-    problem: TransportProblem, w: Tensor, reg: float, effort: tuple[float, int, float], init: Duals | None
+    problem: TransportProblem,
+    w: Tensor,
+    reg: float,
+    effort: tuple[float, int, float],
+    init: Duals | None,
 ) -> ProjectionResult:
     """The projection by following the path, in chunks of images whose plans fit in memory."""
     x = problem.x
@@ -144,7 +160,9 @@ def _solved(
         run.newton(start, max_iter, warm=init is not None)
     else:
         scale = (target - x).flatten(1).abs().amax(1).clamp(min=1e-12)
-        run.follow_path(start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter)
+        run.follow_path(
+            start, torch.maximum((0.25 if init is None else 0.02) * scale, tau), max_iter
+        )
     best = run.hold_back(problem.spendable())
     plans.add(best.flow)
     off = best.z - (target - best.u).clamp(*lo_hi)
@@ -182,13 +200,17 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
         residual=put(found.residual, others.residual),
         status=tuple(status),
         n_iter=found.n_iter.index_add(0, index, others.n_iter.to(found.n_iter)),
-        duals=Duals(put(found.duals.beta, others.duals.beta), put(found.duals.psi, others.duals.psi)),
+        duals=Duals(
+            put(found.duals.beta, others.duals.beta), put(found.duals.psi, others.duals.psi)
+        ),
         write=written,
         kernel=joined_kernels((found.kernel, others.kernel)),
     )
 
 
-def _paper(problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int) -> ProjectionResult:
+def _paper(
+    problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int
+) -> ProjectionResult:
     """Where Algorithm 2 ends: ``w - u`` of the problem without a box, clamped. A kernel that is faster there serves."""
     x, budget = problem.x, problem.budget
     grid, target = as_grid(x), as_grid(w)

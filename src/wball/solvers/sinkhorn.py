@@ -58,7 +58,9 @@ def paper_projection(
         alpha = log_x - torch.logsumexp(score, 2)
         arriving = _log_scatter(moves, alpha.unsqueeze(2) - toll)
         new = goal - wright_omega(goal + arriving - torch.log(scale))
-        flow = torch.exp(torch.where(moves.allowed, alpha.unsqueeze(2) - toll + moves.gather(new), -torch.inf))
+        flow = torch.exp(
+            torch.where(moves.allowed, alpha.unsqueeze(2) - toll + moves.gather(new), -torch.inf)
+        )
         first = (flow * moves.cost).flatten(1).sum(1) - budget
         second = (flow * moves.cost.square()).flatten(1).sum(1).clamp(min=1e-300)
         step = first / second

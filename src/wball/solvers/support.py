@@ -34,7 +34,14 @@ from wball.kernels.deadline import Deadline
 from wball.moves import Moves
 from wball.result import SupportResult, joined_kernels, joined_results, statuses
 from wball.solvers.minimum import Minimum
-from wball.solvers.problem import TIME_LIMIT, PackedPlans, TransportProblem, as_given, as_grid, chunks
+from wball.solvers.problem import (
+    TIME_LIMIT,
+    PackedPlans,
+    TransportProblem,
+    as_given,
+    as_grid,
+    chunks,
+)
 
 
 def support(
@@ -70,7 +77,9 @@ def support(
     moves = problem.moves(as_grid(x[:0]))
     plans = PackedPlans(moves)
     effort = tol, max_iter, time_limit
-    parts = [_solved(problem.take(part), g[part], moves, reg, effort, plans) for part in chunks(x, moves)]
+    parts = [
+        _solved(problem.take(part), g[part], moves, reg, effort, plans) for part in chunks(x, moves)
+    ]
     return joined_results(parts, plans.written)
 
 
@@ -92,9 +101,13 @@ def _solved(
     scaled = direction / per_image(size, direction)
     tau = torch.full_like(budget, 0.0 if exact else 1.0 / reg)
     still, most = dot_and_size(scaled, grid)
-    floor = torch.add(1e-300 / size, most, alpha=tol * 1e-2)  # however small everything is, such a gap is none
+    floor = torch.add(
+        1e-300 / size, most, alpha=tol * 1e-2
+    )  # however small everything is, such a gap is none
     tolerance = Tolerance(tol, 0.0, still, floor)
-    goal = Problem(grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline)
+    goal = Problem(
+        grid, budget, moves, Linear(scaled, *problem.limits), tau, exact, tolerance, deadline
+    )
     run = Minimum(goal, -still)
     if run.todo.numel() < len(x):
         _bound_single(run)
@@ -124,7 +137,8 @@ def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: in
     problem = run.problem
     if (
         math.isfinite(reg)
-        or dispatch.home(dispatch.choose("entropic_path", start, problem.moves), start) != start.device
+        or dispatch.home(dispatch.choose("entropic_path", start, problem.moves), start)
+        != start.device
     ):
         run.without_box(max_iter)  # of a GPU's images, few then have to go to the host
     if math.isinf(reg) or boxed:
@@ -135,7 +149,10 @@ def _followed(run: Minimum, reg: float, start: Tensor, boxed: bool, max_iter: in
 def _bound_single(run: Minimum) -> None:
     """What is known of ``-max <g, z>`` beforehand: where nothing can be spent, free moves are all there is."""
     problem, moves, best = run.problem, run.problem.moves, run.best
-    reached = dot(problem.x, torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf).amax(2))
+    reached = dot(
+        problem.x,
+        torch.where(moves.free(), moves.gather(problem.columns.target), -math.inf).amax(2),
+    )
     best.dual.copy_(torch.where(problem.single, -reached, best.dual))
     best.hard.copy_(best.dual)
     run.changed()

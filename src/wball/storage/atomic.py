@@ -66,7 +66,9 @@ def locked(folder: Path, rank: int = 0, *, wait: bool = False) -> Iterator[None]
             except OSError as error:
                 if error.errno in _LOCKLESS:
                     raise OSError(
-                        error.errno, "the file system cannot lock files; choose a folder on another one", str(folder)
+                        error.errno,
+                        "the file system cannot lock files; choose a folder on another one",
+                        str(folder),
                     ) from error
                 if not wait:
                     raise FolderInUse(

@@ -84,13 +84,16 @@ def unsealed(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 def _checksum(content: Mapping[str, Any]) -> str:
     # Through JSON and back first: keys become text, tuples lists, as they will be read.
     plain = json.loads(json.dumps(content, allow_nan=False))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 @cache
 def _tell_once() -> None:
     warnings.warn(
-        "files of an earlier version have no checksums: damage in them goes unnoticed (this is said once)", stacklevel=4
+        "files of an earlier version have no checksums: damage in them goes unnoticed (this is said once)",
+        stacklevel=4,
     )
 
 
@@ -147,6 +150,11 @@ class Log:
         self.path, self.rank = path, rank
 
     def __call__(self, event: str, **fields: Any) -> None:
-        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "rank": self.rank, "event": event, **fields}
+        row = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "rank": self.rank,
+            "event": event,
+            **fields,
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -29,7 +29,16 @@ StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
 # Under which names public training scripts store the weights.
-_PACKED_UNDER = ("state_dict", "model_state_dict", "net", "model", "weights", "params", "model_state", "state_dict_ema")
+_PACKED_UNDER = (
+    "state_dict",
+    "model_state_dict",
+    "net",
+    "model",
+    "weights",
+    "params",
+    "model_state",
+    "state_dict_ema",
+)
 _COUNTER = "num_batches_tracked"
 _AVERAGED = "n_averaged"  # of torch's AveragedModel, beside the weights
 
@@ -56,24 +65,35 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
             return model
         complaints.append(complaint)
     which = f" (the first of {len(candidates)} state dicts in it)" if len(candidates) > 1 else ""
-    raise ValueError(f"the weights in {path}{which} do not fit this {type(model).__name__}: {complaints[0]}")
+    raise ValueError(
+        f"the weights in {path}{which} do not fit this {type(model).__name__}: {complaints[0]}"
+    )
 
 
-def save_weights(model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+def save_weights(
+    model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write the model's weights as safetensors. The file appears whole or not at all."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {path}")
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _tensors_of(model).items()}
+    tensors = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in _tensors_of(model).items()
+    }
     # save_file would make a file that only its owner can read.
-    write_whole(path, save(tensors, metadata={**(metadata or {}), CHECKSUM: tensor_checksum(tensors)}))
+    write_whole(
+        path, save(tensors, metadata={**(metadata or {}), CHECKSUM: tensor_checksum(tensors)})
+    )
 
 
 def _tensors_of(model: nn.Module) -> StateDict:
     """The model's state without what modules of its own keep beside tensors (``get_extra_state``)."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if lazy := [name for name, value in state.items() if is_lazy(value)]:
-        raise ValueError(f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first")
+        raise ValueError(
+            f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first"
+        )
     return state
 
 
@@ -99,17 +119,23 @@ def _read(path: Path) -> Any:
             raise ValueError(f"{path} is damaged: the weights do not have their checksum")
         return tensors
     if path.suffix.lower() not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
-        raise ValueError(f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files")
+        raise ValueError(
+            f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files"
+        )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make it raise anything
         # torch wraps the reason in advice to switch the protection off, which is not ours to pass on.
-        if isinstance(error, pickle.UnpicklingError) and (refused := re.search(r"GLOBAL ([\w.]+)", str(error))):
+        if isinstance(error, pickle.UnpicklingError) and (
+            refused := re.search(r"GLOBAL ([\w.]+)", str(error))
+        ):
             raise ValueError(
                 f"{path} holds more than tensors ({refused[1]}) and was not opened, because loading such files can run "
                 "code. Where you trust it, resave its state dict alone with torch.save(model.state_dict(), ...)"
             ) from error
-        raise ValueError(f"{path} is not a complete weights file: truncated or not that format") from error
+        raise ValueError(
+            f"{path} is not a complete weights file: truncated or not that format"
+        ) from error
 
 
 def _state_dicts(content: Any) -> Iterator[StateDict]:
@@ -125,7 +151,11 @@ def _state_dicts(content: Any) -> Iterator[StateDict]:
         seen.add(id(content))
         inside: Sequence[Any] = ()
         if isinstance(content, Mapping):
-            inside = [content[k] for k in _PACKED_UNDER if k in content and not isinstance(content[k], Tensor)]
+            inside = [
+                content[k]
+                for k in _PACKED_UNDER
+                if k in content and not isinstance(content[k], Tensor)
+            ]
             tensors = {str(k): v for k, v in content.items() if isinstance(v, Tensor)}
             if tensors and not inside:
                 yield tensors
@@ -149,7 +179,9 @@ def _match(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> S
     if not source:
         return found
     matched = {key: found[other] for key, other in source.items()}
-    for key in wanted.keys() - source.keys() - {_AVERAGED}:  # batch counters, where the file has them
+    for key in (
+        wanted.keys() - source.keys() - {_AVERAGED}
+    ):  # batch counters, where the file has them
         counter = source[key.replace(_COUNTER, "running_mean")].replace("running_mean", _COUNTER)
         if counter in found:
             matched[key] = found[counter]
@@ -177,7 +209,9 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
     """Each key without the leading components that all keys share (``module.``, ``model.``)."""
     parts = [key.split(".") for key in keys]
     shared = 0
-    while parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1:
+    while (
+        parts and all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1
+    ):
         shared += 1
     return {key: ".".join(p[shared:]) for key, p in zip(keys, parts, strict=True)}
 
@@ -191,7 +225,10 @@ def _same_row(found: StateDict, wanted: StateDict) -> dict[str, str]:
 
     def row(state: StateDict) -> list[tuple[str, str]]:
         short = _without_prefix(_essential(state))
-        return sorted(short.items(), key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(9), item[1]))
+        return sorted(
+            short.items(),
+            key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(9), item[1]),
+        )
 
     def signature(state: StateDict) -> list[tuple[str, torch.Size]]:
         return [(re.sub(r"\d+", "#", name), state[key].shape) for key, name in row(state)]
@@ -219,15 +256,29 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
     said += [f"wrong shape: {_some(shapes, '; ')}"] if shapes else []
     said += [f"wrong type: {_some(types, '; ')}"] if types else []
     if any(re.search(r"(^|\.)(mean|std|mu|sigma)$", key) for key in unexpected):
-        said.append("the file has normalisation constants: wrap the model in wball.Normalized with them")
+        said.append(
+            "the file has normalisation constants: wrap the model in wball.Normalized with them"
+        )
     return "; ".join(said)
 
 
 def _kind(value: Tensor) -> str:
     """What cannot be turned into something else without loss, or without knowing more."""
     if value.is_quantized or value.is_meta or value.layout != torch.strided:
-        return "quantized" if value.is_quantized else "on no device (meta)" if value.is_meta else "sparse"
-    return "complex" if value.is_complex() else "floating point" if value.is_floating_point() else "integer"
+        return (
+            "quantized"
+            if value.is_quantized
+            else "on no device (meta)"
+            if value.is_meta
+            else "sparse"
+        )
+    return (
+        "complex"
+        if value.is_complex()
+        else "floating point"
+        if value.is_floating_point()
+        else "integer"
+    )
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:

@@ -1,6 +1,15 @@
 """Training: standard, adversarial with any attack of the library, and provable in the l-inf ball."""
 
-from wball.training.config import Adversary, Loss, Optimisation, Provable, Smooth, TrainConfig, Validation, describe
+from wball.training.config import (
+    Adversary,
+    Loss,
+    Optimisation,
+    Provable,
+    Smooth,
+    TrainConfig,
+    Validation,
+    describe,
+)
 from wball.training.loop import TrainResult, train
 from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets

@@ -71,7 +71,11 @@ class AnchoredBounds(nn.Module):
         layers = [op for op in graph.ops if not isinstance(op, (Input, Reshape, Diagonal))]
         kinds = [type(op) for op in layers]
         plain = all(op.inputs == (k - 1,) for k, op in enumerate(graph.ops) if k)
-        if kinds != [Conv2d, Activation, Linear, Activation, Linear] or not plain or not _first(graph, before):
+        if (
+            kinds != [Conv2d, Activation, Linear, Activation, Linear]
+            or not plain
+            or not _first(graph, before)
+        ):
             raise UnsupportedModule(
                 "anchored training is for one convolution, ReLU, a hidden linear layer, ReLU and a linear layer, such "
                 f"as mnist-shallow; this network has {', '.join(kind.__name__ for kind in kinds)}"
@@ -79,23 +83,37 @@ class AnchoredBounds(nn.Module):
         first, bend, hidden, last_bend, last = layers
         assert isinstance(first, Conv2d) and isinstance(hidden, Linear) and isinstance(last, Linear)
         if first.groups != 1 or first.dilation != (1, 1):
-            raise UnsupportedModule(f"anchored training has no bound for groups or dilation, as in {first.name!r}")
+            raise UnsupportedModule(
+                f"anchored training has no bound for groups or dilation, as in {first.name!r}"
+            )
         if any(isinstance(op, Activation) and op.leak for op in (bend, last_bend)):
-            raise UnsupportedModule(f"anchored training has no bound for leaky activations, as {bend.name!r}; use ReLU")
-        self.model, self.first, self.hidden, self.last = model, first, hidden, last  # the model for its parameters
+            raise UnsupportedModule(
+                f"anchored training has no bound for leaky activations, as {bend.name!r}; use ReLU"
+            )
+        self.model, self.first, self.hidden, self.last = (
+            model,
+            first,
+            hidden,
+            last,
+        )  # the model for its parameters
         self.image, self.bf16 = tuple(like.shape[1:]), bf16
         self.kernel = dispatch.choose("row_maximum", like)
         height, width = self.image[1:]
         self.tiles = tuple(_Tiles(first, axis, side) for axis, side in enumerate((height, width)))
         row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        inside = [(row + r >= 0) & (row + r < height) & (column + c >= 0) & (column + c < width) for r, c in STRAIGHT]
+        inside = [
+            (row + r >= 0) & (row + r < height) & (column + c >= 0) & (column + c < width)
+            for r, c in STRAIGHT
+        ]
         dtype, device = first.weight.dtype, like.device
 
         def constant(value: Tensor) -> Tensor:
             return value.to(device, dtype)
 
         everywhere = torch.stack(inside)[:, None].expand(-1, self.image[0], -1, -1)
-        self.inside = constant(self._tiled(everywhere).transpose(0, 1))  # (tiles, moves, pixels of a tile)
+        self.inside = constant(
+            self._tiled(everywhere).transpose(0, 1)
+        )  # (tiles, moves, pixels of a tile)
         self.fee = constant(torch.tensor([1.0] * 4 + [FAR] * 4)).view(1, 8, 1, 1, 1)
         self.classes = torch.arange(last.shape[0], device=device)
         self.price = constant(torch.tensor(PRICES)).view(-1, 1)
@@ -107,7 +125,10 @@ class AnchoredBounds(nn.Module):
         self.steps = constant(steps)
         scale, shift = constant(torch.ones(1, 1, 1, 1)), constant(torch.zeros(1, 1, 1, 1))
         for op in before:
-            scale, shift = scale * op.scale.to(dtype), shift * op.scale.to(dtype) + op.shift.to(dtype)
+            scale, shift = (
+                scale * op.scale.to(dtype),
+                shift * op.scale.to(dtype) + op.shift.to(dtype),
+            )
         self.scale, self.shift = scale, shift
 
     def forward(self, x: Tensor, y: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +141,9 @@ class AnchoredBounds(nn.Module):
         logits = self.last.forward(at_hidden.clamp(min=0))
 
         pattern = self._pattern(moves[:, : len(STRAIGHT)])
-        gained = self._earned(self._by_place(self.hidden.weight).expand(x.shape[0], -1, -1, -1), first, pattern)
+        gained = self._earned(
+            self._by_place(self.hidden.weight).expand(x.shape[0], -1, -1, -1), first, pattern
+        )
         rate = gained.amax(3).flatten(2).to(x.dtype)
         reach = _most(rate, TURN * rate, HOPS * self._tiled(x).flatten(1), budget, self.kernel)
         hidden = _Lines(at_hidden, reach, reach)
@@ -130,7 +153,9 @@ class AnchoredBounds(nn.Module):
         up, down = rows.clamp(min=0), rows.clamp(max=0)
         linear = (up * hidden.beta[:, None] + down * hidden.slope[:, None]) @ self.hidden.weight
         charge = (up * hidden.omega[:, None]).to(gained.dtype) @ gained.clamp(min=0).flatten(2)
-        total = self._earned(self._by_place(linear), first, pattern) + charge.unflatten(2, gained.shape[2:])
+        total = self._earned(self._by_place(linear), first, pattern) + charge.unflatten(
+            2, gained.shape[2:]
+        )
         straight = self._untiled(total.to(x.dtype).transpose(2, 3))
         best, turned = straight.amax(2).flatten(2), self._diagonal(straight).amax(2).flatten(2)
         return logits, _most(best, turned, HOPS * x.flatten(1), budget, self.kernel)
@@ -147,7 +172,9 @@ class AnchoredBounds(nn.Module):
         """
         dtype = pattern.dtype
         up, down = rows.to(dtype).clamp(min=0), rows.to(dtype).clamp(max=0)
-        beta, slope, omega = (self._by_place(v).to(dtype)[:, None] for v in (lines.beta, lines.slope, lines.omega))
+        beta, slope, omega = (
+            self._by_place(v).to(dtype)[:, None] for v in (lines.beta, lines.slope, lines.omega)
+        )
         seen = torch.cat([up * beta + down * slope, up * omega], 3)  # (B, R, positions, 2 filters)
         seen = seen.flatten(0, 1).unflatten(1, self.first.shape[1:]).permute(0, 3, 1, 2)
         out = F.conv2d(seen, pattern, padding=[tiles.padding for tiles in self.tiles])
@@ -164,7 +191,9 @@ class AnchoredBounds(nn.Module):
         """Maps ``(N, C, H, W)`` as ``(N, tiles, pixels of a tile)``, with zeros beyond the image."""
         rows, columns = self.tiles
         wide = F.pad(maps, (0, columns.beyond, 0, rows.beyond))
-        wide = wide.unflatten(3, (columns.count, columns.stride)).unflatten(2, (rows.count, rows.stride))
+        wide = wide.unflatten(3, (columns.count, columns.stride)).unflatten(
+            2, (rows.count, rows.stride)
+        )
         return wide.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def _untiled(self, tiles: Tensor) -> Tensor:
@@ -182,7 +211,9 @@ class AnchoredBounds(nn.Module):
 
         def then(one: int, two: int) -> Tensor:
             r, c = STRAIGHT[one]
-            return maps[:, :, one] + wide[:, :, two, :, 1 + r : 1 + r + height, 1 + c : 1 + c + width]
+            return (
+                maps[:, :, one] + wide[:, :, two, :, 1 + r : 1 + r + height, 1 + c : 1 + c + width]
+            )
 
         corners = [(0, 1), (0, 2), (3, 1), (3, 2)]
         return torch.stack([torch.minimum(then(a, b), then(b, a)) for a, b in corners], 2)
@@ -198,7 +229,9 @@ class AnchoredBounds(nn.Module):
         wide = F.pad(both, (*columns.around, *rows.around))
         wide = wide.unflatten(5, (-1, columns.stride)).unflatten(4, (-1, rows.stride)).flip((4, 6))
         kernel = wide.permute(2, 3, 5, 7, 0, 1, 4, 6).flatten(4, 5).flatten(0, 3)
-        return kernel.to(torch.bfloat16 if self.bf16 else kernel.dtype).contiguous(memory_format=torch.channels_last)
+        return kernel.to(torch.bfloat16 if self.bf16 else kernel.dtype).contiguous(
+            memory_format=torch.channels_last
+        )
 
     def _first_reach(self, x: Tensor, moves: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """How far the units of the convolution can fall and rise, at the best of a few prices."""
@@ -244,11 +277,17 @@ class _Tiles:
     """The image along one axis in tiles as long as the stride, of which each unit sees those up to ``reach`` away."""
 
     def __init__(self, layer: Conv2d, axis: int, side: int) -> None:
-        size, self.stride, padding = layer.weight.shape[2 + axis], layer.stride[axis], layer.padding[axis] + 1
+        size, self.stride, padding = (
+            layer.weight.shape[2 + axis],
+            layer.stride[axis],
+            layer.padding[axis] + 1,
+        )
         positions = layer.shape[1 + axis]
         self.count = -(-side // self.stride)
         self.beyond = self.count * self.stride - side
-        reach = max(-(-padding // self.stride), -(-(size + 2 - padding - self.stride) // self.stride))
+        reach = max(
+            -(-padding // self.stride), -(-(size + 2 - padding - self.stride) // self.stride)
+        )
         before = self.stride * reach - padding
         self.around = before, (2 * reach + 1) * self.stride - before - (size + 2)
         self.margin = max(0, self.count - positions)
@@ -270,7 +309,17 @@ def _most(straight: Tensor, diagonal: Tensor, mass: Tensor, budget: Tensor, kern
         field = Field(held, torch.zeros_like(held), worth, steps)
         whose = torch.arange(images, device=mass.device).repeat_interleave(rows)
         problem = RowProblem(
-            held, whose, None, mass, budget[whose].double(), (), (), 1.0, lambda: None, lambda: field, plain=False
+            held,
+            whose,
+            None,
+            mass,
+            budget[whose].double(),
+            (),
+            (),
+            1.0,
+            lambda: None,
+            lambda: field,
+            plain=False,
         )
         psi = row_maximum(problem, ROUNDS, kernel)[1].unflatten(0, (images, rows))
     best = torch.maximum(straight - psi[..., None], diagonal - FAR * psi[..., None]).clamp(min=0)
@@ -292,5 +341,7 @@ def record(bounds: AnchoredBounds, x: Tensor, y: Tensor, budget: Tensor) -> None
             raise RuntimeError(f"a replay differs by {worst:g} of the largest gain")
     except (RuntimeError, AttributeError) as error:
         torch.cuda.synchronize(x.device)
-        warnings.warn(f"the bounds are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the bounds are not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2
+        )
         bounds.__dict__.pop("forward", None)  # what was put in its place

@@ -84,7 +84,9 @@ class LinfBounds:
 
     def _interval_margins(self, values: list[Interval], y: Tensor) -> Tensor:
         last = self.graph.ops[-1]
-        if isinstance(last, Linear):  # the differences of its rows, so that what f_y and f_k share cancels
+        if isinstance(
+            last, Linear
+        ):  # the differences of its rows, so that what f_y and f_k share cancels
             centre, radius = values[last.inputs[0]]
             rows = last.weight[y][:, None] - last.weight
             bias = 0.0 if last.bias is None else last.bias[y][:, None] - last.bias
@@ -107,7 +109,9 @@ class LinfBounds:
             centre, radius = values[op.inputs[0]]
             low, up = centre - radius, centre + radius
             slope, shift = upper_line(low, up, op.leak)
-            under = torch.where((low < 0) & (up > 0), torch.where(up > -low, 1.0, op.leak).to(slope.dtype), slope)
+            under = torch.where(
+                (low < 0) & (up > 0), torch.where(up > -low, 1.0, op.leak).to(slope.dtype), slope
+            )
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
             constant = (negative * rows.read(shift)).flatten(1).sum(1)
             return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
@@ -123,7 +127,9 @@ def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
     """Which images are proved right over the l-inf ball, by intervals or by CROWN on them (bool, ``(B,)``)."""
     bounds = LinfBounds(model, x)
     own = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
-    best = [bounds.margins(x, y, eps, crown).masked_fill(own, torch.inf).amin(1) for crown in (0.0, 1.0)]
+    best = [
+        bounds.margins(x, y, eps, crown).masked_fill(own, torch.inf).amin(1) for crown in (0.0, 1.0)
+    ]
     return torch.maximum(*best) > 0
 
 

@@ -62,11 +62,17 @@ class Optimisation:
         if self.method not in ("sgd", "adamw"):
             raise ValueError(f'method must be "sgd" or "adamw", got {self.method!r}')
         if self.schedule not in ("constant", "step", "one-cycle"):
-            raise ValueError(f'schedule must be "constant", "step" or "one-cycle", got {self.schedule!r}')
+            raise ValueError(
+                f'schedule must be "constant", "step" or "one-cycle", got {self.schedule!r}'
+            )
         if not 0 <= self.ema < 1:
-            raise ValueError(f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps")
+            raise ValueError(
+                f"ema must be in [0, 1), got {self.ema}; 0.999 averages about the last 1,000 steps"
+            )
         if not 0 <= self.perturbation < 1:
-            raise ValueError(f"perturbation must be a share of the weights' norm in [0, 1), got {self.perturbation}")
+            raise ValueError(
+                f"perturbation must be a share of the weights' norm in [0, 1), got {self.perturbation}"
+            )
         if not 0 < self.warmup < 1:
             raise ValueError(f"warmup must be a share of the run in (0, 1), got {self.warmup}")
         if not 0 <= self.momentum < 1:
@@ -159,7 +165,9 @@ class Radii:
     def check_radii(self, eps: float) -> None:
         """Raise unless these settings fit a ball of radius ``eps``."""
         if self.radius not in ("fixed", "uniform", "per-image"):
-            raise ValueError(f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}')
+            raise ValueError(
+                f'radius must be "fixed", "uniform" or "per-image", got {self.radius!r}'
+            )
         if not 0 <= self.low <= eps:
             raise ValueError(f"low must be in [0, eps] = [0, {eps:g}], got {self.low}")
         inputs.check_positive("grow", self.grow)
@@ -217,9 +225,13 @@ class Adversary(Radii):
 
     def __post_init__(self) -> None:
         if not isinstance(self.attack, Attack):
-            raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball), got {self.attack!r}")
+            raise TypeError(
+                f"attack must be an attack such as wball.DualAveraging(ball), got {self.attack!r}"
+            )
         if isinstance(self.attack.ball.eps, Tensor):
-            raise ValueError("the attack's ball has one eps per image; training needs a single number")
+            raise ValueError(
+                "the attack's ball has one eps per image; training needs a single number"
+            )
         self.check_radii(self.eps)
 
     @property
@@ -250,8 +262,14 @@ class Provable:
 
     def __post_init__(self) -> None:
         inputs.check_positive("eps", self.eps)
-        if not isinstance(self.ramp, tuple) or len(self.ramp) != 2 or not 0 <= self.ramp[0] < self.ramp[1] <= 1:
-            raise ValueError(f"ramp must be two rising shares of the run in [0, 1], got {self.ramp}")
+        if (
+            not isinstance(self.ramp, tuple)
+            or len(self.ramp) != 2
+            or not 0 <= self.ramp[0] < self.ramp[1] <= 1
+        ):
+            raise ValueError(
+                f"ramp must be two rising shares of the run in [0, 1], got {self.ramp}"
+            )
         for name in ("kappa", "crown", "crown_end"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -282,7 +300,9 @@ class Validation:
         inputs.check_count("every", self.every)
         inputs.check_count("images", self.images)
         if self.attack is not None and not isinstance(self.attack, Attack):
-            raise TypeError(f"attack must be an attack such as wball.DualAveraging(ball) or None, got {self.attack!r}")
+            raise TypeError(
+                f"attack must be an attack such as wball.DualAveraging(ball) or None, got {self.attack!r}"
+            )
         if not isinstance(self.eps, tuple):
             raise TypeError(f"eps must be a tuple of radii such as (0.1, 0.3), got {self.eps!r}")
         if self.eps and self.attack is None:
@@ -345,7 +365,9 @@ class TrainConfig:
             )
         for part, kind in _PARTS.items():
             value = getattr(self, part)
-            if not isinstance(value, kind) and (value is not None or part in ("optimisation", "loss", "evaluation")):
+            if not isinstance(value, kind) and (
+                value is not None or part in ("optimisation", "loss", "evaluation")
+            ):
                 raise TypeError(f"{part} must be a wball.training.{kind.__name__}, got {value!r}")
         if self.dataset != OWN:
             dataset_info(self.dataset)
@@ -365,14 +387,22 @@ class TrainConfig:
         if self.adversary is not None and self.provable is not None:
             raise ValueError("give an adversary or a provable loss, not both")
         if self.noise > 0 and (self.adversary is not None or self.provable is not None):
-            raise ValueError(f"noise {self.noise} goes without an adversary or a provable loss, which do not use it")
-        alone = self.provable is None and self.adversary is None and self.loss.kind == "cross-entropy"
+            raise ValueError(
+                f"noise {self.noise} goes without an adversary or a provable loss, which do not use it"
+            )
+        alone = (
+            self.provable is None and self.adversary is None and self.loss.kind == "cross-entropy"
+        )
         if self.smooth is not None and not alone:
-            raise ValueError('smooth goes with the loss "cross-entropy", without an adversary and a provable loss')
+            raise ValueError(
+                'smooth goes with the loss "cross-entropy", without an adversary and a provable loss'
+            )
         if self.loss.teacher > 0 and self.provable is not None:
             raise ValueError("the provable loss has hard labels: it goes without a teacher")
         if self.loss.kind != "cross-entropy" and self.adversary is None:
-            raise ValueError(f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary')
+            raise ValueError(
+                f'loss "{self.loss.kind}" compares clean and adversarial images: give an adversary'
+            )
 
 
 _PARTS: dict[str, type] = {

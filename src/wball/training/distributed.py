@@ -119,7 +119,11 @@ def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
         assert module.running_mean is not None and module.running_var is not None
         assert module.num_batches_tracked is not None
         module.num_batches_tracked.add_(1)
-        weight = module.momentum if module.momentum is not None else 1 / float(module.num_batches_tracked)
+        weight = (
+            module.momentum
+            if module.momentum is not None
+            else 1 / float(module.num_batches_tracked)
+        )
         module.running_mean.lerp_(mean.detach(), weight)
         module.running_var.lerp_(variance.detach() * (count / max(1, count - 1)), weight)
     out = centred * (variance + module.eps).rsqrt().view(shape)

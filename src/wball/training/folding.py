@@ -77,8 +77,13 @@ class _Convolution(nn.Module):
 
     def __init__(self, before: nn.Conv2d, after: nn.BatchNorm2d, dtype: torch.dtype) -> None:
         super().__init__()
-        self._layers = (before, after)  # in a tuple, so that they are not trained, moved or saved by this
-        self.register_buffer("weight", torch.empty_like(before.weight, dtype=dtype), persistent=False)
+        self._layers = (
+            before,
+            after,
+        )  # in a tuple, so that they are not trained, moved or saved by this
+        self.register_buffer(
+            "weight", torch.empty_like(before.weight, dtype=dtype), persistent=False
+        )
         bias = torch.empty(before.out_channels, dtype=dtype, device=before.weight.device)
         self.register_buffer("bias", bias, persistent=False)
 
@@ -93,8 +98,21 @@ class _Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         by = self._layers[0]
-        return F.conv2d(x.to(self.weight.dtype), self.weight, self.bias, by.stride, by.padding, by.dilation, by.groups)
+        return F.conv2d(
+            x.to(self.weight.dtype),
+            self.weight,
+            self.bias,
+            by.stride,
+            by.padding,
+            by.dilation,
+            by.groups,
+        )
 
 
 def _foldable(before: nn.Conv2d, after: nn.BatchNorm2d) -> bool:
-    return before.padding_mode == "zeros" and after.affine and after.running_var is not None and not after.training
+    return (
+        before.padding_mode == "zeros"
+        and after.affine
+        and after.running_var is not None
+        and not after.training
+    )

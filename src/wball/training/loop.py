@@ -143,7 +143,18 @@ def train(
     radii = None if balls is None else Radii(balls, len(x), config.seed, device)
     augmentations = _augmentations(config)
 
-    run = _Run(config, folder, model, average, optimizer, radii, world, checkpoint_every, time_limit, per_epoch)
+    run = _Run(
+        config,
+        folder,
+        model,
+        average,
+        optimizer,
+        radii,
+        world,
+        checkpoint_every,
+        time_limit,
+        per_epoch,
+    )
     with (
         _fast(device, config.adversary),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -154,14 +165,18 @@ def train(
     ):
         while not run.finished:
             epoch, first = divmod(run.step, per_epoch)
-            order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(device)
+            order = torch.randperm(len(x), generator=generator(config.seed, "order", epoch)).to(
+                device
+            )
             model.train()
             for batch in range(first, per_epoch):
                 elapsed = run.progress()
                 for group in optimizer.param_groups:
                     group["lr"] = options.lr_at(elapsed, config.epochs)
 
-                _seed(generator(config.seed, f"network-{world.rank}", run.step).initial_seed(), device)
+                _seed(
+                    generator(config.seed, f"network-{world.rank}", run.step).initial_seed(), device
+                )
                 index = order[batch * config.batch_size : (batch + 1) * config.batch_size]
                 images, labels = x[index], world.shard(y[index])
                 if augmentations:
@@ -170,7 +185,9 @@ def train(
                         images = augment(images, draws)
                 clean = trained = world.shard(images)
                 if config.noise > 0:
-                    noisy = flow_noise(images, config.noise, generator(config.seed, "noise", run.step, device))
+                    noisy = flow_noise(
+                        images, config.noise, generator(config.seed, "noise", run.step, device)
+                    )
                     trained = world.shard(noisy)
                 eps = 0.0 if radii is None else radii.batch(index, run.step, elapsed, world)
                 broken = None
@@ -266,14 +283,19 @@ class _Run:
         """
         self.totals += self.world.sum(torch.stack([loss.double() * images, right.double()]))
         self.step, self.images = self.step + 1, self.images + images * self.world.size
-        if self.totals.is_cuda and (self._first or (self.time_limit is not None and self.step % QUEUED == 0)):
+        if self.totals.is_cuda and (
+            self._first or (self.time_limit is not None and self.step % QUEUED == 0)
+        ):
             torch.cuda.synchronize(self.totals.device)
         if self._first:
             self._first = False
             self._tick = time.perf_counter()
 
     def end_epoch(
-        self, epoch: int, tests: tuple[Tensor, Tensor] | None, on_epoch: Callable[[Record], None] | None
+        self,
+        epoch: int,
+        tests: tuple[Tensor, Tensor] | None,
+        on_epoch: Callable[[Record], None] | None,
     ) -> None:
         """Measure, write the record, save."""
         (loss, right), images = self.totals.tolist(), self.images
@@ -285,7 +307,9 @@ class _Run:
         self.totals.zero_()
         self.images = 0
         self.progress()  # after the totals are read: a GPU may still have been at work
-        self.world.spread(self.average.model.buffers())  # statistics differ; measured is what is saved
+        self.world.spread(
+            self.average.model.buffers()
+        )  # statistics differ; measured is what is saved
         record: Record = {
             "epoch": epoch + 1,
             "step": self.step,
@@ -325,7 +349,9 @@ class _Run:
             end = time.perf_counter()
             self._next_save = end + (end - begin) / CHECKPOINT_SHARE
         if self.stop and self.world.main:
-            raise KeyboardInterrupt("stopped by a signal; the checkpoint is saved; repeat the call to resume")
+            raise KeyboardInterrupt(
+                "stopped by a signal; the checkpoint is saved; repeat the call to resume"
+            )
 
     def _save(self, path: Path) -> None:
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
@@ -351,10 +377,16 @@ class _Run:
     def restore(self, x: Tensor, y: Tensor, init: str | None) -> None:
         """Go on from the checkpoint in the folder, if there is one; open the log."""
         # Labels stand for the images: those are many bytes, and their last bits depend on the device.
-        self.data = {"images": len(x), "shape": list(x.shape[1:]), "labels": zlib.crc32(y.cpu().numpy().tobytes())}
+        self.data = {
+            "images": len(x),
+            "shape": list(x.shape[1:]),
+            "labels": zlib.crc32(y.cpu().numpy().tobytes()),
+        }
         self.origin = init
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
-        found = load_state(path) if path is not None and self.world.main and path.is_file() else None
+        found = (
+            load_state(path) if path is not None and self.world.main and path.is_file() else None
+        )
         found = self.world.agreed(found)
         if found is not None:
             tensors, header = found
@@ -364,7 +396,10 @@ class _Run:
             self.origin = header.get("init", init)
             _check_same(self.origin, init or self.origin, str(path), "init")
             part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
-            theirs, ours = ({k: tuple(v.shape) for k, v in m.items()} for m in (part["model"], self.model.state_dict()))
+            theirs, ours = (
+                {k: tuple(v.shape) for k, v in m.items()}
+                for m in (part["model"], self.model.state_dict())
+            )
             for key in {**ours, **theirs}:
                 _check_same(theirs.get(key), ours.get(key), str(path), f"model's {key}")
             self.model.load_state_dict(part["model"])
@@ -377,8 +412,14 @@ class _Run:
                 self.totals.copy_(tensors["totals"])
             except (KeyError, ValueError, RuntimeError) as error:
                 first = str(error).splitlines()[0]
-                raise ValueError(f"{path} is not a complete checkpoint ({first}); delete it to start over") from error
-            self.step, self.images, self.seconds = header["step"], header["images"], header["seconds"]
+                raise ValueError(
+                    f"{path} is not a complete checkpoint ({first}); delete it to start over"
+                ) from error
+            self.step, self.images, self.seconds = (
+                header["step"],
+                header["images"],
+                header["seconds"],
+            )
             self.average.count, self.history = header["averaged"], header["history"]
         if self.folder is not None and self.world.main:
             clear_parts(self.folder)
@@ -389,7 +430,9 @@ class _Run:
     def card(self) -> dict[str, Any]:
         """The model card: what it is, what was measured last, how it was trained."""
         last = self.history[-1] if self.history else {}
-        measured = {k: round(v, 6) for k, v in last.items() if k.endswith("accuracy") or "_accuracy_" in k}
+        measured = {
+            k: round(v, 6) for k, v in last.items() if k.endswith("accuracy") or "_accuracy_" in k
+        }
         measured.pop("train_accuracy", None)
         settings = describe(self.config)
         about = {k: settings.pop(k) for k in ("name", "architecture", "dataset", "summary")}
@@ -429,7 +472,9 @@ class _Run:
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.stop and number == signal.SIGINT and self.world.size == 1:
-                raise KeyboardInterrupt("stopped at once; repeat the call to resume from the last checkpoint")
+                raise KeyboardInterrupt(
+                    "stopped at once; repeat the call to resume from the last checkpoint"
+                )
             self.stop = True
 
         before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -446,7 +491,9 @@ class _Run:
 
 def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
     if images < config.batch_size:
-        raise ValueError(f"data has {images} images, less than one batch of {config.batch_size}: lower batch_size")
+        raise ValueError(
+            f"data has {images} images, less than one batch of {config.batch_size}: lower batch_size"
+        )
     if config.batch_size % processes:
         raise ValueError(
             f"batch_size {config.batch_size} cannot be shared equally by {processes} processes: take a multiple of them"
@@ -455,11 +502,16 @@ def _batches_per_epoch(config: TrainConfig, images: int, processes: int) -> int:
 
 
 def _start(
-    config: TrainConfig, model: nn.Module | None, init: str | os.PathLike[str] | None, device: torch.device
+    config: TrainConfig,
+    model: nn.Module | None,
+    init: str | os.PathLike[str] | None,
+    device: torch.device,
 ) -> nn.Module:
     """The network that training begins with."""
     if model is None and config.architecture == OWN:
-        raise ValueError(f'model is missing: config.architecture is "{OWN}", so the network must be passed to train')
+        raise ValueError(
+            f'model is missing: config.architecture is "{OWN}", so the network must be passed to train'
+        )
     if model is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -478,7 +530,9 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         raise ValueError(f"{name} has no images")
     dtype = next(model.parameters()).dtype
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"model has parameters of {dtype}: train it with model.float(), and bf16 in its Optimisation")
+        raise TypeError(
+            f"model has parameters of {dtype}: train it with model.float(), and bf16 in its Optimisation"
+        )
     x = x.to(dtype)
     try:
         with as_found(model, x.device), torch.no_grad():
@@ -512,7 +566,9 @@ def _seed(number: int, device: torch.device) -> None:
 def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer:
     fused = next(model.parameters()).is_cuda  # one launch for all parameters
     if options.method == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=fused)
+        return torch.optim.AdamW(
+            model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=fused
+        )
     return torch.optim.SGD(
         model.parameters(),
         lr=options.lr,
@@ -580,7 +636,9 @@ def _check_same(saved: Any, wanted: Any, path: str, where: str = "") -> None:
 
 
 @contextmanager
-def _bar(show: bool | None, main: bool, config: TrainConfig, per_epoch: int) -> Iterator[Callable[[int], None]]:
+def _bar(
+    show: bool | None, main: bool, config: TrainConfig, per_epoch: int
+) -> Iterator[Callable[[int], None]]:
     """A bar for the run; a function that moves it to a step."""
     wanted = main and (sys.stderr.isatty() if show is None else show)
     with progress_bar(config.name, per_epoch * config.epochs, "of the steps", show=wanted) as bar:

@@ -60,13 +60,19 @@ class Objective(nn.Module):
         clean, hard = logits.chunk(2) if two else (logits, logits)
         right = hard.argmax(1) == y
         if settings.kind == "trades":
-            return self._cross_entropy(clean, targets) + settings.beta * _divergence(clean, hard).mean(), right
+            return self._cross_entropy(clean, targets) + settings.beta * _divergence(
+                clean, hard
+            ).mean(), right
         if settings.kind == "mart":
             doubt = 1 - clean.softmax(1).gather(1, y[:, None]).squeeze(1)
-            return (_boosted(hard, y) + settings.beta * doubt * _divergence(clean, hard)).mean(), right
+            return (
+                _boosted(hard, y) + settings.beta * doubt * _divergence(clean, hard)
+            ).mean(), right
         loss = self._cross_entropy(hard, targets)
         if two:
-            loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(clean, targets)
+            loss = (1 - settings.clean) * loss + settings.clean * self._cross_entropy(
+                clean, targets
+            )
         return loss, right
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:

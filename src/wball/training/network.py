@@ -19,6 +19,8 @@ class AsTrained(nn.Module):
         if self.options.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         # Without a cache of casted weights, which a CUDA graph would read for ever; each is used once a pass.
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False):
+        with torch.autocast(
+            x.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False
+        ):
             logits: Tensor = self.model(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

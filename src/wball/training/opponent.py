@@ -18,7 +18,9 @@ from wball.training.state import generator
 class Opponent:
     """Makes training images, each in a ball of the given radius."""
 
-    def __init__(self, settings: Adversary, options: Optimisation, model: nn.Module, seed: int) -> None:
+    def __init__(
+        self, settings: Adversary, options: Optimisation, model: nn.Module, seed: int
+    ) -> None:
         self.seed = seed
         # Checks of the model and bars are for one call, not for thousands.
         self.attack: Attack = replace(settings.attack, progress=False)
@@ -28,11 +30,15 @@ class Opponent:
         self._record = options.cuda_graph
         self._replay: Replay | None = None
 
-    def __call__(self, x: Tensor, y: Tensor, eps: float | Tensor, step: int, world: World) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Tensor, eps: float | Tensor, step: int, world: World
+    ) -> tuple[Tensor, Tensor]:
         """What the attack makes of this process's shard ``x, y`` of the batch, and which of it is broken."""
         return self._attack(x, y, eps, generator(self.seed, f"attack-{world.rank}", step, x.device))
 
-    def _attack(self, x: Tensor, y: Tensor, eps: float | Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _attack(
+        self, x: Tensor, y: Tensor, eps: float | Tensor, draws: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """Images that the attack makes at radius ``eps``, and which of them succeed."""
         if self._record:
             self._record, self._replay = False, recorded(self.attack, self.victim, x, y)

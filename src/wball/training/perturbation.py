@@ -32,7 +32,10 @@ def perturbed(model: nn.Module, gamma: float) -> Iterator[None]:
         before = [p.detach().clone() for p in weights]
         slopes = [p.grad.detach() for p in weights if p.grad is not None]
         sizes, lengths = torch._foreach_norm(weights), torch._foreach_norm(slopes)
-        steps = [gamma * size / length.clamp(min=1e-30) for size, length in zip(sizes, lengths, strict=True)]
+        steps = [
+            gamma * size / length.clamp(min=1e-30)
+            for size, length in zip(sizes, lengths, strict=True)
+        ]
         torch._foreach_add_(weights, torch._foreach_mul(slopes, steps))
     try:
         yield

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 from wball.attacks import PGD, DualAveraging, GrowingRadius
 from wball.ball import WassersteinBall
-from wball.training.config import Adversary, Loss, Optimisation, Provable, Smooth, TrainConfig, Validation
+from wball.training.config import (
+    Adversary,
+    Loss,
+    Optimisation,
+    Provable,
+    Smooth,
+    TrainConfig,
+    Validation,
+)
 
 Settings = TypeVar("Settings")
 
@@ -58,7 +66,9 @@ MNIST_ADVERSARIAL_PAPER = TrainConfig(
     "mnist-cnn",
     epochs=15,
     optimisation=Optimisation(cuda_graph=True),
-    adversary=Adversary(PGD.paper("mnist", steps=50, growth=GrowingRadius(1.4, 5), max_iter=50).at(0.1)),
+    adversary=Adversary(
+        PGD.paper("mnist", steps=50, growth=GrowingRadius(1.4, 5), max_iter=50).at(0.1)
+    ),
     evaluation=_measured(0.1, 0.3, 0.5),
     summary="The paper's network and adversarial training: projected Sinkhorn PGD, radius from 0.1 up to 2.1.",
 )
@@ -147,8 +157,19 @@ MNIST_ANCHORED_FAR = dataclasses.replace(
     epochs=43,
     noise=0.0,
     loss=Loss(clean=0.4),
-    optimisation=dataclasses.replace(MNIST_CERTIFIED.optimisation, lr=2e-3, ema=0.998, bf16=True, cuda_graph=True),
-    smooth=Smooth(0.3, radius="per-image", low=0.03, start=0.08, grow=0.01, shrink=0.08, ramp=0.02, anchored=True),
+    optimisation=dataclasses.replace(
+        MNIST_CERTIFIED.optimisation, lr=2e-3, ema=0.998, bf16=True, cuda_graph=True
+    ),
+    smooth=Smooth(
+        0.3,
+        radius="per-image",
+        low=0.03,
+        start=0.08,
+        grow=0.01,
+        shrink=0.08,
+        ramp=0.02,
+        anchored=True,
+    ),
     summary="One convolution with large filters and a hidden layer, trained against the bound of its certificate at "
     "radii up to 0.3; started from mnist-certified.",
 )
@@ -177,7 +198,9 @@ CIFAR10_STANDARD = TrainConfig(
     flip=True,
     cutout=8,
     loss=Loss(label_smoothing=0.1),
-    optimisation=Optimisation(lr=0.4, nesterov=True, schedule="one-cycle", ema=0.995, bf16=True, channels_last=True),
+    optimisation=Optimisation(
+        lr=0.4, nesterov=True, schedule="one-cycle", ema=0.995, bf16=True, channels_last=True
+    ),
     evaluation=Validation(every=5),
     summary="ResNet-18 with standard training.",
 )
@@ -199,7 +222,9 @@ CIFAR10_LINF_PROVABLE = TrainConfig(
     batch_size=256,
     augment=4,
     flip=True,
-    optimisation=Optimisation("adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998),
+    optimisation=Optimisation(
+        "adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998
+    ),
     provable=Provable(2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0),
     evaluation=Validation(every=10),
     summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
@@ -213,7 +238,9 @@ CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
     augment=4,
     flip=True,
     optimisation=Optimisation(bf16=True, channels_last=True, cuda_graph=True),
-    adversary=Adversary(PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)),
+    adversary=Adversary(
+        PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)
+    ),
     evaluation=_measured(0.005, 0.01, 0.05, 0.1, images=500),
     summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
 )
@@ -249,7 +276,9 @@ CIFAR10_ADVERSARIAL = TrainConfig(
         channels_last=True,
         cuda_graph=True,
     ),
-    adversary=Adversary(_SHORTER, radius="per-image", low=0.002, start=0.01, grow=0.003, shrink=0.009),
+    adversary=Adversary(
+        _SHORTER, radius="per-image", low=0.002, start=0.01, grow=0.003, shrink=0.009
+    ),
     evaluation=_measured(0.005, 0.01, 0.05, 0.1, every=10, images=500),
     summary="ResNet-18 trained against dual averaging, each training image at a radius of its own up to 0.12; best "
     "started from cifar10-standard.",
@@ -263,7 +292,9 @@ CIFAR10_ADVERSARIAL_FLAT = dataclasses.replace(
     cutout=12,
     loss=Loss(teacher=0.4),
     optimisation=dataclasses.replace(CIFAR10_ADVERSARIAL.optimisation, perturbation=0.005),
-    adversary=Adversary(_SHORTER, radius="per-image", low=0.002, start=0.014, grow=0.003, shrink=0.009),
+    adversary=Adversary(
+        _SHORTER, radius="per-image", low=0.002, start=0.014, grow=0.003, shrink=0.009
+    ),
     summary="ResNet-18 trained on from cifar10-adversarial with perturbed weights and its answers as a share of the "
     "labels.",
 )
@@ -364,13 +395,21 @@ def override(settings: Settings, path: str, value: Any) -> Settings:
     0.5
     """
     name, _, rest = path.partition(".")
-    known = {f.name: str(f.type) for f in dataclasses.fields(settings)} if dataclasses.is_dataclass(settings) else {}
+    known = (
+        {f.name: str(f.type) for f in dataclasses.fields(settings)}
+        if dataclasses.is_dataclass(settings)
+        else {}
+    )
     if name not in known:
-        raise ValueError(f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"no setting {name!r} in {type(settings).__name__}; it has {', '.join(known) or 'none'}"
+        )
     inner = getattr(settings, name)
     if rest and inner is None:
         raise ValueError(f"no setting {path!r}: these settings have no {name}")
-    changed = override(inner, rest, value) if rest else tuple(value) if isinstance(value, list) else value
+    changed = (
+        override(inner, rest, value) if rest else tuple(value) if isinstance(value, list) else value
+    )
     # Text that was meant for something else is mostly taken for true.
     if not rest and isinstance(inner, bool) and not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")

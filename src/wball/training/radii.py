@@ -17,7 +17,9 @@ class Radii:
         values: float64, one per training image (empty unless the rule is ``"per-image"``).
     """
 
-    def __init__(self, settings: Adversary | Smooth, count: int, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, settings: Adversary | Smooth, count: int, seed: int, device: torch.device
+    ) -> None:
         self.settings, self.seed = settings, seed
         first = min(max(settings.low, settings.start), settings.eps)
         shape = (count if settings.radius == "per-image" else 0,)
@@ -30,7 +32,9 @@ class Radii:
             return scale * settings.eps
         if settings.radius == "uniform":
             for_all = generator(self.seed, "radius", step, index.device)
-            u = torch.rand(index.shape[0], dtype=torch.float64, device=index.device, generator=for_all)
+            u = torch.rand(
+                index.shape[0], dtype=torch.float64, device=index.device, generator=for_all
+            )
             return scale * world.shard(settings.low + u * (settings.eps - settings.low))
         return scale * world.shard(self.values[index])
 

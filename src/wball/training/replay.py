@@ -71,7 +71,9 @@ class Replay:
             self._replay = RECORDERS[x.device.type](self._make, x.device, self._draws)
         self._check(attack)
 
-    def __call__(self, x: Tensor, y: Tensor, eps: Tensor | float, seed: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, y: Tensor, eps: Tensor | float, seed: int
+    ) -> tuple[Tensor, Tensor]:
         """The images that the attack makes, and which of them succeed."""
         self._x.copy_(x)
         self._y.copy_(y)
@@ -89,7 +91,9 @@ class Replay:
         self._folded.refresh()
         objective = objectives.find(attack.objective)
         until = attack.until_success
-        batch = AttackBatch(self._attacked, attack.ball, self._x, self._y, None, objective, until, whole=True)
+        batch = AttackBatch(
+            self._attacked, attack.ball, self._x, self._y, None, objective, until, whole=True
+        )
         attack.run(batch, self._draws)
         best = batch.finish()
         self._z, self._success = best.z, best.success
@@ -102,7 +106,9 @@ class Replay:
         expected = attack(self._model, x, y, generator=draws)
         with as_found(self._model, x.device), torch.no_grad():
             objective = objectives.find(attack.objective)
-            clean, ours, theirs = (float(objective(self._model(v), y, None).mean()) for v in (x, z, expected.images))
+            clean, ours, theirs = (
+                float(objective(self._model(v), y, None).mean()) for v in (x, z, expected.images)
+            )
         wrong = float((success != expected.success).double().mean())
         if not abs(ours - theirs) <= AGREEMENT * abs(theirs - clean) + 1e-3 or wrong > AGREEMENT:
             raise RuntimeError(
@@ -121,5 +127,7 @@ def recorded(attack: Attack, model: AsTrained, x: Tensor, y: Tensor) -> Replay |
     except (RuntimeError, AttributeError) as error:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
-        warnings.warn(f"the attack is not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the attack is not replayed as a CUDA graph: {error}", RuntimeWarning, stacklevel=2
+        )
         return None

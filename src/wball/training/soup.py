@@ -24,11 +24,15 @@ def mixed(first: nn.Module, second: nn.Module, share: float) -> nn.Module:
     """
     theirs, ours = second.state_dict(), first.state_dict()
     if _shapes(theirs) != _shapes(ours):
-        raise ValueError("second must have the layers of first: their weights differ in name or shape")
+        raise ValueError(
+            "second must have the layers of first: their weights differ in name or shape"
+        )
     if not 0 <= share <= 1:
         raise ValueError(f"share must be in [0, 1], got {share}")
     model = copy.deepcopy(first)
-    floating = {k: torch.lerp(v, theirs[k].to(v), share) for k, v in ours.items() if v.is_floating_point()}
+    floating = {
+        k: torch.lerp(v, theirs[k].to(v), share) for k, v in ours.items() if v.is_floating_point()
+    }
     model.load_state_dict({**ours, **floating})
     return model
 

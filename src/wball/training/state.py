@@ -21,7 +21,9 @@ from wball.storage.atomic import write_whole
 from wball.storage.files import DamagedFile, read_tensors, write_tensors
 
 
-def generator(seed: int, purpose: str, number: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(
+    seed: int, purpose: str, number: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """A generator of its own for a purpose and an epoch or step.
 
     >>> generator(0, "order", 3).initial_seed() == generator(0, "order", 3).initial_seed()
@@ -41,7 +43,9 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         tensors, header = read_tensors(path)
     except DamagedFile as error:
-        raise ValueError(f"{error}: it is not a checkpoint of a training run; delete it to start over") from error
+        raise ValueError(
+            f"{error}: it is not a checkpoint of a training run; delete it to start over"
+        ) from error
     if header is None:
         raise ValueError(f"{path} is not a checkpoint of a training run; delete it to start over")
     return tensors, header
@@ -49,7 +53,13 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def check_header(path: str, header: Any) -> None:
     """Raise unless a checkpoint's header has what a run goes on from: files may be edited by hand."""
-    kinds: dict[str, Any] = {"config": dict, "history": list, "step": int, "images": int, "averaged": int}
+    kinds: dict[str, Any] = {
+        "config": dict,
+        "history": list,
+        "step": int,
+        "images": int,
+        "averaged": int,
+    }
     for name, kind in {**kinds, "seconds": (int, float)}.items():
         value = header.get(name) if isinstance(header, dict) else None
         if not isinstance(value, kind) or (not isinstance(value, (dict, list)) and not value >= 0):
@@ -61,7 +71,12 @@ def check_header(path: str, header: Any) -> None:
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors (momenta, second moments, counts) by name."""
     state = optimizer.state_dict()["state"]
-    return {f"{k}.{name}": v for k, entry in state.items() for name, v in entry.items() if isinstance(v, Tensor)}
+    return {
+        f"{k}.{name}": v
+        for k, entry in state.items()
+        for name, v in entry.items()
+        if isinstance(v, Tensor)
+    }
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -70,7 +85,9 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
     for key, value in tensors.items():
         number, name = key.split(".", 1)
         state.setdefault(int(number), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     # In the layout of their parameters, which files do not keep and fused optimizers insist on.
     for parameter, entry in optimizer.state.items():
         for name, value in entry.items():
@@ -146,4 +163,6 @@ def _tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)  # what was written at this step stays
+    return SummaryWriter(
+        str(folder / "tensorboard"), purge_step=step + 1
+    )  # what was written at this step stays

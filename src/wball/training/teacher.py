@@ -26,10 +26,15 @@ from wball.training.network import AsTrained
 class Teachers:
     """Gives the targets of a batch. No module: its weights are nobody's to train, average or share."""
 
-    def __init__(self, models: Sequence[nn.Module], share: float, options: Optimisation, device: torch.device) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], share: float, options: Optimisation, device: torch.device
+    ) -> None:
         layout = torch.channels_last if options.channels_last else torch.preserve_format
         own = (copy.deepcopy(m).to(device, memory_format=layout) for m in models)  # type: ignore[call-overload]
-        self.share, self.models = share, [AsTrained(m, options).eval().requires_grad_(False) for m in own]
+        self.share, self.models = (
+            share,
+            [AsTrained(m, options).eval().requires_grad_(False) for m in own],
+        )
 
     @torch.no_grad()
     def targets(self, x: Tensor, y: Tensor) -> Tensor:
@@ -43,7 +48,9 @@ def hired(
 ) -> Teachers | None:
     """The teachers that the settings ask for, if they take these images and know their classes."""
     share = config.loss.teacher
-    models = [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
+    models = (
+        [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)
+    )
     if bool(models) != (share > 0):
         raise ValueError(
             f"loss.teacher is {share:g}, and teacher is {'given' if models else 'missing'}: give both, the "
@@ -59,5 +66,7 @@ def hired(
         try:
             check_classes("data", y, ask(model, x[:2]))
         except RuntimeError as error:
-            raise ValueError(f"the teacher cannot take images of shape {tuple(x.shape[1:])}: {error}") from error
+            raise ValueError(
+                f"the teacher cannot take images of shape {tuple(x.shape[1:])}: {error}"
+            ) from error
     return teachers

@@ -30,7 +30,9 @@ def list_models() -> list[str]:
     True
     """
     names = (file.name for file in resources.files(__name__).iterdir())
-    return sorted(name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors"))
+    return sorted(
+        name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors")
+    )
 
 
 def model_card(name: str) -> dict[str, Any]:
@@ -52,7 +54,9 @@ def model_card(name: str) -> dict[str, Any]:
             f"unknown model {name!r}; the zoo has {', '.join(list_models())}; public models are "
             f"{', '.join(public_models())}"
         )
-    card: dict[str, Any] = json.loads((resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8"))
+    card: dict[str, Any] = json.loads(
+        (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8")
+    )
     return card
 
 

@@ -68,7 +68,10 @@ class PublicModel:
 
     def card(self) -> dict[str, Any]:
         """What is known about it, as plain data."""
-        return {**{key: value for key, value in asdict(self).items() if value is not None}, "url": self.url}
+        return {
+            **{key: value for key, value in asdict(self).items() if value is not None},
+            "url": self.url,
+        }
 
     def weights(self, root: str | os.PathLike[str] | None = None) -> Path:
         """The checked file: the one in the folder, or fetched into it now."""

@@ -34,14 +34,22 @@ class Assorted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = F.leaky_relu(self.norm(self.first((x - 0.3) / 0.4)), 0.1)
         h = F.max_pool2d(h + self.second(h), 3, 2, 1)
-        h = h + F.avg_pool2d(h, 3, 1, 1, count_include_pad=False) * F.adaptive_avg_pool2d(h, 1).sigmoid()
+        h = (
+            h
+            + F.avg_pool2d(h, 3, 1, 1, count_include_pad=False)
+            * F.adaptive_avg_pool2d(h, 1).sigmoid()
+        )
         return self.head(h.view(x.size(0), -1).clamp(-3, 3))
 
 
 def export(model: nn.Module, x: Tensor, path: Path, opset: int = 17, fixed: bool = False) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter that needs nothing but onnx is the old one
-        names: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"], "opset_version": opset}
+        names: dict[str, Any] = {
+            "input_names": ["x"],
+            "output_names": ["y"],
+            "opset_version": opset,
+        }
         names |= {} if fixed else {"dynamic_axes": {"x": {0: "n"}, "y": {0: "n"}}}
         torch.onnx.export(model, (x,), str(path), dynamo=False, **names)
     return path
@@ -75,17 +83,23 @@ def test_attack_on_an_exported_model_of_the_zoo(tmp_path: Path) -> None:
 class InvertedResidual(nn.Module):
     """A block of MobileNetV3 and EfficientNet: expand, filter each channel, squeeze and excite, project."""
 
-    def __init__(self, inputs: int, outputs: int, act: type[nn.Module], gate: type[nn.Module]) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, act: type[nn.Module], gate: type[nn.Module]
+    ) -> None:
         super().__init__()
         wide = 3 * inputs
-        self.expand = nn.Sequential(nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), act())
+        self.expand = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), act()
+        )
         self.filter = nn.Sequential(
             nn.Conv2d(wide, wide, 3, 1, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), act()
         )
         self.excite = nn.Sequential(
             nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, 4, 1), nn.ReLU(), nn.Conv2d(4, wide, 1), gate()
         )
-        self.project = nn.Sequential(nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.project = nn.Sequential(
+            nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.filter(self.expand(x))
@@ -110,7 +124,10 @@ class VisionTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(1, 12, 4, 4)
-        self.token, self.position = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.randn(1, 5, 12))
+        self.token, self.position = (
+            nn.Parameter(torch.randn(1, 1, 12)),
+            nn.Parameter(torch.randn(1, 5, 12)),
+        )
         self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
         self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
         self.head = nn.Linear(12, 5)
@@ -119,7 +136,9 @@ class VisionTransformer(nn.Module):
         h = self.patches(x).flatten(2).transpose(1, 2)
         h = torch.cat([self.token.expand(h.shape[0], -1, -1), h], 1) + self.position
         b, n, d = h.shape
-        q, k, v = self.qkv(self.norm(h)).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm(h)).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         weights = (q @ k.transpose(-2, -1) * (d // 2) ** -0.5).softmax(-1)
         h = h + self.out((weights @ v).transpose(1, 2).reshape(b, n, d))
         return self.head((h + self.mlp(h))[:, 0])
@@ -135,7 +154,9 @@ NETWORKS = {
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("opset", [11, 18])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_usual_architectures(images: Tensor, tmp_path: Path, name: str, opset: int, fixed: bool) -> None:
+def test_usual_architectures(
+    images: Tensor, tmp_path: Path, name: str, opset: int, fixed: bool
+) -> None:
     """Also exported for one image at a time: the file then takes any number of them, all at once or one by one."""
     torch.manual_seed(0)
     net = NETWORKS[name]()
@@ -238,10 +259,16 @@ def test_rows_of_a_table(layout: Any) -> None:
     x = torch.rand(3, 3, 4, 4)
     rows = x.flatten(1) if layout == "NCHW" else x.permute(0, 2, 3, 1).flatten(1)
     torch.testing.assert_close(OnnxModel(proto, layout=layout)(x), rows @ torch.from_numpy(weight))
-    proto.graph.node.append(helper.make_node("ArrayFeatureExtractor", ["names", "y"], ["label"], domain="ai.onnx.ml"))
+    proto.graph.node.append(
+        helper.make_node("ArrayFeatureExtractor", ["names", "y"], ["label"], domain="ai.onnx.ml")
+    )
     proto.graph.output.append(helper.make_tensor_value_info("label", TensorProto.INT64, ["n"]))
-    torch.testing.assert_close(OnnxModel(proto)(rows), rows @ torch.from_numpy(weight))  # nobody asks for labels
-    with pytest.raises(ValueError, match=r"takes 48 numbers, and images of shape \(3, 4, 5\) have 60"):
+    torch.testing.assert_close(
+        OnnxModel(proto)(rows), rows @ torch.from_numpy(weight)
+    )  # nobody asks for labels
+    with pytest.raises(
+        ValueError, match=r"takes 48 numbers, and images of shape \(3, 4, 5\) have 60"
+    ):
         OnnxModel(proto)(torch.rand(2, 3, 4, 5))
     proto.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = TensorProto.FLOAT
     for output in (None, "y"):
@@ -269,7 +296,9 @@ def test_classifiers_that_come_with_onnx(name: str) -> None:
 
 def test_certificates_follow_an_exported_network(images: Tensor, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)
+    ).eval()
     model, y = load(export(net, images[:2], tmp_path / "zoo.onnx")), net(images).argmax(1)
     ball = WassersteinBall(0.01)
     found, expected = (wball.certify(m, images, y, ball, method="crown") for m in (model, net))
@@ -280,7 +309,9 @@ def test_certificates_follow_an_exported_network(images: Tensor, tmp_path: Path)
 def test_half_precision(images: Tensor, tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).half()
     model = load(export(net, images[:1].half(), tmp_path / "half.onnx"))
-    torch.testing.assert_close(wball.model.ask(model, images), net(images.half()).float(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        wball.model.ask(model, images), net(images.half()).float(), atol=1e-2, rtol=1e-2
+    )
     assert model(images).dtype == torch.float16
     assert model.float()(images).dtype == torch.float32
 
@@ -297,7 +328,9 @@ def test_a_branch_that_depends_on_the_shape() -> None:
         helper.make_node("Greater", ["size", "many"], ["large"]),
         helper.make_node("If", ["large"], ["y"], then_branch=then, else_branch=other),
     ]
-    proto = classifier(nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array(4)})
+    proto = classifier(
+        nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array(4)}
+    )
     x = torch.rand(2, 1, 2, 2, requires_grad=True)
     model = OnnxModel(proto)
     torch.testing.assert_close(model(x), 2 * x.flatten(1))
@@ -376,4 +409,6 @@ def test_an_output_without_a_shape_is_no_fault(images: Tensor, tmp_path: Path) -
     onnx.save(proto, tmp_path / "open.onnx")
     torch.testing.assert_close(load(tmp_path / "open.onnx")(images), net(images))
     pytest.importorskip("onnxruntime")
-    torch.testing.assert_close(load(tmp_path / "open.onnx", engine="onnxruntime")(images), net(images))
+    torch.testing.assert_close(
+        load(tmp_path / "open.onnx", engine="onnxruntime")(images), net(images)
+    )

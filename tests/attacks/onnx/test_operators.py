@@ -44,14 +44,22 @@ LARGE = 4000
 def tensor(value: Any) -> Tensor:
     array = numpy_helper.to_array(value) if isinstance(value, TensorProto) else np.asarray(value)
     half = array.dtype.name == "bfloat16"
-    return torch.from_numpy(np.array(array, np.float32) if half else array.copy()).to(torch.bfloat16 if half else None)
+    return torch.from_numpy(np.array(array, np.float32) if half else array.copy()).to(
+        torch.bfloat16 if half else None
+    )
 
 
 def unknown_types(model: Any) -> bool:
     """Whether a test computes with types that PyTorch has little for, or with sequences."""
     ends = [*model.graph.input, *model.graph.output]
     kinds = {value.type.tensor_type.elem_type for value in ends}
-    kinds |= {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
+    kinds |= {
+        a.i
+        for node in model.graph.node
+        if node.op_type == "Cast"
+        for a in node.attribute
+        if a.name == "to"
+    }
     return bool(kinds - {*TYPES, TensorProto.UNDEFINED}) or any(
         value.type.WhichOneof("value") not in (None, "tensor_type") for value in ends
     )
@@ -67,12 +75,19 @@ def close(found: Tensor, expected: Tensor, case: Any) -> None:
     half = found.dtype in (torch.float16, torch.bfloat16)
     rtol = max(case.rtol, 4 * torch.finfo(found.dtype).eps if half else 0.0)
     torch.testing.assert_close(
-        found, expected, rtol=rtol, atol=max(case.atol, 1e-6), equal_nan=True, msg=lambda text: f"{case.name}: {text}"
+        found,
+        expected,
+        rtol=rtol,
+        atol=max(case.atol, 1e-6),
+        equal_nan=True,
+        msg=lambda text: f"{case.name}: {text}",
     )
 
 
 def _beside(values: Tensor) -> Tensor:
-    return 0.97 * values + 0.011 * torch.arange(values.numel(), dtype=values.dtype).cos().view(values.shape)
+    return 0.97 * values + 0.011 * torch.arange(values.numel(), dtype=values.dtype).cos().view(
+        values.shape
+    )
 
 
 def check_gradient(graph: Graph, given: dict[str, Tensor]) -> bool:
@@ -97,7 +112,9 @@ def check_gradient(graph: Graph, given: dict[str, Tensor]) -> bool:
     slopes = torch.autograd.grad(first.sum(), values, allow_unused=True)
     if not all(slope is None or bool(slope.isfinite().all()) for slope in slopes):
         return False  # at the end of the domain, as of an inverse cosine
-    return torch.autograd.gradcheck(run, values, fast_mode=True, atol=1e-4, rtol=1e-3, check_undefined_grad=False)
+    return torch.autograd.gradcheck(
+        run, values, fast_mode=True, atol=1e-4, rtol=1e-3, check_undefined_grad=False
+    )
 
 
 @pytest.mark.slow
@@ -112,24 +129,42 @@ def test_node_tests_of_the_onnx_project_and_gradients() -> None:
     for case in cases:
         kinds = {node.op_type for node in case.model.graph.node}
         domains = {node.domain for node in case.model.graph.node}
-        if not kinds <= {*OPERATORS, "If"} or domains - {"", "ai.onnx"} or unknown_types(case.model) or training(case):
+        if (
+            not kinds <= {*OPERATORS, "If"}
+            or domains - {"", "ai.onnx"}
+            or unknown_types(case.model)
+            or training(case)
+        ):
             continue
         graph = Graph(case.model.graph, case.model.opset_import[0].version)
         for inputs, outputs in case.data_sets:
-            given = {i.name: tensor(v) for i, v in zip(case.model.graph.input, inputs, strict=False) if v is not None}
+            given = {
+                i.name: tensor(v)
+                for i, v in zip(case.model.graph.input, inputs, strict=False)
+                if v is not None
+            }
             found = graph(given)
             assert len(found) == len(outputs), case.name
             for mine, theirs in zip(found, outputs, strict=True):
                 close(mine, tensor(theirs), case)
         passed.update(kinds)
         (kind, *more) = kinds
-        if not more and kind not in checked and not kinds & STEPPED and check_gradient(graph, given):
+        if (
+            not more
+            and kind not in checked
+            and not kinds & STEPPED
+            and check_gradient(graph, given)
+        ):
             checked.add(kind)
     assert sum(passed.values()) > 1000
     assert {*OPERATORS} <= passed.keys()
-    assert len(checked) >= 95 and checked >= {"Conv", "AveragePool", "HardSigmoid", "Pad", "Slice"}, sorted(
-        {*OPERATORS} - checked
-    )
+    assert len(checked) >= 95 and checked >= {
+        "Conv",
+        "AveragePool",
+        "HardSigmoid",
+        "Pad",
+        "Slice",
+    }, sorted({*OPERATORS} - checked)
 
 
 def test_the_page_lists_the_operators(pytestconfig: pytest.Config) -> None:
@@ -140,7 +175,10 @@ def test_the_page_lists_the_operators(pytestconfig: pytest.Config) -> None:
 def graph(kind: str, opset: int = 21, **attributes: Any) -> Graph:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "xy"]
     return Graph(
-        helper.make_graph([helper.make_node(kind, ["x"], ["y"], **attributes)], "one", ends[:1], ends[1:]), opset
+        helper.make_graph(
+            [helper.make_node(kind, ["x"], ["y"], **attributes)], "one", ends[:1], ends[1:]
+        ),
+        opset,
     )
 
 
@@ -160,7 +198,9 @@ def test_average_pool_heeds_dilations() -> None:
         ("Cast", {"to": int(TensorProto.STRING)}, "Cast .* to a type that is not known"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(kind: str, attributes: dict[str, Any], said: str) -> None:
+def test_what_is_not_understood_is_refused_by_name(
+    kind: str, attributes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         graph(kind, **attributes)
 

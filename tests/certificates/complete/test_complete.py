@@ -31,10 +31,19 @@ NETWORKS = 1500 if os.environ.get("WBALL_LONG") else 24
 
 def true_margin(net: nn.Sequential, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> float:
     pixels = x[0].double().reshape(1, -1).numpy()
-    return exact_margin(affine_maps(net), pixels, int(y), euclidean(*x.shape[2:]), float(ball.budget(x)))
+    return exact_margin(
+        affine_maps(net), pixels, int(y), euclidean(*x.shape[2:]), float(ball.budget(x))
+    )
 
 
-def agree(found: wball.CertificateResult, net: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball, truth: float) -> str:
+def agree(
+    found: wball.CertificateResult,
+    net: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    ball: wball.Ball,
+    truth: float,
+) -> str:
     """The status' name; fails where it contradicts the truth, up to the tolerances of a solver."""
     status = found.status[0]
     assert found.counterexample is not None
@@ -56,7 +65,9 @@ def test_answers_agree_with_mixed_integer_programs() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NETWORKS):
         net, x, y, eps = tiny(seed)
-        ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))  # covers the image: full plans
+        ball = wball.WassersteinBall(
+            eps, cost=wball.GridCost(window=5)
+        )  # covers the image: full plans
         truth = true_margin(net, x, y, ball)
         name = agree(certify(net, x, y, ball, "complete", time_limit=20.0), net, x, y, ball, truth)
         counts[name] += 1
@@ -74,13 +85,17 @@ def test_nodes_without_linear_programs_agree_too(monkeypatch: pytest.MonkeyPatch
         net, x, y, eps = tiny(seed)
         ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
         truth = true_margin(net, x, y, ball)
-        counts[agree(certify(net, x, y, ball, "complete", time_limit=3.0), net, x, y, ball, truth)] += 1
+        counts[
+            agree(certify(net, x, y, ball, "complete", time_limit=3.0), net, x, y, ball, truth)
+        ] += 1
     assert counts["UNKNOWN"] <= NETWORKS // 12, counts
 
 
 @pytest.mark.parametrize("few", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_little_memory_costs_answers_and_makes_none_wrong(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_costs_answers_and_makes_none_wrong(
+    few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The public l-inf network, all of whose classes are open at once, ran out of a GPU's memory."""
     monkeypatch.setattr(program, "MOST_UNITS", 0)
     monkeypatch.setattr(certificate, "_room", lambda x: 1)
@@ -151,12 +166,21 @@ def open_roots(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[tuple[Probl
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
     for seed in seeds:
         net, x, y, eps = tiny(seed)
-        certify(net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=20.0)
+        certify(
+            net,
+            x,
+            y,
+            wball.WassersteinBall(eps, cost=wball.GridCost(window=5)),
+            "complete",
+            time_limit=20.0,
+        )
     return roots
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_nodes_on_their_way_to_0_get_more_steps_and_those_above_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_on_their_way_to_0_get_more_steps_and_those_above_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Twelve steps took a child of a digit from -1.59 to -0.28, and it was split; twelve more proved it."""
     (problems, nodes), (others, more) = open_roots(monkeypatch, 118, 117)
     position, unit, _, _ = bound.choose_splits(problems, nodes)
@@ -171,28 +195,42 @@ def test_nodes_on_their_way_to_0_get_more_steps_and_those_above_none(monkeypatch
     sizes: list[int] = []
     trace_back = bound.trace_back
 
-    def counted(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32) -> bound.Traced:
+    def counted(
+        problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32
+    ) -> bound.Traced:
         sizes.append(len(nodes))
         return trace_back(problems, nodes, dtype)
 
     monkeypatch.setattr(bound, "trace_back", counted)
     found = bound.improve(others, children, 5, 0.2)
-    assert sizes == [2, *[1] * 6, 2]  # where they are, five steps and what they led to, and the bounds that count
+    assert sizes == [
+        2,
+        *[1] * 6,
+        2,
+    ]  # where they are, five steps and what they led to, and the bounds that count
     assert float(found.bound[1]) > 0
-    assert all(bool((value[1] == children.state[key][1]).all()) for key, value in found.state.items())
+    assert all(
+        bool((value[1] == children.state[key][1]).all()) for key, value in found.state.items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best score alone left a network trained for l-inf balls undecided: its halves gained nothing."""
-    roots = open_roots(monkeypatch, 121, 128, 129, 134, 135)  # rounding decides which of them show it
+    roots = open_roots(
+        monkeypatch, 121, 128, 129, 134, 135
+    )  # rounding decides which of them show it
     gained: dict[int, list[float]] = {1: [], 8: []}
     for candidates, found in gained.items():
         monkeypatch.setattr(bound, "CANDIDATES", candidates)
         for problems, nodes in roots:
             position, unit, possible, _ = bound.choose_splits(problems, nodes)
             assert bool(possible.all())
-            both = bound.trace_back(problems, nodes.split(position, unit)).value.view(2, -1).clamp(max=0.0)
+            both = (
+                bound.trace_back(problems, nodes.split(position, unit))
+                .value.view(2, -1)
+                .clamp(max=0.0)
+            )
             rise = both - bound.trace_back(problems, nodes).value
             found += (rise.clamp(min=0.0).prod(0)).tolist()
     assert gained[1] and sum(gained[8]) > sum(gained[1]) + 0.01
@@ -210,19 +248,27 @@ def test_children_of_a_node_fix_both_signs() -> None:
     nodes = Nodes(
         torch.tensor([0, 1]),
         torch.tensor([-1.0, -2.0], dtype=torch.float64),
-        {("sign", 4): torch.zeros(2, 3), ("sign", 7): torch.zeros(2, 2), ("beta", 4): torch.ones(2, 3)},
+        {
+            ("sign", 4): torch.zeros(2, 3),
+            ("sign", 7): torch.zeros(2, 2),
+            ("beta", 4): torch.ones(2, 3),
+        },
     )
     children = nodes.split(torch.tensor([4, 7]), torch.tensor([2, 0]))
     assert children.problem.tolist() == [0, 1, 0, 1]
     assert children.state["sign", 4].tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, -1], [0, 0, 0]]
     assert children.state["sign", 7].tolist() == [[0, 0], [1, 0], [0, 0], [-1, 0]]
-    assert np.isclose(float(children.bound.min()), -2.0) and math.isfinite(float(children.bound.max()))
+    assert np.isclose(float(children.bound.min()), -2.0) and math.isfinite(
+        float(children.bound.max())
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
 def test_a_layer_without_unstable_units_has_an_anchor_that_charges_nothing(device: str) -> None:
     """On a GPU the charges of no rows at all failed."""
-    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)).to(device)
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3)
+    ).to(device)
     x = torch.rand(2, 1, 6, 6, device=device)
     convolution = image_convolution(trace(net, x), 2)
     source = wball.WassersteinBall(0.1).input_set(x, "full")
@@ -233,7 +279,9 @@ def test_a_layer_without_unstable_units_has_an_anchor_that_charges_nothing(devic
         bounds = Bounds({2: lowest * ones}, {2: ones})
         anchor, _ = listed(ConvAnchor(convolution, source.moves), 0 * ones, bounds, 2, source)
         weights = Rows(torch.ones((3, 2, 6, 6), device=device), image)
-        charges = anchor.charge(weights, Rows(torch.zeros((3, 1, 6, 6), device=device), image), source.active)
+        charges = anchor.charge(
+            weights, Rows(torch.zeros((3, 1, 6, 6), device=device), image), source.active
+        )
         assert charges.into.shape == (3, 1, 6, 6)
         assert bool((charges.moves == 0).all()) == (lowest > 0)
 
@@ -242,10 +290,13 @@ def covers(leaves: list[tuple[tuple[int, int, int], ...]]) -> bool:
     """Whether parts are all leaves of one tree of splits."""
     if () in leaves:
         return len(leaves) == 1
-    common = set.intersection(*({split[:2] for split in leaf} for leaf in leaves)) if leaves else set()
+    common = (
+        set.intersection(*({split[:2] for split in leaf} for leaf in leaves)) if leaves else set()
+    )
     for unit in common:
         halves = [
-            [tuple(s for s in leaf if s[:2] != unit) for leaf in leaves if (*unit, sign) in leaf] for sign in (1, -1)
+            [tuple(s for s in leaf if s[:2] != unit) for leaf in leaves if (*unit, sign) in leaf]
+            for sign in (1, -1)
         ]
         if all(covers(half) for half in halves):
             return True
@@ -263,7 +314,12 @@ def test_parts_of_a_tree_cover_the_ball(programs: bool, monkeypatch: pytest.Monk
     for seed in (21, 251) if programs else (181,):
         net, x, y, eps = tiny(seed)
         found = certify(
-            net, x, y, wball.WassersteinBall(eps, cost=wball.GridCost(window=5)), "complete", time_limit=60.0
+            net,
+            x,
+            y,
+            wball.WassersteinBall(eps, cost=wball.GridCost(window=5)),
+            "complete",
+            time_limit=60.0,
         )
         leaves = found.leaves[0]
         if leaves is None:
@@ -296,7 +352,9 @@ def test_time_goes_to_the_nearest_images_first(monkeypatch: pytest.MonkeyPatch) 
     net, x, y, eps = tiny(3)
     x, y = x.repeat(4, 1, 1, 1), y.repeat(4)
     ball = wball.WassersteinBall(eps, cost=wball.GridCost(window=5))
-    searching = search.Search(net.eval(), trace(net.eval(), x, ball), ball, "full", 10.0, 2**22, 1, 2**31)
+    searching = search.Search(
+        net.eval(), trace(net.eval(), x, ball), ball, "full", 10.0, 2**22, 1, 2**31
+    )
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
 
     def spend(self: search.Search, left: Tensor) -> None:
@@ -315,17 +373,28 @@ def test_time_goes_to_the_nearest_images_first(monkeypatch: pytest.MonkeyPatch) 
 def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
     """The others are of every problem in turn; worst nodes first in both halves."""
     problem = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 3])  # the first two are classes of one image
-    bound = torch.tensor([-5.0, -4.0, -3.0, -6.0, -0.3, -0.2, -0.1, -0.05, -9.0], dtype=torch.float64)
+    bound = torch.tensor(
+        [-5.0, -4.0, -3.0, -6.0, -0.3, -0.2, -0.1, -0.05, -9.0], dtype=torch.float64
+    )
     nodes, image = Nodes(problem, bound, {}), torch.tensor([0, 0, 1, 2])
     pick, rest = search._turn(nodes, 6, image, 100)
-    assert sorted(pick.tolist()) == [0, 3, 4, 5, 6, 7]  # in turn 0, 3 and 4; of the nearest image 5, 6 and 7
+    assert sorted(pick.tolist()) == [
+        0,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]  # in turn 0, 3 and 4; of the nearest image 5, 6 and 7
     assert sorted(torch.cat([pick, rest]).tolist()) == list(range(9))
     pick, rest = search._turn(nodes, 20, image, 100)
     assert sorted(pick.tolist()) == list(range(9)) and rest.numel() == 0
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], [0, 0], []])
+@pytest.mark.parametrize(
+    "table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], [0, 0], []]
+)
 def test_rows_meet_the_gains_of_their_own_table(
     table: list[int], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,5 +416,8 @@ def test_rows_meet_the_gains_of_their_own_table(
     torch.testing.assert_close(double, exact, rtol=1e-14, atol=1e-15)
     some = torch.arange(40) == 3 if sparse else torch.ones(40)  # the first row gets nothing back
     later = torch.arange(len(table))[:, None] > 0
-    slopes = [torch.autograd.grad((each.square() * some * later).sum(), weight)[0] for each in (found, wanted)]
+    slopes = [
+        torch.autograd.grad((each.square() * some * later).sum(), weight)[0]
+        for each in (found, wanted)
+    ]
     torch.testing.assert_close(*slopes)

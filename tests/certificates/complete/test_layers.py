@@ -64,7 +64,9 @@ class Small(nn.Module):
         F.relu6,
     ],
 )
-def test_pooling_and_clamps_written_with_relus_are_the_same_function(layer: Callable[[Tensor], Tensor]) -> None:
+def test_pooling_and_clamps_written_with_relus_are_the_same_function(
+    layer: Callable[[Tensor], Tensor],
+) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -80,7 +82,12 @@ def test_pooling_and_clamps_written_with_relus_are_the_same_function(layer: Call
 
 
 def digits() -> Tensor:
-    return torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(0)).mul(1.6).sub(0.6).clamp(min=0)
+    return (
+        torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+        .mul(1.6)
+        .sub(0.6)
+        .clamp(min=0)
+    )
 
 
 def proved_and_falsified(net: nn.Module, x: Tensor) -> None:
@@ -97,13 +104,17 @@ def decided(net: nn.Module, x: Tensor, y: Tensor, further: wball.Ball, wide: wba
     for seed in range(3):
         z = further.sample(x, generator=torch.Generator().manual_seed(seed))
         logits = net(z).double()
-        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(1, y[:, None], -torch.inf).amax(1)
+        margin = logits.gather(1, y[:, None])[:, 0] - logits.scatter(
+            1, y[:, None], -torch.inf
+        ).amax(1)
         assert bool((margin > 0).all())
     broken = certify(net, x, y, wide, "complete")
     assert broken.counterexample is not None
     found = [k for k, status in enumerate(broken.status) if status is CertificateStatus.FALSIFIED]
     assert found, broken.status
-    assert wball.audit(wide.take(torch.tensor(found)), x[found], broken.counterexample[found]).all_valid
+    assert wball.audit(
+        wide.take(torch.tensor(found)), x[found], broken.counterexample[found]
+    ).all_valid
     assert not bool((net(broken.counterexample[found]).argmax(1) == y[found]).any())
 
 
@@ -124,7 +135,12 @@ def resnet18() -> nn.Module:
 
 def four_blocks() -> nn.Module:
     """The small ResNet's blocks, with kernels that are not 0."""
-    blocks = [PlainBlock(1, 3, False), PlainBlock(3, 3, False), PlainBlock(3, 4, True), PlainBlock(4, 4, False)]
+    blocks = [
+        PlainBlock(1, 3, False),
+        PlainBlock(3, 3, False),
+        PlainBlock(3, 4, True),
+        PlainBlock(4, 4, False),
+    ]
     for block in blocks:
         nn.init.normal_(block.conv2.weight, std=0.2)
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(36, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -133,7 +149,9 @@ def four_blocks() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("build", "eps"), [(resnet18, 0.0028), (four_blocks, 0.033)])
-def test_residual_networks_are_proved_and_falsified(build: Callable[[], nn.Module], eps: float) -> None:
+def test_residual_networks_are_proved_and_falsified(
+    build: Callable[[], nn.Module], eps: float
+) -> None:
     torch.manual_seed(1)
     net, x = build().eval(), digits()
     bias = list(net.parameters())[-1]

@@ -46,8 +46,12 @@ def test_same_optimum_as_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     scale = float(torchs[0].objective.abs() + 1e-3 * (problem.w - problem.x).square().sum() + 1e-12)
     assert abs(float(mine[0].objective - torchs[0].objective)) <= 2e-5 * scale, problem.label
     # Each bound holds for the other's point.
-    assert float(mine[0].objective - mine[0].gap) <= float(torchs[0].objective) + 1e-9 * scale, problem.label
-    assert float(torchs[0].objective - torchs[0].gap) <= float(mine[0].objective) + 1e-9 * scale, problem.label
+    assert float(mine[0].objective - mine[0].gap) <= float(torchs[0].objective) + 1e-9 * scale, (
+        problem.label
+    )
+    assert float(torchs[0].objective - torchs[0].gap) <= float(mine[0].objective) + 1e-9 * scale, (
+        problem.label
+    )
     weight = float((problem.g.abs() * problem.x).sum()) + 1e-12
     assert abs(float(mine[1].value - torchs[1].value)) <= 2e-5 * weight, problem.label
     assert float(torchs[1].value) <= float(mine[1].upper) + 1e-9 * weight, problem.label
@@ -75,7 +79,10 @@ def test_batch_threads_and_warm_start() -> None:
     x = torch.where(torch.rand(6, 1, 12, 10) < 0.4, torch.rand(6, 1, 12, 10), torch.zeros(()))
     x[2] = 0  # no mass
     w = torch.rand_like(x)
-    ball, before = WassersteinBall(torch.tensor([0.1, 0.0, 0.3, 0.01, 1.0, 0.1])), torch.get_num_threads()
+    ball, before = (
+        WassersteinBall(torch.tensor([0.1, 0.0, 0.3, 0.01, 1.0, 0.1])),
+        torch.get_num_threads(),
+    )
     results = []
     try:
         for count in (1, 3):

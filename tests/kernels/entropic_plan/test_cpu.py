@@ -16,9 +16,15 @@ from wball.moves import StencilMoves
 cpu = pytest.importorskip("wball.kernels.entropic_plan.cpu")
 
 LAME = StencilCost(  # not symmetric: some moves have no way back, others a dearer one
-    ((1.5, math.inf, 2.0, 0.5, math.inf), (0.25, 0.3, 0.0, 1.0, math.inf), (math.inf, 1.0, 1.0, 0.7, 2.0))
+    (
+        (1.5, math.inf, 2.0, 0.5, math.inf),
+        (0.25, 0.3, 0.0, 1.0, math.inf),
+        (math.inf, 1.0, 1.0, 0.7, 2.0),
+    )
 )
-FREE = StencilCost(((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0)))  # one step to the right costs nothing
+FREE = StencilCost(
+    ((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0))
+)  # one step to the right costs nothing
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,10 @@ class Case:
 
     def solve(self, kernel: str, dtype: torch.dtype, seed: int, warm: bool = False) -> EntropicPlan:
         x = self.images(seed)
-        b, q = (self.scale * torch.randn(self.shape, dtype=torch.float64).float().double() for _ in range(2))
+        b, q = (
+            self.scale * torch.randn(self.shape, dtype=torch.float64).float().double()
+            for _ in range(2)
+        )
         b += (self.ramp * torch.arange(self.shape[-1]) / self.shape[-1]).float()
         q = 0.1 * q if warm else torch.zeros_like(x)
         budget = self.eps * x.flatten(1).sum(1)
@@ -108,7 +117,11 @@ CASES = [
     Case((2, 1, 10, 12), pixels="saturated", scale=4.0, ramp=1500.0, sweeps=5, momentum=0.9),
 ]
 # So steep that Newton's steps, and with them the price, are at the mercy of rounding.
-STEEP = [Case((2, 1, 10, 12), scale=400.0), Case((2, 2, 9, 10), LAME, scale=1500.0), Case((1, 1, 9, 9), scale=1e6)]
+STEEP = [
+    Case((2, 1, 10, 12), scale=400.0),
+    Case((2, 2, 9, 10), LAME, scale=1500.0),
+    Case((1, 1, 9, 9), scale=1e6),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -123,7 +136,12 @@ def test_equals_reference_in_float64(case: Case) -> None:
             assert error(getattr(got, name), getattr(expected, name)) <= 1e-9, name
         # Prices and potentials of images without mass are not defined.
         lit = case.images(seed).flatten(1).any(1)
-        assert error(got.psi[lit] / (1 + expected.psi[lit]), expected.psi[lit] / (1 + expected.psi[lit])) <= 1e-6
+        assert (
+            error(
+                got.psi[lit] / (1 + expected.psi[lit]), expected.psi[lit] / (1 + expected.psi[lit])
+            )
+            <= 1e-6
+        )
         assert error(got.q[lit], expected.q[lit]) <= 1e-6
 
 
@@ -158,7 +176,9 @@ def test_any_number_of_threads_gives_the_same_plan() -> None:
             plans.append(case.solve("cpu", torch.float32, 0))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(plan.z, plans[0].z) and torch.equal(plan.psi, plans[0].psi) for plan in plans)
+    assert all(
+        torch.equal(plan.z, plans[0].z) and torch.equal(plan.psi, plans[0].psi) for plan in plans
+    )
 
 
 def test_an_image_does_not_depend_on_its_batch() -> None:
@@ -167,7 +187,9 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
 
     def solve(part: slice) -> EntropicPlan:
         state = {"psi": torch.ones(len(x[part])), "q": torch.zeros_like(x[part])}
-        return entropic_plan(PlanRequest(x[part], b[part], budget[part], moves, (0.0, 1.0), **state))
+        return entropic_plan(
+            PlanRequest(x[part], b[part], budget[part], moves, (0.0, 1.0), **state)
+        )
 
     assert torch.equal(solve(slice(None)).z[3:4], solve(slice(3, 4)).z)
 
@@ -178,7 +200,9 @@ def test_strided_and_tracked_inputs() -> None:
     budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(9, 9, x)
     state = {"psi": torch.ones(2), "q": torch.zeros(2, 1, 9, 9)}
     got = cpu.entropic_plan(PlanRequest(x, b, budget, moves, (0.0, 1.0), **state))
-    expected = reference.entropic_plan(PlanRequest(x, b.detach(), budget, moves, (0.0, 1.0), **state))
+    expected = reference.entropic_plan(
+        PlanRequest(x, b.detach(), budget, moves, (0.0, 1.0), **state)
+    )
     assert error(got.z, expected.z) <= 1e-5
     assert (state["q"] == 0).all() and (state["psi"] == 1).all()
 

@@ -20,7 +20,9 @@ from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan
 def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: Any) -> EntropicPlan:
     psi, q = torch.full((x.shape[0],), 10.0, dtype=x.dtype), torch.zeros_like(x)
     moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
-    return entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options))
+    return entropic_plan(
+        PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=psi, q=q, **options)
+    )
 
 
 def cost_matrix(ball: WassersteinBall, height: int, width: int) -> NDArray[np.float64]:
@@ -42,7 +44,10 @@ def written_out(
         logits = np.where(np.isfinite(matrix), s[None, :] - psi * finite, -np.inf)
         rows = np.exp(logits - logits.max(1, keepdims=True))
         flow = mass[:, None] * rows / rows.sum(1, keepdims=True)
-        flow *= plan.keep[0, c].double().numpy().ravel()[None, :] * plan.give[0, c].double().numpy().ravel()[:, None]
+        flow *= (
+            plan.keep[0, c].double().numpy().ravel()[None, :]
+            * plan.give[0, c].double().numpy().ravel()[:, None]
+        )
         np.fill_diagonal(flow, 0.0)
         np.fill_diagonal(flow, mass - flow.sum(1))
         plans.append(flow)
@@ -55,7 +60,9 @@ def assert_describes(problem: Problem, plan: EntropicPlan, b: Tensor, tol: float
     spent = net = 0.0
     for c, flow in enumerate(plans):
         assert flow.min() >= -tol, problem.label
-        np.testing.assert_allclose(flow.sum(0), plan.z[0, c].double().numpy().ravel(), atol=tol, err_msg=problem.label)
+        np.testing.assert_allclose(
+            flow.sum(0), plan.z[0, c].double().numpy().ravel(), atol=tol, err_msg=problem.label
+        )
         spent += float((flow * cost).sum())
         net += float((np.maximum(flow - flow.T, 0) * cost).sum())
     assert float(plan.cost) == pytest.approx(spent, rel=1e-4, abs=10 * tol), problem.label
@@ -68,7 +75,9 @@ def assert_describes(problem: Problem, plan: EntropicPlan, b: Tensor, tol: float
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("kind", ["grid", "stencil", "dense"])
 @pytest.mark.parametrize("box", [(0.0, 1.0), (0.25, 0.9), None])
-def test_the_images_describe_a_plan_of_the_ball(kind: str, box: tuple[float, float] | None, scale: float) -> None:
+def test_the_images_describe_a_plan_of_the_ball(
+    kind: str, box: tuple[float, float] | None, scale: float
+) -> None:
     for problem in random_problems(12, kind=kind, box=box):
         b = scale * problem.g
         assert_describes(problem, solve(problem.ball, problem.x, b), b, 1e-9)
@@ -103,7 +112,9 @@ def test_the_plan_maximises_its_own_objective() -> None:
             mass = flow.sum(1, keepdims=True)
             usable = allowed & (flow > 0)
 
-            def value(p: NDArray[np.float64], ends: NDArray[np.float64], m: NDArray[np.float64]) -> float:
+            def value(
+                p: NDArray[np.float64], ends: NDArray[np.float64], m: NDArray[np.float64]
+            ) -> float:
                 share = np.divide(p, m, out=np.ones_like(p), where=(p > 0) & (m > 0))
                 return float((p * ends).sum() - (p * np.log(share)).sum())
 
@@ -116,7 +127,9 @@ def test_the_plan_maximises_its_own_objective() -> None:
                 if worse.min() < 0:
                     continue
                 price = float(plan.psi) * float(((worse - flow) * cost).sum())
-                assert value(worse, ends, mass) - price <= value(flow, ends, mass) + 1e-12, problem.label
+                assert value(worse, ends, mass) - price <= value(flow, ends, mass) + 1e-12, (
+                    problem.label
+                )
 
 
 def test_box_potentials_leave_less_to_the_repair() -> None:
@@ -145,7 +158,9 @@ def test_warm_start_continues_where_the_last_call_ended() -> None:
     ball, x, b = problem.ball, problem.x, 5 * problem.g
     moves = ball.cost.arcs(8, 8, x)
     plan = solve(ball, x, b, sweeps=20)
-    again = entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=plan.psi, q=plan.q, sweeps=0))
+    again = entropic_plan(
+        PlanRequest(x, b, ball.budget(x), moves, ball.box, psi=plan.psi, q=plan.q, sweeps=0)
+    )
     torch.testing.assert_close(again.z, plan.z, atol=1e-6, rtol=0)
 
 
@@ -161,7 +176,9 @@ def test_a_batch_is_a_loop() -> None:
         torch.testing.assert_close(alone.net_cost[0], together.net_cost[i])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 9), (2, 1, 9, 1), (2, 3, 2, 2), (1, 1, 1, 1), (0, 1, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 9), (2, 1, 9, 1), (2, 3, 2, 2), (1, 1, 1, 1), (0, 1, 4, 4)]
+)
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
     x = torch.rand(shape, dtype=torch.float64)
     plan = solve(WassersteinBall(0.3, GridCost(21)), x, 20 * torch.randn_like(x))
@@ -189,6 +206,8 @@ def test_repair_goes_no_further_than_the_box_asks(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("WBALL_KERNEL", kernel)
         plans[kernel] = solve(ball, x, b, sweeps=0)
         assert float(plans[kernel].z.max()) == pytest.approx(1.0, abs=1e-9)
-        assert float(plans[kernel].cost) > 0.62 * float(ball.budget(x))  # 0.60 with all that the sweep would take
+        assert float(plans[kernel].cost) > 0.62 * float(
+            ball.budget(x)
+        )  # 0.60 with all that the sweep would take
     torch.testing.assert_close(plans["cpu"].z, plans["torch"].z, atol=1e-9, rtol=0)
     torch.testing.assert_close(plans["cpu"].keep, plans["torch"].keep, atol=1e-9, rtol=0)

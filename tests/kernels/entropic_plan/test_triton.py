@@ -20,8 +20,12 @@ from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, reference, tr
 from wball.kernels.entropic_plan import triton as triton_plan
 from wball.moves import Moves
 
-DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+DEVICE = os.environ.get(
+    "WBALL_TEST_DEVICE", "cpu"
+)  # tests/conftest.py asks for the interpreter on a CPU
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # log(0) in numpy, which is meant
 
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
 """Asymmetric, with moves that have no way back."""
@@ -50,7 +54,12 @@ class Case:
         x = lo + (hi - lo) * x
         b = self.shift + self.scale * torch.randn(self.shape, generator=random)
         budget = self.eps * x.double().sum((1, 2, 3))
-        return x.to(DEVICE), b.to(DEVICE), budget.to(DEVICE), self.cost.arcs(*self.shape[2:], x.to(DEVICE))
+        return (
+            x.to(DEVICE),
+            b.to(DEVICE),
+            budget.to(DEVICE),
+            self.cost.arcs(*self.shape[2:], x.to(DEVICE)),
+        )
 
 
 ON_CHIP = [
@@ -82,7 +91,13 @@ TILED = [
 
 
 def solve(
-    case: Case, kernel: object, dtype: torch.dtype, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0
+    case: Case,
+    kernel: object,
+    dtype: torch.dtype,
+    *,
+    sweeps: int = 3,
+    newton: int = 12,
+    momentum: float = 0.0,
 ) -> EntropicPlan:
     x, b, budget, moves = case.problem()
     x, b = x.to(dtype), b.to(dtype)
@@ -122,11 +137,13 @@ def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12, momentum: floa
         "give": 1e-5 + 1e-7 * case.scale,
     }.items():
         assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
-    for name in ("psi", "q") if case.cost != GridCost(1) else ():  # psi is arbitrary where nothing can move
+    for name in (
+        ("psi", "q") if case.cost != GridCost(1) else ()
+    ):  # psi is arbitrary where nothing can move
         # the larger the potentials, the coarser float32
-        assert error(ours, exact, name) <= 2 * error(single, exact, name) + 2e-5 * (1 + case.scale + abs(case.shift)), (
-            name
-        )
+        assert error(ours, exact, name) <= 2 * error(single, exact, name) + 2e-5 * (
+            1 + case.scale + abs(case.shift)
+        ), name
 
 
 def check_consistent(case: Case, plan: EntropicPlan) -> None:
@@ -144,10 +161,14 @@ def check_consistent(case: Case, plan: EntropicPlan) -> None:
     assert float((plan.z.double() - z).abs().max()) <= tolerance
     mass = 1 + float(x.sum())
     for value, amount in ((plan.cost, flow), (plan.net_cost, net)):
-        assert float((value - (amount * arcs.cost).flatten(1).sum(1)).abs().max()) <= tolerance * mass
+        assert (
+            float((value - (amount * arcs.cost).flatten(1).sum(1)).abs().max()) <= tolerance * mass
+        )
     assert float((plan.z.double().sum((2, 3)) - x.sum((2, 3))).abs().max()) <= 1e-6 * mass
     if case.box is not None:
-        assert float(plan.z.min()) >= case.box[0] - 1e-6 and float(plan.z.max()) <= case.box[1] + 1e-6
+        assert (
+            float(plan.z.min()) >= case.box[0] - 1e-6 and float(plan.z.max()) <= case.box[1] + 1e-6
+        )
 
 
 @pytest.mark.parametrize("case", ON_CHIP, ids=str)
@@ -164,19 +185,31 @@ def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
 @pytest.mark.parametrize("tiled", [False, True])
-def test_momentum_equals_reference(tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_equals_reference(
+    tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tiled:
         monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
         monkeypatch.setattr(triton_tiles, "TILE", 32)
-    check_equal(Case((1, 1, 6, 5), GridCost(3), scale=scale, eps=0.6, seed=3), sweeps=3, newton=6, momentum=0.9)
+    check_equal(
+        Case((1, 1, 6, 5), GridCost(3), scale=scale, eps=0.6, seed=3),
+        sweeps=3,
+        newton=6,
+        momentum=0.9,
+    )
 
 
-STUBBORN = {False: Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3), True: Case((2, 1, 7, 6), scale=3.0, eps=0.6)}
+STUBBORN = {
+    False: Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3),
+    True: Case((2, 1, 7, 6), scale=3.0, eps=0.6),
+}
 """Boxes that only the last sweep of the repair restores, if no potentials help; the smaller one for tiles."""
 
 
 @pytest.mark.parametrize("tiled", STUBBORN)
-def test_the_last_sweep_of_a_repair_equals_reference(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_sweep_of_a_repair_equals_reference(
+    tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = STUBBORN[tiled]
     plan = solve(case, reference, torch.float64, sweeps=0)
     assert float(plan.z.max()) == pytest.approx(1.0, abs=1e-9), "no further than the box asks"
@@ -206,7 +239,9 @@ def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
     x, b = x.to(dtype), b.to(dtype)
     psi, q = torch.full((1,), 10.0, device=DEVICE), torch.zeros_like(b, dtype=torch.float32)
     half = triton_plan.entropic_plan(PlanRequest(x, b, budget, moves, UNIT, psi=psi, q=q))
-    single = triton_plan.entropic_plan(PlanRequest(x.float(), b.float(), budget, moves, UNIT, psi=psi, q=q))
+    single = triton_plan.entropic_plan(
+        PlanRequest(x.float(), b.float(), budget, moves, UNIT, psi=psi, q=q)
+    )
     assert half.z.dtype == torch.float32
     assert torch.equal(half.z, single.z) and torch.equal(half.cost, single.cost)
 
@@ -224,7 +259,9 @@ def test_warm_start_is_used() -> None:
 
 @pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
 @pytest.mark.parametrize("tiled", [False, True])
-def test_without_a_start_it_starts_cold(tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_start_it_starts_cold(
+    tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if tiled:
         monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
         monkeypatch.setattr(triton_tiles, "TILE", 32)
@@ -257,9 +294,15 @@ def test_memory_is_a_few_batches_at_any_window(
     class Count(TorchDispatchMode):
         total = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
-            if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.zeros):
+            if func._overloadpacket in (
+                torch.ops.aten.empty,
+                torch.ops.aten.empty_like,
+                torch.ops.aten.zeros,
+            ):
                 Count.total += out.numel() * out.element_size()
             return out
 
@@ -269,7 +312,9 @@ def test_memory_is_a_few_batches_at_any_window(
                 monkeypatch.setattr(module, name, Idle())
     x = torch.rand(shape, device=DEVICE)
     mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[2:], x)
-    triton_plan.entropic_plan(PlanRequest(x, x, mass, moves, UNIT, psi=mass, q=x))  # what is made once
+    triton_plan.entropic_plan(
+        PlanRequest(x, x, mass, moves, UNIT, psi=mass, q=x)
+    )  # what is made once
     with Count():
         triton_plan.entropic_plan(PlanRequest(x, x, mass, moves, UNIT, psi=mass, q=x))
     assert 4 * x.numel() < Count.total / 4 <= 8 * x.numel()

@@ -17,7 +17,9 @@ def picture(count: int, channels: int, side: int, seed: int) -> Tensor:
     return torch.where(torch.rand(x.shape, generator=generator) < 0.4, torch.zeros_like(x), x)
 
 
-def some_rows(count: int, shape: tuple[int, int, int], images: int, patch: int | None, seed: int) -> Rows:
+def some_rows(
+    count: int, shape: tuple[int, int, int], images: int, patch: int | None, seed: int
+) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     image = torch.randint(0, images, (count,), generator=generator)
     side = patch or shape[1]
@@ -49,7 +51,9 @@ def by_definition(rows: Rows, x: Tensor, budget: Tensor, cost: Tensor) -> Tensor
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "torch"])
-@pytest.mark.parametrize(("side", "channels", "patch"), [(4, 2, None), (6, 1, None), (12, 1, None), (12, 2, 4)])
+@pytest.mark.parametrize(
+    ("side", "channels", "patch"), [(4, 2, None), (6, 1, None), (12, 1, None), (12, 2, 4)]
+)
 @pytest.mark.parametrize("eps", [0.003, 0.1, 3.0])
 def test_maximum(kernel: str, side: int, channels: int, patch: int | None, eps: float) -> None:
     x = picture(3, channels, side, side)

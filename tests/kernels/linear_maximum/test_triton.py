@@ -13,7 +13,9 @@ from wball.ball import WassersteinBall
 from wball.cost import GridCost, StencilCost
 from wball.kernels.linear_maximum import reference
 
-DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
+DEVICE = os.environ.get(
+    "WBALL_TEST_DEVICE", "cpu"
+)  # tests/conftest.py asks for the interpreter on a CPU
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
@@ -38,7 +40,9 @@ def rows(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "ball"), BALLS, ids=str)
-def test_reference_is_the_support_function(shape: tuple[int, int, int], ball: WassersteinBall) -> None:
+def test_reference_is_the_support_function(
+    shape: tuple[int, int, int], ball: WassersteinBall
+) -> None:
     a, x = (t.double() for t in rows(shape))
     moves = ball.cost.arcs(*shape[1:], x)
     ours = reference.linear_maximum(a, x, ball.budget(x), moves, point=True)
@@ -65,7 +69,9 @@ def test_kernel_equals_reference(shape: tuple[int, int, int], ball: WassersteinB
         (ours.upper, single.upper, exact.upper),
         ((ours.z.double() * a).sum((1, 2, 3)), (single.z.double() * a).sum((1, 2, 3)), exact.upper),
     ):
-        assert float((mine - truth).abs().max()) <= 2 * float((yardstick - truth).abs().max()) + 1e-5
+        assert (
+            float((mine - truth).abs().max()) <= 2 * float((yardstick - truth).abs().max()) + 1e-5
+        )
     torch.testing.assert_close(ours.z.sum((2, 3)), x.sum((2, 3)), rtol=1e-5, atol=1e-6)
     # Any psi is a sound bound; evaluated in float64 this one is not far from the best.
     again = reference._Search(a.double(), x.double(), budget, moves.like(a.double()))

@@ -49,7 +49,12 @@ class Case:
         return x, x + self.step * torch.randn(self.shape, generator=random)
 
     def solve(
-        self, kernel: str, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: bool = False
+        self,
+        kernel: str,
+        dtype: torch.dtype,
+        tol: float,
+        max_iter: int = 400,
+        factors: bool = False,
     ) -> ProjectedSinkhorn:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.double().sum((1, 2, 3))
@@ -85,8 +90,12 @@ WIDE = Case((2, 1, 6, 6), GridCost(3), reg=1e6, step=0.3)
 def test_optimum_of_the_torch_version(case: Case) -> None:
     exact = case.solve("torch", torch.float64, 1e-6, 700)
     ours = case.solve("cpu", torch.float64, 1e-6, 700)
-    assert bool((ours.gap <= torch.maximum(ours.allowed, 1.05 * exact.gap)).all()), "as near as torch gets"
-    assert bool(((ours.objective - exact.objective).abs() <= ours.gap.abs() + exact.gap.abs() + 1e-12).all())
+    assert bool((ours.gap <= torch.maximum(ours.allowed, 1.05 * exact.gap)).all()), (
+        "as near as torch gets"
+    )
+    assert bool(
+        ((ours.objective - exact.objective).abs() <= ours.gap.abs() + exact.gap.abs() + 1e-12).all()
+    )
     apart = (ours.z - exact.z).square().sum((1, 2, 3)).sqrt()
     assert bool((apart <= (2 * ours.gap.abs()).sqrt() + (2 * exact.gap.abs()).sqrt() + 1e-12).all())
 
@@ -98,7 +107,9 @@ def test_at_least_as_good_as_torch_in_float32(case: Case) -> None:
     ours = case.solve("cpu", torch.float32, 1e-4)
     assert ours.z.dtype == ours.u.dtype == ours.psi.dtype == ours.residual.dtype == torch.float32
     assert bool((ours.gap <= ours.allowed).all())
-    assert bool((ours.objective - exact.objective <= ours.gap + exact.gap + 1e-9).all()), "the gap is a proof"
+    assert bool((ours.objective - exact.objective <= ours.gap + exact.gap + 1e-9).all()), (
+        "the gap is a proof"
+    )
     if len(ours.z):
         error, yardstick = ((answer.z.double() - exact.z).abs().max() for answer in (ours, single))
         # Both stop within the tolerance, wherever that is: a distance of at most the root of twice the gap.
@@ -123,11 +134,15 @@ def test_plan_is_the_points_proof(case: Case) -> None:
     assert ours.keep is not None and ours.give is not None
     mass = x.double().sum((1, 2, 3))
     heat = mass / case.reg
-    flow = FactoredPlan.tempered(arcs, x.double(), ours.u, ours.psi, heat, ours.keep, ours.give).arcs()
+    flow = FactoredPlan.tempered(
+        arcs, x.double(), ours.u, ours.psi, heat, ours.keep, ours.give
+    ).arcs()
     assert bool((flow >= -1e-15).all())
     torch.testing.assert_close(flow.sum(2), x.double(), atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(arcs.scatter(flow), ours.z, atol=1e-11, rtol=0)
-    torch.testing.assert_close((flow * arcs.cost).flatten(1).sum(1), ours.cost, atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(
+        (flow * arcs.cost).flatten(1).sum(1), ours.cost, atol=1e-12, rtol=1e-10
+    )
     entropy = torch.special.xlogy(flow, flow).sum((1, 2, 3, 4)) - torch.special.xlogy(mass, mass)
     expected = 0.5 * (w.double() - ours.z).square().sum((1, 2, 3)) + heat * entropy
     torch.testing.assert_close(ours.objective, expected, atol=1e-10, rtol=1e-8)
@@ -174,7 +189,15 @@ def test_a_saturated_image_ends_within_the_tolerance() -> None:
     ball, mass, moves = WassersteinBall(0.05), x.sum((1, 2, 3)), GridCost().arcs(32, 32, x)
     ours = cpu.projected_sinkhorn(
         Projection(
-            x, w, ball.budget(x), moves, (0.0, 1.0), mass / 1000, u=w - x, psi=torch.full_like(mass, 0.1), tol=1e-4
+            x,
+            w,
+            ball.budget(x),
+            moves,
+            (0.0, 1.0),
+            mass / 1000,
+            u=w - x,
+            psi=torch.full_like(mass, 0.1),
+            tol=1e-4,
         )
     )
     assert bool((ours.gap <= ours.allowed).all())
@@ -207,7 +230,10 @@ def test_batch_threads_and_strides_change_nothing() -> None:
     assert all(torch.equal(answer.z, answers[0].z) for answer in answers)
     x, w = case.images()
     mass, moves = x.double().sum((1, 2, 3)), case.cost.arcs(14, 14, x)
-    strided = (t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)[7:8].requires_grad_() for t in (x, w, w - x))
+    strided = (
+        t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)[7:8].requires_grad_()
+        for t in (x, w, w - x)
+    )
     image, target, u = strided
     one = cpu.projected_sinkhorn(
         Projection(
@@ -230,9 +256,13 @@ def test_ball_projects_by_sweeps_and_keeps_its_promises() -> None:
     x, w = (image.double() for image in case.images())
     assert dispatch.choose("projected_sinkhorn", x, case.cost.arcs(6, 6, x)) == "cpu"
     ours = case.ball.project(x, w, reg=case.reg, tol=1e-6)
-    path = case.ball.project(x, w, reg=case.reg, tol=1e-8, init=ours.duals)  # who has duals follows the path
+    path = case.ball.project(
+        x, w, reg=case.reg, tol=1e-8, init=ours.duals
+    )  # who has duals follows the path
     assert ours.kernel == "cpu" and bool(ours.converged.all())
-    assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
+    assert float((ours.objective - path.objective).abs().max()) <= float(
+        (ours.gap + path.gap).max()
+    )
     assert ours.plan is not None
     torch.testing.assert_close(ours.plan.rows(), x)
     torch.testing.assert_close(ours.plan.columns(), ours.point, atol=1e-11, rtol=0)
@@ -257,11 +287,16 @@ def test_large_areas_of_full_pixels_are_repaired() -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.ones(1, 1, 32, 32)
     x[..., :3, :] = x[..., :, :3] = 0.5
-    w, ball = x + 0.1 * torch.randint(0, 2, x.shape, generator=draw).mul(2).sub(1), WassersteinBall(0.05)
+    w, ball = (
+        x + 0.1 * torch.randint(0, 2, x.shape, generator=draw).mul(2).sub(1),
+        WassersteinBall(0.05),
+    )
     mass = x.double().sum((1, 2, 3))
     moves = ball.cost.arcs(32, 32, x)
     found = cpu.projected_sinkhorn(
-        Projection(x, w, ball.budget(x), moves, ball.box, mass / 100, tol=1e-4, max_iter=400, factors=True)
+        Projection(
+            x, w, ball.budget(x), moves, ball.box, mass / 100, tol=1e-4, max_iter=400, factors=True
+        )
     )
     assert bool((found.gap <= found.allowed).all()), (found.gap / found.allowed).tolist()
 
@@ -272,7 +307,12 @@ def test_large_full_areas_take_few_sweeps(kernel: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("WBALL_KERNEL", kernel)
     random = torch.Generator().manual_seed(0)
     coarse = torch.randn(1, 1, 6, 6, generator=random)
-    x = torch.nn.functional.interpolate(coarse, size=(96, 96), mode="bilinear").mul(2).add(0.5).clamp(0, 1)
+    x = (
+        torch.nn.functional.interpolate(coarse, size=(96, 96), mode="bilinear")
+        .mul(2)
+        .add(0.5)
+        .clamp(0, 1)
+    )
     w = x + 0.1 * (torch.rand(x.shape, generator=random) < 0.5).float().mul(2).sub(1)
     assert (x == 1).float().mean() > 0.3
     answer = WassersteinBall(0.05).project(x, w, reg=float(x.sum()) / 20, tol=1e-4)

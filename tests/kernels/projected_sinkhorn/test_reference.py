@@ -15,7 +15,9 @@ from wball.kernels.projected_sinkhorn import Projection, reference
 from wball.kernels.projected_sinkhorn.excess_reference import drain
 
 
-def problem(x: Tensor, reg: float, seed: int = 1, *, eps: float = 0.05, tol: float = 1e-4) -> Projection:
+def problem(
+    x: Tensor, reg: float, seed: int = 1, *, eps: float = 0.05, tol: float = 1e-4
+) -> Projection:
     random = torch.Generator().manual_seed(seed)
     w = x + 0.1 * torch.randint(0, 2, x.shape, generator=random).mul(2).sub(1)
     ball, mass = WassersteinBall(eps), x.double().sum((1, 2, 3))
@@ -35,7 +37,9 @@ def half_full(side: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(("x", "sweeps"), [(full_with_a_hole(48), 80), (half_full(48), 40)], ids=["hole", "half"])
+@pytest.mark.parametrize(
+    ("x", "sweeps"), [(full_with_a_hole(48), 80), (half_full(48), 40)], ids=["hole", "half"]
+)
 def test_full_areas_take_few_sweeps(x: Tensor, sweeps: int) -> None:
     """Without what repairs send back: 400 were not enough for the hole."""
     answer = reference.projected_sinkhorn(problem(x, 1000.0))
@@ -53,13 +57,17 @@ def test_excess_gets_out_of_a_full_area() -> None:
     rows = PlanRows(x, beta, price, ring_sums(beta, moves), moves)
     columns = rows.columns()
     assert float(columns.max()) > 1 + above
-    keep, found, possible = drain(rows, columns - rows.flow(0), columns, torch.full((1,), 1 - 1e-6), 1 + 1e-12)
+    keep, found, possible = drain(
+        rows, columns - rows.flow(0), columns, torch.full((1,), 1 - 1e-6), 1 + 1e-12
+    )
     sent, received = rows.exchange(keep, torch.ones_like(x))
     z = x - sent + keep * received
     assert bool(found) and bool(possible) and float(z.max()) <= 1 + 1e-12
     assert float(keep.min()) > 0 and float((1 - keep).max()) > above
     wide = PlanRows(x, 1e3 * beta * 20, price, ring_sums(1e3 * beta * 20, moves), moves)
-    assert not bool(drain(wide, columns, columns, torch.ones(1), 1.0)[2]), "beyond what factors can be multiplied"
+    assert not bool(drain(wide, columns, columns, torch.ones(1), 1.0)[2]), (
+        "beyond what factors can be multiplied"
+    )
 
 
 def test_images_do_not_depend_on_the_batch() -> None:
@@ -82,7 +90,9 @@ def test_answers_have_the_dtype_of_the_images() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.rand((2, 1, 7, 6), generator=random, dtype=dtype)
         answer = reference.projected_sinkhorn(problem(x, 100.0, tol=1e-6))
-        assert answer.z.dtype == answer.u.dtype == answer.psi.dtype == answer.residual.dtype == dtype
+        assert (
+            answer.z.dtype == answer.u.dtype == answer.psi.dtype == answer.residual.dtype == dtype
+        )
         assert bool((answer.gap <= answer.allowed).all()), "float64 inside, whatever the images are"
 
 

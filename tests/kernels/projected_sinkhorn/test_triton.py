@@ -17,8 +17,12 @@ from wball.kernels import dispatch, projected_sinkhorn
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, reference
 from wball.plan import FactoredPlan
 
-DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy, which is meant
+DEVICE = os.environ.get(
+    "WBALL_TEST_DEVICE", "cpu"
+)  # tests/conftest.py asks for the interpreter on a CPU
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # log(0) in numpy, which is meant
 
 ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
 
@@ -35,7 +39,9 @@ class Case:
 
     @property
     def ball(self) -> WassersteinBall:
-        return WassersteinBall(self.eps, ONE_WAY if self.one_way else GridCost(self.window), box=self.box)
+        return WassersteinBall(
+            self.eps, ONE_WAY if self.one_way else GridCost(self.window), box=self.box
+        )
 
     def images(self) -> tuple[Tensor, Tensor]:
         random = torch.Generator().manual_seed(0)
@@ -49,7 +55,12 @@ class Case:
         return x.to(DEVICE), (x + self.step * torch.randn(self.shape, generator=random)).to(DEVICE)
 
     def solve(
-        self, kernel: Any, dtype: torch.dtype, tol: float, max_iter: int = 400, factors: bool = False
+        self,
+        kernel: Any,
+        dtype: torch.dtype,
+        tol: float,
+        max_iter: int = 400,
+        factors: bool = False,
     ) -> ProjectedSinkhorn:
         x, w = (image.to(dtype) for image in self.images())
         mass = x.double().sum((1, 2, 3))
@@ -68,7 +79,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, Case((2, 1, 8, 7), window=5, reg=500.0, step=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, Case((2, 1, 8, 7), window=5, reg=500.0, step=0.5)], ids=str
+)
 def test_reference_meets_its_gap_and_the_other_solver(case: Case) -> None:
     ours = case.solve(reference, torch.float64, 1e-4, 2000)
     assert bool((ours.gap <= ours.allowed).all())
@@ -77,7 +90,10 @@ def test_reference_meets_its_gap_and_the_other_solver(case: Case) -> None:
     excess = ours.objective - path.objective
     # Between the optimum and the optimum plus the gap; path.objective is itself only good to its own gap.
     assert bool((excess >= -path.gap - 1e-12).all()) and bool((excess <= ours.gap + 1e-12).all())
-    assert float((ours.z - path.point).square().sum((1, 2, 3)).sub(2 * ours.gap + 2 * path.gap).max()) <= 1e-9
+    assert (
+        float((ours.z - path.point).square().sum((1, 2, 3)).sub(2 * ours.gap + 2 * path.gap).max())
+        <= 1e-9
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -85,7 +101,9 @@ def test_point_is_in_the_ball(case: Case) -> None:
     pytest.importorskip("ot").emd
     x, _ = case.images()
     for max_iter in (1, 5, 400):
-        assert bool(case.ball.contains(x, case.solve(reference, torch.float32, 1e-3, max_iter).z).all())
+        assert bool(
+            case.ball.contains(x, case.solve(reference, torch.float32, 1e-3, max_iter).z).all()
+        )
 
 
 def test_conjugate_steps_take_fewer_sweeps_than_momentum() -> None:
@@ -144,7 +162,9 @@ def test_kernel_equals_reference(case: Case) -> None:
     assert float(error) <= 2 * float(yardstick) + 1e-4
     x, _ = case.images()
     mass = x.double().sum((1, 2, 3))
-    assert float((ours.z.double().sum((2, 3)) - x.double().sum((2, 3))).abs().max()) <= 1e-6 * (1 + float(mass.max()))
+    assert float((ours.z.double().sum((2, 3)) - x.double().sum((2, 3))).abs().max()) <= 1e-6 * (
+        1 + float(mass.max())
+    )
     assert bool((ours.cost <= case.ball.budget(x) * (1 + 1e-6)).all())
     if case.box is not None:
         assert float(ours.z.min()) >= case.box[0] and float(ours.z.max()) <= case.box[1]
@@ -153,7 +173,10 @@ def test_kernel_equals_reference(case: Case) -> None:
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(Case((2, 1, 4, 5)), torch.float32), (Case((1, 1, 4, 5), box=(0.1, 0.9), reg=300.0), torch.float64)],
+    [
+        (Case((2, 1, 4, 5)), torch.float32),
+        (Case((1, 1, 4, 5), box=(0.1, 0.9), reg=300.0), torch.float64),
+    ],
     ids=str,
 )
 def test_factors_are_the_plan_of_the_point(case: Case, dtype: torch.dtype, name: str) -> None:
@@ -164,12 +187,17 @@ def test_factors_are_the_plan_of_the_point(case: Case, dtype: torch.dtype, name:
     tol = 1e-6
     ours = case.solve(kernel, dtype, tol, factors=True)
     x, w = (image.to(dtype) for image in case.images())
-    assert bool((ours.gap <= ours.allowed).all()) and ours.keep is not None and ours.give is not None
+    assert (
+        bool((ours.gap <= ours.allowed).all()) and ours.keep is not None and ours.give is not None
+    )
     tau, moves = x.double().sum((1, 2, 3)) / case.reg, case.ball.cost.arcs(*case.shape[2:], x)
     plan = FactoredPlan.tempered(moves, x, ours.u, ours.psi, tau, ours.keep, ours.give).written()
     torch.testing.assert_close(plan.rows(), x.double(), rtol=0, atol=1e-14)
     torch.testing.assert_close(
-        plan.columns(), ours.z.double(), rtol=0, atol=1e-12 if ours.z.dtype == torch.float64 else 1e-7
+        plan.columns(),
+        ours.z.double(),
+        rtol=0,
+        atol=1e-12 if ours.z.dtype == torch.float64 else 1e-7,
     )
     torch.testing.assert_close(plan.cost(), ours.cost, rtol=1e-10, atol=1e-14)
     assert bool((ours.cost <= case.ball.budget(x) * (1 + 1e-12)).all())
@@ -200,7 +228,9 @@ def test_kernel_stops_early_with_a_valid_point() -> None:
     assert float(again.gap[0]) < float(first.gap[0])
 
 
-def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_serves_small_images_with_the_kernel_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     from wball.kernels import dispatch
 
@@ -215,7 +245,9 @@ def test_dispatch_serves_small_images_with_the_kernel_asked_for(monkeypatch: pyt
         dispatch.choose("projected_sinkhorn", x, GridCost(3).arcs(128, 128, x))
 
 
-def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ball_projects_with_the_kernel_and_keeps_its_promises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     case = Case((2, 1, 5, 6))
     x, w = case.images()
@@ -223,9 +255,13 @@ def test_ball_projects_with_the_kernel_and_keeps_its_promises(monkeypatch: pytes
     ours = case.ball.project(x, w, reg=case.reg, tol=1e-4)
     assert bool(ours.converged.all())
     monkeypatch.setenv("WBALL_KERNEL", "torch")
-    path = case.ball.project(x, w, reg=case.reg, tol=1e-4, init=ours.duals)  # who has duals follows the path
+    path = case.ball.project(
+        x, w, reg=case.reg, tol=1e-4, init=ours.duals
+    )  # who has duals follows the path
     assert (path.kernel, ours.kernel) == ("torch", "triton")
-    assert float((ours.objective - path.objective).abs().max()) <= float((ours.gap + path.gap).max())
+    assert float((ours.objective - path.objective).abs().max()) <= float(
+        (ours.gap + path.gap).max()
+    )
     assert ours.plan is not None
     torch.testing.assert_close(ours.plan.rows(), x.double())
     assert bool((ours.plan.cost() <= case.ball.budget(x) * (1 + 1e-9)).all())
@@ -239,6 +275,13 @@ def test_large_images_on_a_gpu(side: int) -> None:
     x = torch.rand((2, 3, side, side), generator=random).mul(1.5).clamp(max=1)
     w = x + 0.1 * torch.randn(x.shape, generator=random)
     ball = WassersteinBall(0.05)
-    ours, served = (ball.project(x.to(at), w.to(at), reg=3000.0, tol=1e-4) for at in ("cpu", "cuda"))
+    ours, served = (
+        ball.project(x.to(at), w.to(at), reg=3000.0, tol=1e-4) for at in ("cpu", "cuda")
+    )
     assert bool(ours.converged.all()) and bool(served.converged.all())
-    assert float((ours.objective - served.objective.cpu()).abs().sub(ours.gap + served.gap.cpu()).max()) <= 1e-6
+    assert (
+        float(
+            (ours.objective - served.objective.cpu()).abs().sub(ours.gap + served.gap.cpu()).max()
+        )
+        <= 1e-6
+    )

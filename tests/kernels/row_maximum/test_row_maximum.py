@@ -17,7 +17,9 @@ from wball.kernels import dispatch
 from wball.kernels.row_maximum import row_maximum
 from wball.kernels.row_maximum.reference import worth_of
 
-DEVICE = os.environ.get("WBALL_TEST_DEVICE", "cpu")  # tests/conftest.py asks for the interpreter on a CPU
+DEVICE = os.environ.get(
+    "WBALL_TEST_DEVICE", "cpu"
+)  # tests/conftest.py asks for the interpreter on a CPU
 ROUNDS = 10
 KINDS = ("patches", "whole", "charged", "charged patches", "priced")
 
@@ -50,7 +52,9 @@ def problem(kind: str, seed: int) -> tuple[TransportSet, Rows, Tensor | None, Ch
     if kind.startswith("charged"):
         count = source._field(rows).mass.shape[2]
         into = source._slice(source._targets(rows, None), 0, 0).shape
-        charges = Charges(random(5, 2, len(source.moves) - 1, count), random(5, 2, count), random(*into))
+        charges = Charges(
+            random(5, 2, len(source.moves) - 1, count), random(5, 2, count), random(*into)
+        )
     return source, rows, box, charges
 
 

@@ -20,7 +20,9 @@ LAYERS = {
 @pytest.mark.parametrize("kernel", dispatch.OPERATIONS["sparse_transpose"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
-def test_every_kernel_is_the_transposed_convolution_at_wanted_cells(kernel: str, name: str, share: float) -> None:
+def test_every_kernel_is_the_transposed_convolution_at_wanted_cells(
+    kernel: str, name: str, share: float
+) -> None:
     inner, outer, size, side, stride, padding, dilation, groups = LAYERS[name]
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn((outer, inner // groups, side, side), dtype=torch.float64, generator=draw)
@@ -30,10 +32,16 @@ def test_every_kernel_is_the_transposed_convolution_at_wanted_cells(kernel: str,
     wanted = torch.rand(image.numel(), generator=draw) < share
     value = torch.randn((cell.shape[0], 11), dtype=torch.float64, generator=draw)
     geometry = Geometry(image.shape[1:], after.shape[1:], stride, padding, dilation, groups)
-    found, at = dispatch.load("sparse_transpose", kernel).sparse_transpose(value, cell, weight, wanted, geometry)
+    found, at = dispatch.load("sparse_transpose", kernel).sparse_transpose(
+        value, cell, weight, wanted, geometry
+    )
     assert bool(wanted[at].all()) and bool((at.diff() > 0).all())
     for n in range(value.shape[1]):
-        rows = torch.zeros(after.numel(), dtype=torch.float64).index_put((cell,), value[:, n]).view_as(after)
+        rows = (
+            torch.zeros(after.numel(), dtype=torch.float64)
+            .index_put((cell,), value[:, n])
+            .view_as(after)
+        )
         expected = torch.autograd.grad(after, image, rows, retain_graph=True)[0].flatten()
         elsewhere = expected.clone()
         elsewhere[at] = 0

@@ -21,7 +21,9 @@ def _maps(share: float, dtype: torch.dtype = torch.float64) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_folding_is_a_transposed_convolution(stride: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folding_is_a_transposed_convolution(
+    stride: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, weight = _maps(1.0)
     expected = F.conv_transpose2d(a, weight, stride=stride)
     assert torch.allclose(reference.folded(a, weight, stride), expected, atol=1e-12)
@@ -41,7 +43,9 @@ def test_every_kernel_cuts_the_whole_result_to_the_window(
     around = F.pad(whole, (40, 40, 40, 40))
     top, left, height, width = window
     expected = around[..., 40 + top :, 40 + left :][..., :height, :width]
-    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(a, weight, stride, window)
+    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(
+        a, weight, stride, window
+    )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(transposed_convolution(a[:0], weight, stride, window), expected[:0])
 
@@ -62,20 +66,31 @@ def test_a_kernel_is_chosen_without_moves(monkeypatch: pytest.MonkeyPatch) -> No
     a, _ = _maps(0.5)
     assert dispatch.choose("transposed_convolution", a) == "cpu"
     matrix = DenseCost(1 - torch.eye(24)).arcs(4, 6, a)
-    assert dispatch.why_not("entropic_plan", "cpu", a, matrix) is not None, "matrix costs are refused as before"
+    assert dispatch.why_not("entropic_plan", "cpu", a, matrix) is not None, (
+        "matrix costs are refused as before"
+    )
     pytest.importorskip("triton")
     monkeypatch.setenv("WBALL_KERNEL", "triton")  # which has no such operation: torch serves
-    there = a.to("cuda" if torch.cuda.is_available() else "cpu")  # where Triton runs: without a GPU it is interpreted
+    there = a.to(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )  # where Triton runs: without a GPU it is interpreted
     assert dispatch.choose("transposed_convolution", there) == "torch"
 
 
 def test_products_in_parts_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimised slopes on a GPU failed: parts of a tensor were written in place."""
     monkeypatch.setattr(reference, "FOLDED", 1)
-    a, weight = torch.rand(3, 2, 4, 4, dtype=torch.float64), torch.rand(2, 3, 5, 5, dtype=torch.float64)
+    a, weight = (
+        torch.rand(3, 2, 4, 4, dtype=torch.float64),
+        torch.rand(2, 3, 5, 5, dtype=torch.float64),
+    )
     slopes = []
     for folded in (True, False):
         given = a.clone().requires_grad_(True)
-        out = reference.folded(given, weight, (2, 2)) if folded else F.conv_transpose2d(given, weight, stride=2)
+        out = (
+            reference.folded(given, weight, (2, 2))
+            if folded
+            else F.conv_transpose2d(given, weight, stride=2)
+        )
         slopes += torch.autograd.grad(out.square().sum(), given)
     assert torch.allclose(slopes[0], slopes[1])

@@ -38,10 +38,14 @@ class ArtAttack(EvasionAttack):
     attack_params: ClassVar[list[str]] = [*EvasionAttack.attack_params, "attack", "targeted"]
     _estimator_requirements = (BaseEstimator, ClassGradientsMixin)
 
-    def __init__(self, estimator: Any, attack: Attack, targeted: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, estimator: Any, attack: Attack, targeted: bool = False, seed: int = 0
+    ) -> None:
         super().__init__(estimator=estimator)
         if not isinstance(attack, Attack):
-            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+            raise TypeError(
+                f"attack must be an attack of this library, got {type(attack).__name__}"
+            )
         self.attack, self.seed = attack, seed
         self._targeted = targeted
         self.result: AttackResult | None = None
@@ -55,10 +59,18 @@ class ArtAttack(EvasionAttack):
         if y is None and self.targeted:
             raise ValueError("y must hold the target classes of a targeted attack")
         own = np.argmax(self.estimator.predict(np.asarray(x, ART_NUMPY_DTYPE)), axis=1)
-        given = own if y is None else np.argmax(y, axis=1) if np.ndim(y) == 2 and np.shape(y)[1] > 1 else np.ravel(y)
+        given = (
+            own
+            if y is None
+            else np.argmax(y, axis=1)
+            if np.ndim(y) == 2 and np.shape(y)[1] > 1
+            else np.ravel(y)
+        )
         device = getattr(self.estimator, "device", torch.device("cpu"))
         images = torch.as_tensor(np.asarray(x), device=device)
-        label, goal = (torch.as_tensor(np.asarray(v), dtype=torch.long, device=device) for v in (own, given))
+        label, goal = (
+            torch.as_tensor(np.asarray(v), dtype=torch.long, device=device) for v in (own, given)
+        )
         model = _differentiable(self.estimator)
         generator = torch.Generator(device).manual_seed(self.seed)
         if self.targeted:
@@ -112,12 +124,16 @@ class _Predict(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, estimator: Any) -> Tensor:
         ctx.estimator = estimator
         ctx.save_for_backward(x)
-        return torch.as_tensor(np.asarray(estimator.predict(_array(x))), device=x.device).to(x.dtype)
+        return torch.as_tensor(np.asarray(estimator.predict(_array(x))), device=x.device).to(
+            x.dtype
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         with torch.enable_grad():  # the estimator may differentiate by PyTorch itself
-            by_class = torch.as_tensor(np.asarray(ctx.estimator.class_gradient(_array(x))), device=x.device)
+            by_class = torch.as_tensor(
+                np.asarray(ctx.estimator.class_gradient(_array(x))), device=x.device
+            )
         weights = grads[0].view(*grads[0].shape, *[1] * (x.ndim - 1))
         return (weights * by_class.to(x.dtype)).sum(1), None

@@ -36,7 +36,9 @@ class FoolboxAttack(FoolboxBase):
 
     def __init__(self, attack: Attack, times: int = 1, seed: int = 0) -> None:
         if not isinstance(attack, Attack):
-            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+            raise TypeError(
+                f"attack must be an attack of this library, got {type(attack).__name__}"
+            )
         self.attack, self.times, self.seed = attack, times, seed
         self.results: list[AttackResult] = []
 
@@ -71,7 +73,9 @@ class FoolboxAttack(FoolboxBase):
             return found, list(found), success
         return found[0], found[0], success[0]
 
-    def _run(self, attack: Attack, model: Model, x: Tensor, y: Tensor, target: Tensor | None) -> AttackResult:
+    def _run(
+        self, attack: Attack, model: Model, x: Tensor, y: Tensor, target: Tensor | None
+    ) -> AttackResult:
         generator = torch.Generator(x.device).manual_seed(self.seed)
         best = attack(model, x, y, target=target, generator=generator)
         for _ in range(self.times - 1):
@@ -79,12 +83,18 @@ class FoolboxAttack(FoolboxBase):
             better = again.success & ~best.success
             fields = ("images", "success", "distance", "loss", "n_steps", "radius", "member")
             known = [name for name in fields if getattr(best, name) is not None]
-            pick: dict[str, Any] = {name: _where(better, getattr(again, name), getattr(best, name)) for name in known}
+            pick: dict[str, Any] = {
+                name: _where(better, getattr(again, name), getattr(best, name)) for name in known
+            }
             if best.proof is not None:
-                pick["proof"] = None if again.proof is None else again.proof.where(better, best.proof)
+                pick["proof"] = (
+                    None if again.proof is None else again.proof.where(better, best.proof)
+                )
             states = zip(better.tolist(), again.status, best.status, strict=True)
             status = tuple(a if b else c for b, a, c in states)
-            best = replace(best, status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick)
+            best = replace(
+                best, status=status, kernel=joined_kernels((best.kernel, again.kernel)), **pick
+            )
         return best
 
 

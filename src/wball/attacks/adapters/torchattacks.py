@@ -24,7 +24,9 @@ class TorchAttack:
 
     def __init__(self, model: Model, attack: Attack, seed: int = 0) -> None:
         if not isinstance(attack, Attack):
-            raise TypeError(f"attack must be an attack of this library, got {type(attack).__name__}")
+            raise TypeError(
+                f"attack must be an attack of this library, got {type(attack).__name__}"
+            )
         self.model, self.attack, self.seed = model, attack, seed
         self.targeted = False
         self.result: AttackResult | None = None

@@ -37,9 +37,7 @@ class VerificationStatus(Enum):
 
     CONFIRMED = "the checker proved the certificate again"
     NOTHING = "the certificate claims nothing about this image"
-    UNCONFIRMED = (
-        "the checker's own bound is not above 0: it may be looser than the certificate, which is not confirmed"
-    )
+    UNCONFIRMED = "the checker's own bound is not above 0: it may be looser than the certificate, which is not confirmed"
     UNFOLLOWED = (
         "the checker has no rule for the ball or for an operation of the model, or the image is too large: the "
         "certificate is not checked"
@@ -71,7 +69,9 @@ class VerificationResult:
         return sum(1 for status in self.status if status is VerificationStatus.UNCONFIRMED)
 
 
-def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tensor, ball: Ball) -> VerificationResult:
+def verify(
+    certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tensor, ball: Ball
+) -> VerificationResult:
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
     Nothing in the certificate is believed but which images it claims, and for which plans. What a proof by branch and
@@ -87,7 +87,9 @@ def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tenso
         ball: the threat model.
     """
     if not isinstance(certificate, CertificateResult):
-        raise TypeError(f"certificate must be what wball.certify returned, got {type(certificate).__name__}")
+        raise TypeError(
+            f"certificate must be what wball.certify returned, got {type(certificate).__name__}"
+        )
     x = inputs.check_images("x", x, ball.box).detach()
     if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
         raise ValueError(
@@ -117,7 +119,9 @@ def verify(certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tenso
         except Unfollowed as error:
             reason, status[k] = str(error), VerificationStatus.UNFOLLOWED
             continue
-        status[k] = VerificationStatus.CONFIRMED if bool(margin[k] > 0) else VerificationStatus.UNCONFIRMED
+        status[k] = (
+            VerificationStatus.CONFIRMED if bool(margin[k] > 0) else VerificationStatus.UNCONFIRMED
+        )
     confirmed = torch.tensor([s is VerificationStatus.CONFIRMED for s in status], dtype=torch.bool)
     return VerificationResult(confirmed, margin, tuple(status), reason)
 
@@ -127,12 +131,20 @@ def _clean(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
     """The margins of the images themselves."""
     logits = ask(model, x).to("cpu", torch.float64)
     own = y.to("cpu")[:, None]
-    found: list[float] = (logits.gather(1, own)[:, 0] - logits.scatter(1, own, -math.inf).amax(1)).tolist()
+    found: list[float] = (
+        logits.gather(1, own)[:, 0] - logits.scatter(1, own, -math.inf).amax(1)
+    ).tolist()
     return found
 
 
 def _margin(
-    network: Network, ball: Ball, x: Tensor, label: int, plans: Plans, clean: float, leaves: tuple[Leaf, ...] | None
+    network: Network,
+    ball: Ball,
+    x: Tensor,
+    label: int,
+    plans: Plans,
+    clean: float,
+    leaves: tuple[Leaf, ...] | None,
 ) -> float:
     """A lower bound of the margin of one image: the first that is above 0, or the best that is found."""
     best, before = torch.tensor(-math.inf, dtype=torch.float64), None

@@ -52,7 +52,11 @@ class Anchor:
     gain: Tensor  # (units, options), rounded up
 
     def take(self, keep: Tensor) -> Anchor:
-        return self if bool(keep.all()) else Anchor(self.unit[keep], self.centre[keep], self.gain[keep])
+        return (
+            self
+            if bool(keep.all())
+            else Anchor(self.unit[keep], self.centre[keep], self.gain[keep])
+        )
 
 
 @dataclass
@@ -64,13 +68,20 @@ class Rows:
     charges: Tensor | None
 
     def take(self, keep: Tensor) -> Rows:
-        return Rows(self.const[keep], self.at_image[keep], None if self.charges is None else self.charges[keep])
+        return Rows(
+            self.const[keep],
+            self.at_image[keep],
+            None if self.charges is None else self.charges[keep],
+        )
 
     def where(self, mine: Tensor, other: Rows) -> Rows:
         """These rows where ``mine``, and elsewhere the other ones."""
         charges = None
         if self.charges is not None or other.charges is not None:
-            ways = [torch.zeros((), dtype=torch.float64) if r.charges is None else r.charges for r in (self, other)]
+            ways = [
+                torch.zeros((), dtype=torch.float64) if r.charges is None else r.charges
+                for r in (self, other)
+            ]
             charges = torch.where(mine[:, None], ways[0], ways[1])
         at_image = torch.where(mine[:, None], self.at_image, other.at_image)
         return Rows(torch.where(mine, self.const, other.const), at_image, charges)
@@ -119,14 +130,21 @@ class Checker:
                     return
                 low, high = self._after(node)
             if self.known is not None:
-                low, high = torch.maximum(low, self.known.low[index]), torch.minimum(high, self.known.high[index])
+                low, high = (
+                    torch.maximum(low, self.known.low[index]),
+                    torch.minimum(high, self.known.high[index]),
+                )
             self.low.append(low)
             self.high.append(high)
 
     @property
     def partial(self) -> bool:
         """Whether the bounds hold for less than the whole ball."""
-        return bool(self.limits) or self.against is not None or (self.known is not None and self.known.partial)
+        return (
+            bool(self.limits)
+            or self.against is not None
+            or (self.known is not None and self.known.partial)
+        )
 
     def most(self, node: int) -> Tensor:
         """The largest magnitude of every number of a node."""
@@ -146,7 +164,11 @@ class Checker:
         if (self.known is None or self.against is not None) and not bool((low > high).any()):
             self._tighten(index, bend, low, high)
         if bool((low > high).any()):
-            if not self.limits and self.against is None and (self.known is None or not self.known.partial):
+            if (
+                not self.limits
+                and self.against is None
+                and (self.known is None or not self.known.partial)
+            ):
                 raise ArithmeticError("bounds cross: the checker is wrong")
             self.empty = True
             return
@@ -158,7 +180,9 @@ class Checker:
         for part in self._open(bend, low, high).split(self._chunk()):
             for sign in (1.0, -1.0):
                 if bend.straight:
-                    part = part[(low[part] < 0) & (high[part] > 0)]  # one side may have shown that it does not bend
+                    part = part[
+                        (low[part] < 0) & (high[part] > 0)
+                    ]  # one side may have shown that it does not bend
                 if part.numel() == 0:
                     break
                 rows = torch.zeros((part.shape[0], low.shape[0]), dtype=torch.float64)
@@ -174,7 +198,9 @@ class Checker:
         if not gains:
             return
         unit, centre, gain = (torch.cat(group) for group in zip(*gains, strict=True))
-        keep = ((low[unit] < 0) & (high[unit] > 0) & (low[unit] < centre) & (centre < high[unit])).nonzero()[:, 0]
+        keep = (
+            (low[unit] < 0) & (high[unit] > 0) & (low[unit] < centre) & (centre < high[unit])
+        ).nonzero()[:, 0]
         keep = keep[: max(1, KEPT // max(1, gain.shape[1]))]
         if keep.numel():
             self.anchors[index] = Anchor(unit[keep], centre[keep], gain[keep])
@@ -205,7 +231,10 @@ class Checker:
                 torch.where(inside, low[place], -math.inf).amax(1),
                 torch.where(inside, high[place], -math.inf).amax(1),
             )
-        first, last = torch.where(low > 0, low, bend.leak * low), torch.where(high > 0, high, bend.leak * high)
+        first, last = (
+            torch.where(low > 0, low, bend.leak * low),
+            torch.where(high > 0, high, bend.leak * high),
+        )
         room = 2 * UNIT * (first.abs() + last.abs()) if bend.leak else 0.0
         return first - room, last + room
 
@@ -215,7 +244,10 @@ class Checker:
         size = node.const.abs()
         for part in node.maps:
             low, high = self.low[part.source], self.high[part.source]
-            middle, half = ((low + high) / 2).reshape(part.shape), ((high - low) / 2).reshape(part.shape)
+            middle, half = (
+                ((low + high) / 2).reshape(part.shape),
+                ((high - low) / 2).reshape(part.shape),
+            )
             centre = centre + part.run(middle).flatten()
             radius = radius + part.size(half).flatten()
             size = size + part.size(middle.abs() + half).flatten()
@@ -292,7 +324,10 @@ class Checker:
                 if isinstance(self.domain, Transport) and self.domain.box is not None:
                     unit = back.at_image.detach().abs().amax(1, keepdim=True)
                     given["box", 0] = torch.zeros_like(back.at_image).requires_grad_(True)
-                groups = [{"params": [v], "lr": 0.05 if kind == "box" else 0.2} for (kind, _), v in given.items()]
+                groups = [
+                    {"params": [v], "lr": 0.05 if kind == "box" else 0.2}
+                    for (kind, _), v in given.items()
+                ]
                 optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
                 continue
             optimiser.zero_grad()
@@ -321,7 +356,8 @@ class Checker:
             elif kind == "price":
                 floor, ceiling = self.limits[index]
                 value.data.clamp_(
-                    torch.where(ceiling < math.inf, -math.inf, 0.0), torch.where(floor > -math.inf, math.inf, 0.0)
+                    torch.where(ceiling < math.inf, -math.inf, 0.0),
+                    torch.where(floor > -math.inf, math.inf, 0.0),
                 )
 
     def _value(self, rows: Rows, prices: Tensor | None = None, psi: Tensor | None = None) -> Tensor:
@@ -389,7 +425,9 @@ class Checker:
         pending[node] = pending[node] + row
         return const - 2 * UNIT * (1 + 1e-9) * (pending[node].abs() @ self.most(node))
 
-    def _through(self, node: Affine, rows: Tensor, const: Tensor, pending: dict[int, Tensor]) -> Tensor:
+    def _through(
+        self, node: Affine, rows: Tensor, const: Tensor, pending: dict[int, Tensor]
+    ) -> Tensor:
         """Rows over an affine node become rows over what it reads; errors are taken off the constant."""
         size = rows.abs()
         error = gamma(rows.shape[1] + 4) * (size @ node.const.abs())
@@ -411,7 +449,11 @@ class Checker:
         anchor = self.anchors.get(index)
         if anchor is None:
             return None
-        low, high, at = self.low[bend.before][anchor.unit], self.high[bend.before][anchor.unit], anchor.centre
+        low, high, at = (
+            self.low[bend.before][anchor.unit],
+            self.high[bend.before][anchor.unit],
+            anchor.centre,
+        )
         anchor = anchor.take((low < 0) & (high > 0) & (low < at) & (at < high))
         return anchor if anchor.unit.numel() else None
 
@@ -420,10 +462,18 @@ class Checker:
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         crossing = (low < 0) & (high > 0)
         chord = ((high - leak * low) / (high - low).clamp(min=1e-300)).clamp(leak, 1.0)
-        return crossing, torch.where(crossing, chord, torch.where(low >= 0, torch.ones_like(chord), leak))
+        return crossing, torch.where(
+            crossing, chord, torch.where(low >= 0, torch.ones_like(chord), leak)
+        )
 
     def _lower_slopes(
-        self, index: int, bend: Bend, row: Tensor, anchor: Anchor | None, parallel: bool, given: Parameters | None
+        self,
+        index: int,
+        bend: Bend,
+        row: Tensor,
+        anchor: Anchor | None,
+        parallel: bool,
+        given: Parameters | None,
     ) -> Tensor:
         crossing, chord = self._chord(bend)
         if parallel:
@@ -433,7 +483,9 @@ class Checker:
         low, high, leak = self.low[bend.before], self.high[bend.before], bend.leak
         under = torch.where(crossing, torch.where(high > -low, torch.ones_like(chord), leak), chord)
         if anchor is not None:
-            under[anchor.unit] = torch.where(anchor.centre > 0, torch.ones_like(anchor.centre), leak)
+            under[anchor.unit] = torch.where(
+                anchor.centre > 0, torch.ones_like(anchor.centre), leak
+            )
         if given is not None and bool(crossing.any()):
             given["slope", index] = under.expand(row.shape).clone().requires_grad_(True)
             return torch.where(crossing, given["slope", index].clamp(bend.leak, 1.0), chord)
@@ -444,7 +496,9 @@ class Checker:
         crossing, chord = self._chord(bend)
         return chord, torch.where(crossing, self._above(bend, chord), 0.0)
 
-    def anchored_above(self, index: int, bend: Bend) -> tuple[Anchor, Tensor, Tensor, Tensor] | None:
+    def anchored_above(
+        self, index: int, bend: Bend
+    ) -> tuple[Anchor, Tensor, Tensor, Tensor] | None:
         """Units with an anchor, the slope and the shift of the first line above them, and what the second adds."""
         anchor = self._anchor(index, bend)
         if anchor is None:
@@ -457,7 +511,14 @@ class Checker:
         return anchor, slope, self._above(bend, slope, anchor, more), more
 
     def _activation(
-        self, index: int, bend: Bend, row: Tensor, const: Tensor, under: Tensor, anchored: bool, share: Tensor | None
+        self,
+        index: int,
+        bend: Bend,
+        row: Tensor,
+        const: Tensor,
+        under: Tensor,
+        anchored: bool,
+        share: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """``share`` of the anchored bound above, of units that have one, and the chord for the rest: 1 unless given."""
         chord, shift = self.chord_above(bend)
@@ -473,14 +534,20 @@ class Checker:
         positive, negative = row.clamp(min=0), row.clamp(max=0)
         out = positive * under + negative * chord
         const = const + negative @ shift
-        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 8 * UNIT * (out.abs() @ self.most(bend.before))
+        error = gamma(row.shape[1]) * (negative.abs() @ shift.abs()) + 8 * UNIT * (
+            out.abs() @ self.most(bend.before)
+        )
         const = const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
         return out, const, None if pair is None else (weight @ gain) * (1 + gamma(gain.shape[0]))
 
-    def _above(self, bend: Bend, slope: Tensor, anchor: Anchor | None = None, more: Tensor | None = None) -> Tensor:
+    def _above(
+        self, bend: Bend, slope: Tensor, anchor: Anchor | None = None, more: Tensor | None = None
+    ) -> Tensor:
         """How far the activation is above the line without a shift, or the pair of lines that meets at an anchor."""
         low, high = self.low[bend.before], self.high[bend.before]
-        ends = [low, high] if anchor is None else [low[anchor.unit], high[anchor.unit], anchor.centre]
+        ends = (
+            [low, high] if anchor is None else [low[anchor.unit], high[anchor.unit], anchor.centre]
+        )
 
         def gap(v: Tensor) -> Tensor:
             value = torch.where(v > 0, v, bend.leak * v)
@@ -507,7 +574,9 @@ class Checker:
         if index in self.limits:  # the derivative at 0 is that of the limit which was set
             limit = torch.where((price == 0) & torch.isfinite(self.limits[index][0]), low, limit)
         out, paid = row - price, price * limit
-        room = 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before)) + gamma(row.shape[1]) * paid.abs().sum(1)
+        room = 4 * UNIT * ((out.abs() + row.abs()) @ self.most(bend.before)) + gamma(
+            row.shape[1]
+        ) * paid.abs().sum(1)
         return out, const + paid.sum(1) - room - 4 * UNIT * const.abs()
 
     def _curve(self, index: int, bend: Bend, row: Tensor, const: Tensor) -> tuple[Tensor, Tensor]:
@@ -528,9 +597,16 @@ class Checker:
         kept = torch.where((row > 0) | sure, row, 0.0)
         out = torch.zeros((row.shape[0], len(self.low[bend.before])), dtype=torch.float64)
         if given is not None and ("pick", index) in given:
-            mean = torch.where(bend.windows >= 0, given["pick", index].clamp(min=0), 0.0)  # (windows, numbers of each)
-            total, alone = mean.sum(1, keepdim=True), torch.zeros_like(mean).scatter(1, pick[:, None], 1.0)
-            mean = torch.where(sure[:, None] | ~(total > 1e-30), alone, mean / total.clamp(min=1e-30))
+            mean = torch.where(
+                bend.windows >= 0, given["pick", index].clamp(min=0), 0.0
+            )  # (windows, numbers of each)
+            total, alone = (
+                mean.sum(1, keepdim=True),
+                torch.zeros_like(mean).scatter(1, pick[:, None], 1.0),
+            )
+            mean = torch.where(
+                sure[:, None] | ~(total > 1e-30), alone, mean / total.clamp(min=1e-30)
+            )
             for k in range(place.shape[1]):
                 out = out.index_add(1, place[:, k], kept * mean[:, k])
         else:
@@ -538,7 +614,8 @@ class Checker:
         left = row - kept
         const = const + left @ ceiling
         error = gamma(row.shape[1] + place.shape[1]) * (
-            left.abs() @ ceiling.abs() + kept.abs() @ torch.maximum(ceiling.abs(), self._window_size(bend))
+            left.abs() @ ceiling.abs()
+            + kept.abs() @ torch.maximum(ceiling.abs(), self._window_size(bend))
         )
         return out, const - error * (1 + 1e-9) - 4 * UNIT * const.abs()
 
@@ -550,7 +627,9 @@ class Checker:
         most = torch.where(inside, self.high[bend.before][place], -math.inf)
         floor, ceiling = least.amax(1), most.amax(1)
         tied = least >= floor[:, None] - 1e-9 * (ceiling - floor)[:, None]
-        pick = torch.where(tied, most, -math.inf).argmax(1)  # of those with the highest floor, the highest ceiling
+        pick = torch.where(tied, most, -math.inf).argmax(
+            1
+        )  # of those with the highest floor, the highest ceiling
         others = most.scatter(1, pick[:, None], -math.inf).amax(1)
         return pick, least.gather(1, pick[:, None])[:, 0] >= others, ceiling
 
@@ -566,7 +645,10 @@ class Checker:
         others = [k for k in range(self._classes()) if k != label]
         if not others:
             return torch.zeros(0, dtype=torch.float64)
-        node, rows = len(self.network.nodes) - 1, torch.cat([self.difference(label, k) for k in others])
+        node, rows = (
+            len(self.network.nodes) - 1,
+            torch.cat([self.difference(label, k) for k in others]),
+        )
         return torch.cat([self._lowest(node, part)[0] for part in rows.split(self._chunk())])
 
     def weights(self, rows: Tensor) -> dict[int, Tensor]:

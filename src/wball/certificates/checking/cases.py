@@ -50,11 +50,19 @@ class Cases:
     def margin(self, leaves: Sequence[Leaf]) -> float:
         """The least bound of all parts, or the first that is not above 0."""
         bends = self.whole.network.bends
-        known = [leaf for leaf in leaves if leaf.other == self.other and all(s[0] < len(bends) for s in leaf.splits)]
+        known = [
+            leaf
+            for leaf in leaves
+            if leaf.other == self.other and all(s[0] < len(bends) for s in leaf.splits)
+        ]
         self.left = CUTS * (1 + len(known))
         self.small = sum(len(self.whole.low[self._at(k).before]) for k in bends) <= SMALL
         self.row = self.whole.difference(self.label, self.other)
-        return self._part({}, self.whole, [({(bends[a], u): s for a, u, s in leaf.splits}, leaf) for leaf in known])
+        return self._part(
+            {},
+            self.whole,
+            [({(bends[a], u): s for a, u, s in leaf.splits}, leaf) for leaf in known],
+        )
 
     def _part(self, part: Part, known: Checker, leaves: list[tuple[Signs, Leaf]]) -> float:
         """The bound of a part inside a ``known`` one; ``leaves`` are those of the certificate inside it."""
@@ -78,7 +86,9 @@ class Cases:
                 break
         return least
 
-    def _bounded(self, part: Part, known: Checker, start: Leaf | None) -> tuple[Checker, float, Solution | None]:
+    def _bounded(
+        self, part: Part, known: Checker, start: Leaf | None
+    ) -> tuple[Checker, float, Solution | None]:
         """The bounds of a part, the bound of the margin in it, and where it is attained: tightened by contradiction."""
         limits = self._limits(part)
         case = Checker(known.network, known.domain, limits, known)
@@ -117,7 +127,9 @@ class Cases:
 
     def _refuted(self, worst: Solution | None) -> bool:
         """Whether the worst image for the relaxation gets another label: then the certificate is wrong."""
-        return worst is not None and float(self.row[0] @ self.whole.network.logits(worst.image)) <= 0
+        return (
+            worst is not None and float(self.row[0] @ self.whole.network.logits(worst.image)) <= 0
+        )
 
     def _limits(self, part: Part) -> Limits:
         limits: Limits = {}
@@ -136,13 +148,17 @@ class Cases:
             return given
         bends = case.network.bends
         for number, slopes in leaf.slopes.items():
-            if number < len(bends) and slopes.numel() == len(case.low[self._at(bends[number]).before]):
+            if number < len(bends) and slopes.numel() == len(
+                case.low[self._at(bends[number]).before]
+            ):
                 given["slope", bends[number]] = slopes[None].to("cpu", torch.float64).clone()
         for (number, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
             key = "price", bends[number]
             if bends[number] in case.limits:
                 if key not in given:
-                    given[key] = torch.zeros((1, len(case.low[self._at(bends[number]).before])), dtype=torch.float64)
+                    given[key] = torch.zeros(
+                        (1, len(case.low[self._at(bends[number]).before])), dtype=torch.float64
+                    )
                 given[key][0, unit] = sign * max(0.0, price)
         return {key: value.detach().requires_grad_(True) for key, value in given.items()}
 
@@ -151,7 +167,9 @@ class Cases:
         assert isinstance(bend, Bend)
         return bend
 
-    def _widest(self, case: Checker, part: Part, worst: Solution | None) -> tuple[Cut, float] | None:
+    def _widest(
+        self, case: Checker, part: Part, worst: Solution | None
+    ) -> tuple[Cut, float] | None:
         """The number to cut, and where: that of the bend whose relaxation is off by most, weighted, at the worst point.
 
         Without such a point it is the activation whose chord is highest above it.
@@ -163,7 +181,9 @@ class Cases:
             if worst is None:
                 if not bend.straight:
                     continue
-                off = torch.where((low < 0) & (high > 0), -low * high / (high - low).clamp(min=1e-300), 0.0)
+                off = torch.where(
+                    (low < 0) & (high > 0), -low * high / (high - low).clamp(min=1e-300), 0.0
+                )
                 off = off * (1 - bend.leak)
             else:
                 read, out = worst.at[node]
@@ -171,7 +191,9 @@ class Cases:
             score, unit = (off * weight).max(0)
             if float(score) > best:
                 number, where = self._place(bend, int(unit), low, high)
-                if (bend.straight and (node, number) in part) or not low[number] < where < high[number]:
+                if (bend.straight and (node, number) in part) or not low[number] < where < high[
+                    number
+                ]:
                     continue
                 best, found = float(score), ((node, number), where)
         return found

@@ -29,7 +29,9 @@ class Curve:
     bend: float
     least: float  # over all numbers
     most: float
-    lowest_at: tuple[float, float] | None = None  # an interval that contains the point of the least value
+    lowest_at: tuple[float, float] | None = (
+        None  # an interval that contains the point of the least value
+    )
 
 
 def _sigmoid(v: Tensor) -> Tensor:
@@ -78,7 +80,9 @@ class Lines:
     over_shift: Tensor
 
 
-def values_between(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def values_between(
+    curve: str, ends: tuple[float, float], low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor]:
     """The least and largest value of a curve on intervals."""
     if curve == "clamp":
         return low.clamp(*ends), high.clamp(*ends)
@@ -119,7 +123,9 @@ def lines(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> L
 
         def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
             gap = worth - slope * centres
-            off = ((steep - slope).abs() + room) * half * (1 + 1e-9) + shape.bend * (half * (1 + 1e-9)).square() / 2
+            off = ((steep - slope).abs() + room) * half * (1 + 1e-9) + shape.bend * (
+                half * (1 + 1e-9)
+            ).square() / 2
             more = room * (1 + slope.abs())
             return (gap - off).amin(0) - more, (gap + off).amax(0) + more
 

@@ -117,7 +117,9 @@ class Bend:
     def value(self, read: Tensor) -> Tensor:
         """What it puts out, flat, up to rounding."""
         if self.windows is not None:
-            return torch.where(self.windows >= 0, read[self.windows.clamp(min=0)], -math.inf).amax(1)
+            return torch.where(self.windows >= 0, read[self.windows.clamp(min=0)], -math.inf).amax(
+                1
+            )
         if self.curve:
             return values_between(self.curve, self.ends, read, read)[0]
         return F.leaky_relu(read, self.leak)
@@ -147,20 +149,31 @@ class Network:
             elif isinstance(node, Bend):
                 values.append(node.value(values[node.before]))
             else:
-                parts = [part.run(values[part.source].reshape(part.shape)).flatten() for part in node.maps]
+                parts = [
+                    part.run(values[part.source].reshape(part.shape)).flatten()
+                    for part in node.maps
+                ]
                 values.append(torch.stack([node.const, *parts]).sum(0))
         return values[-1]
 
     def add(self, node: Affine | Bend) -> Held:
         if math.prod(node.shape) > LARGEST:
-            raise Unfollowed(f"a layer of {math.prod(node.shape)} numbers, the checker handles up to {LARGEST}")
+            raise Unfollowed(
+                f"a layer of {math.prod(node.shape)} numbers, the checker handles up to {LARGEST}"
+            )
         self.nodes.append(node)
         return Held(len(self.nodes) - 1, node.shape)
 
-    def affine(self, maps: list[Map], terms: int, const: Tensor | None = None, shape: Shape | None = None) -> Held:
+    def affine(
+        self, maps: list[Map], terms: int, const: Tensor | None = None, shape: Shape | None = None
+    ) -> Held:
         if shape is None:
             shape = tuple(maps[0].run(torch.zeros(maps[0].shape, dtype=torch.float64)).shape)
-        flat = torch.zeros(math.prod(shape), dtype=torch.float64) if const is None else const.expand(shape).flatten()
+        flat = (
+            torch.zeros(math.prod(shape), dtype=torch.float64)
+            if const is None
+            else const.expand(shape).flatten()
+        )
         return self.add(Affine(shape, maps, flat, terms))
 
 
@@ -213,7 +226,9 @@ class Abstract(Tensor):
         if not isinstance(result, Tensor):
             raise Unfollowed(f"{name} asks for the values of a tensor")
         if tuple(result.shape) != held.shape:
-            raise Unfollowed(f"{name} gives shape {tuple(result.shape)}, the checker's rule {held.shape}")
+            raise Unfollowed(
+                f"{name} gives shape {tuple(result.shape)}, the checker's rule {held.shape}"
+            )
         return cls(result, first.network, held)
 
 
@@ -221,7 +236,11 @@ class _Circular(TorchFunctionMode):
     """Writes circular padding, which works in place below what can be seen, as slices side by side."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
         if func is F.pad and isinstance(args[0], Tensor):
@@ -255,12 +274,16 @@ def read(model: nn.Module, x: Tensor) -> Network:
     image = Abstract(torch.zeros_like(x, dtype=dtype), network, Held(0, tuple(x.shape)))
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False), _Circular():
-            logits = torch.func.functionalize(lambda given: model(given.clone()))(image)  # it may work in place
+            logits = torch.func.functionalize(lambda given: model(given.clone()))(
+                image
+            )  # it may work in place
     except Unfollowed:
         raise
     except Exception as error:  # a model may fail in any way on a tensor without numbers
         said = (str(error).strip().splitlines() or [""])[0]
-        raise Unfollowed(f"the model cannot be run without numbers ({type(error).__name__}: {said})") from error
+        raise Unfollowed(
+            f"the model cannot be run without numbers ({type(error).__name__}: {said})"
+        ) from error
     if not isinstance(logits, Abstract) or logits.network is not network or logits.ndim != 2:
         raise Unfollowed("the model returns something else than logits that depend on the image")
     network.nodes = network.nodes[: logits.held.node + 1]
@@ -270,12 +293,39 @@ def read(model: nn.Module, x: Tensor) -> Network:
 # ---- operations
 
 _PLAIN = {
-    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "transpose", "t", "expand", "slice"),
-    *("select", "clone", "detach", "alias", "contiguous", "flip", "roll", "narrow", "movedim", "lift_fresh"),
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "transpose",
+        "t",
+        "expand",
+        "slice",
+    ),
+    *(
+        "select",
+        "clone",
+        "detach",
+        "alias",
+        "contiguous",
+        "flip",
+        "roll",
+        "narrow",
+        "movedim",
+        "lift_fresh",
+    ),
     *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
     *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle"),
     *("avg_pool2d", "_adaptive_avg_pool2d", "mean", "sum"),
-    *("upsample_nearest1d", "upsample_nearest2d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *(
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+    ),
     *("upsample_linear1d", "upsample_bilinear2d"),
 }
 """Linear operations of one tensor whose coefficients are not negative."""
@@ -285,7 +335,12 @@ _SIGNED = {"upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d
 
 _PRODUCTS = {"mm", "bmm"}
 _CURVES = {"sigmoid", "tanh", "gelu", "silu"}
-_NORMS = ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update")
+_NORMS = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "_native_batch_norm_legit_no_training",
+    "_batch_norm_no_update",
+)
 _RENAMED = {"view": "reshape", "_unsafe_view": "reshape", "lift_fresh": "alias"}
 
 
@@ -329,7 +384,10 @@ def _call(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         if kwargs.get("dtype") not in (None, torch.float32, torch.float64):
             raise Unfollowed(f"a cast to {kwargs['dtype']}")
         return form
-    if name in ("relu", "leaky_relu", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6") or name in _CURVES:
+    if (
+        name in ("relu", "leaky_relu", "clamp", "clamp_min", "clamp_max", "hardtanh", "relu6")
+        or name in _CURVES
+    ):
         return _activation(network, name, form, rest, kwargs)
     if name == "convolution":
         return _convolution(network, form, *rest)
@@ -345,10 +403,15 @@ def _call(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     raise Unfollowed(f"{name} (no rule)")
 
 
-def _plain(network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+def _plain(
+    network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Held:
     if name == "avg_pool2d" and len(rest) > 5 and rest[5] is not None and rest[5] <= 0:
         raise Unfollowed("average pooling with a divisor that is not positive")
-    if any(isinstance(v, torch.dtype) and v not in (torch.float32, torch.float64) for v in kwargs.values()):
+    if any(
+        isinstance(v, torch.dtype) and v not in (torch.float32, torch.float64)
+        for v in kwargs.values()
+    ):
         raise Unfollowed(f"{name} in another dtype")
     options = {k: v for k, v in kwargs.items() if k not in ("dtype", "memory_format")}
     operation = getattr(torch.ops.aten, _RENAMED.get(name, name))
@@ -368,7 +431,9 @@ def _plain(network: Network, name: str, form: Held, rest: tuple[Any, ...], kwarg
     return network.affine([form.map(run, size)], numbers)
 
 
-def _activation(network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+def _activation(
+    network: Network, name: str, form: Held, rest: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Held:
     if name == "relu":
         return network.add(Bend(form.shape, form.node))
     if name == "leaky_relu":
@@ -406,7 +471,9 @@ def _pool(
     """Windows by pooling the positions themselves: each window is what unfolding the padded map gives."""
     k, s, p, d = (_pair(v) for v in (kernel, stride or kernel, padding, dilation))
     channels, height, width = form.shape[-3:]
-    place = torch.arange(channels * height * width, dtype=torch.float64).reshape(1, channels, height, width)
+    place = torch.arange(channels * height * width, dtype=torch.float64).reshape(
+        1, channels, height, width
+    )
     like = F.max_pool2d(place, k, s, p, d, ceil_mode)
     rows, columns = like.shape[-2:]
     need = [(n - 1) * s[i] + d[i] * (k[i] - 1) + 1 for i, n in enumerate((rows, columns))]
@@ -425,11 +492,17 @@ def _pool(
         -1,
     )
     windows = windows.reshape(-1, k[0] * k[1]).long()
-    return network.add(Bend((*form.shape[:-3], channels, rows, columns), form.node, windows=windows))
+    return network.add(
+        Bend((*form.shape[:-3], channels, rows, columns), form.node, windows=windows)
+    )
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    return (int(value[0]), int(value[-1])) if isinstance(value, (list, tuple)) else (int(value), int(value))
+    return (
+        (int(value[0]), int(value[-1]))
+        if isinstance(value, (list, tuple))
+        else (int(value), int(value))
+    )
 
 
 def _product(network: Network, name: str, args: tuple[Any, ...]) -> Held:
@@ -461,7 +534,11 @@ def _convolution(
 ) -> Held:
     wide, operation = _wide(weight), torch.ops.aten.convolution
     settings = (None, stride, padding, dilation, transposed, output_padding, groups)
-    maps = [form.map(lambda t: operation(t, wide, *settings), lambda t: operation(t, wide.abs(), *settings))]
+    maps = [
+        form.map(
+            lambda t: operation(t, wide, *settings), lambda t: operation(t, wide.abs(), *settings)
+        )
+    ]
     const = None if bias is None else _wide(bias).reshape(-1, *[1] * (weight.ndim - 2))
     return network.affine(maps, math.prod(weight.shape), const)
 
@@ -485,7 +562,9 @@ def _norm(network: Network, name: str, args: tuple[Any, ...]) -> Held:
 
 def _shifted(network: Network, form: Held, by: Tensor) -> Held:
     shape = tuple(torch.broadcast_shapes(form.shape, by.shape))
-    return network.affine([_scaled(form, 1.0, shape)], 2 + math.prod(shape) // math.prod(form.shape), by, shape)
+    return network.affine(
+        [_scaled(form, 1.0, shape)], 2 + math.prod(shape) // math.prod(form.shape), by, shape
+    )
 
 
 def _arithmetic(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
@@ -506,7 +585,9 @@ def _arithmetic(network: Network, name: str, args: tuple[Any, ...], kwargs: dict
         by = torch.as_tensor(_wide(factor), dtype=torch.float64)
         if name == "div":
             by = 1.0 / by
-        return network.affine([form.map(lambda t: t * by, lambda t: t * by.abs())], math.prod(by.shape) + 3)
+        return network.affine(
+            [form.map(lambda t: t * by, lambda t: t * by.abs())], math.prod(by.shape) + 3
+        )
     sign = -alpha if name == "sub" else alpha
     maps, const = [], None
     held = [part for part in (first, second) if isinstance(part, Held)]
@@ -517,7 +598,9 @@ def _arithmetic(network: Network, name: str, args: tuple[Any, ...], kwargs: dict
             maps.append(_scaled(part, factor, shape))
         else:
             const = torch.as_tensor(_wide(part), dtype=torch.float64) * factor
-    return network.affine(maps, 2 + max(math.prod(shape) // max(1, math.prod(p.shape)) for p in held), const, shape)
+    return network.affine(
+        maps, 2 + max(math.prod(shape) // max(1, math.prod(p.shape)) for p in held), const, shape
+    )
 
 
 def _scaled(form: Held, factor: float, shape: Shape) -> Map:
@@ -533,18 +616,24 @@ def _join(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         return lambda t: operation([t if i == k else zero for i, zero in enumerate(nothing)], dim)
 
     maps = [part.map(place(k)) for k, part in enumerate(parts) if isinstance(part, Held)]
-    const = operation([n if isinstance(p, Held) else _wide(p) for p, n in zip(parts, nothing, strict=True)], dim)
+    const = operation(
+        [n if isinstance(p, Held) else _wide(p) for p, n in zip(parts, nothing, strict=True)], dim
+    )
     return network.affine(maps, 2, const)
 
 
-def _overwritten(network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Held:
+def _overwritten(
+    network: Network, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Held:
     """A part of a tensor replaced by another one, or the whole of it."""
     base, source = args[0], args[1]
     shape = tuple(base.shape)
     if name == "copy":
         if not isinstance(source, Held):
             raise Unfollowed("a constant written over what depends on the image")
-        return network.affine([source.map(lambda t: t.expand(shape))], math.prod(shape), shape=shape)
+        return network.affine(
+            [source.map(lambda t: t.expand(shape))], math.prod(shape), shape=shape
+        )
     operation, zero = getattr(torch.ops.aten, name), torch.zeros(shape, dtype=torch.float64)
     none = torch.zeros(tuple(source.shape), dtype=torch.float64)
     maps, const = [], zero

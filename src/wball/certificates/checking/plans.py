@@ -68,7 +68,11 @@ class Cube:
         return Constraints(sparse.eye_array(pixels).tocsr(), ends, nothing, none, nothing, none)
 
     def highest(
-        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None, psi: Tensor | None = None
+        self,
+        rows: Tensor,
+        charges: Tensor | None = None,
+        prices: Tensor | None = None,
+        psi: Tensor | None = None,
     ) -> Tensor:
         """Upper bounds of ``<rows, z>``, (R,)."""
         assert charges is None and prices is None
@@ -85,7 +89,9 @@ class Transport:
         self.channels, height, width = grid.shape
         self.pixels, self.size = height * width, (height, width)
         if self.pixels > LARGEST:
-            raise Unfollowed(f"an image of {self.pixels} pixels, the checker handles up to {LARGEST}")
+            raise Unfollowed(
+                f"an image of {self.pixels} pixels, the checker handles up to {LARGEST}"
+            )
         self.x = grid.reshape(self.channels, self.pixels)
         self.box = ball.box
         self.budget = float(ball.budget(x[None])[0]) * (1 + 8 * UNIT)
@@ -95,7 +101,10 @@ class Transport:
         self.channel, self.pixel, self.mass = channel, pixel, self.x[channel, pixel]
         self.cost = cost[pixel] * (1 - 8 * UNIT)  # (sources, pixels), never more than it is
         self.listed = self.pixels <= ALL or isinstance(ball.cost, DenseCost)  # every move
-        self._list(math.inf if self.listed else near, ball.cost.p if isinstance(ball.cost, GridCost) else 1.0)
+        self._list(
+            math.inf if self.listed else near,
+            ball.cost.p if isinstance(ball.cost, GridCost) else 1.0,
+        )
 
     def _list(self, near: float, power: float) -> None:
         """Options of every source: single targets first, then groups of targets."""
@@ -104,10 +113,14 @@ class Transport:
         order = torch.where(listed, self.cost, math.inf).argsort(1)[:, :most]
         self.target = order
         prices = [torch.where(listed, self.cost, math.inf).gather(1, order)]
-        self.windows: list[int] = []  # how far the targets of each group are at most, in rows and columns
+        self.windows: list[
+            int
+        ] = []  # how far the targets of each group are at most, in rows and columns
         start = near
         for end in [e for e in GROUPS if e > near] if math.isfinite(near) else []:
-            group = (self.cost >= start**power) & (self.cost < end**power) & torch.isfinite(self.cost)
+            group = (
+                (self.cost >= start**power) & (self.cost < end**power) & torch.isfinite(self.cost)
+            )
             if bool(group.any()):
                 self.windows.append(int(min(end, max(self.size))))
                 prices.append(torch.where(group, self.cost, math.inf).amin(1, keepdim=True))
@@ -152,14 +165,20 @@ class Transport:
         return gain.clamp(min=0).flatten(1)
 
     def highest(
-        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None, psi: Tensor | None = None
+        self,
+        rows: Tensor,
+        charges: Tensor | None = None,
+        prices: Tensor | None = None,
+        psi: Tensor | None = None,
     ) -> Tensor:
         """Upper bounds of ``<rows, z>`` plus charges, (R,); any prices of the box and of the budget are right."""
         if self.mass.numel() == 0:
             return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
         at = rows if prices is None else rows - prices
         stay, moved = self.worth(at)
-        size = stay.abs().amax(1) + torch.where(torch.isfinite(moved), moved.abs(), 0.0).flatten(1).amax(1)
+        size = stay.abs().amax(1) + torch.where(torch.isfinite(moved), moved.abs(), 0.0).flatten(
+            1
+        ).amax(1)
         if charges is not None:
             moved = moved + charges.view(moved.shape)
             size = size + charges.abs().amax(1)
@@ -167,7 +186,9 @@ class Transport:
         if psi is not None:
             psi = psi.clamp(min=0)
         else:
-            psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(torch.float64)
+            psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(
+                torch.float64
+            )
         value = self._dual(stay, moved, price, psi)[0]
         mass, top = self.mass.sum(), float(price.max())
         if prices is not None and self.box is not None:
@@ -175,7 +196,9 @@ class Transport:
             paid = high * prices.clamp(min=0) + low * prices.clamp(max=0)
             value = value + paid.sum(1) + gamma(rows.shape[1]) * paid.abs().sum(1)
             size = size + prices.abs().amax(1)
-        return value + gamma(stay.shape[1] + 8) * (size + psi * (top + 1)) * (mass + self.budget + 1)
+        return value + gamma(stay.shape[1] + 8) * (size + psi * (top + 1)) * (
+            mass + self.budget + 1
+        )
 
     def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
         """The price of the least value of the dual function that is found.
@@ -184,7 +207,9 @@ class Transport:
         is no kink in between, and now and then the middle.
         """
         steep = torch.where(
-            torch.isfinite(self.price) & (price > 0), (moved - stay[..., None]) / price.clamp(min=1e-300), 0.0
+            torch.isfinite(self.price) & (price > 0),
+            (moved - stay[..., None]) / price.clamp(min=1e-300),
+            0.0,
         )
         low = torch.zeros_like(stay[:, 0])
         high = steep.flatten(1).amax(1).clamp(min=0) * (1 + 1e-6)
@@ -192,12 +217,18 @@ class Transport:
         best, at = torch.minimum(left[0], right[0]), torch.where(right[0] < left[0], high, low)
         for step in range(SEARCH):
             slopes = self.budget - left[1], self.budget - right[1]
-            meet = (left[0] - slopes[0] * low - right[0] + slopes[1] * high) / (slopes[1] - slopes[0])
+            meet = (left[0] - slopes[0] * low - right[0] + slopes[1] * high) / (
+                slopes[1] - slopes[0]
+            )
             least = left[0] + slopes[0] * (meet - low)
             inside = (meet > low) & (meet < high)
             if not bool((inside & (best - least > CLOSE * best.abs())).any()):
                 break
-            psi = torch.where(inside, meet, 0.5 * (low + high)) if step % 4 < 3 else 0.5 * (low + high)
+            psi = (
+                torch.where(inside, meet, 0.5 * (low + high))
+                if step % 4 < 3
+                else 0.5 * (low + high)
+            )
             value, paid = self._dual(stay, moved, price, psi)
             best, at = torch.where(value < best, value, best), torch.where(value < best, psi, at)
             over = paid > self.budget
@@ -206,7 +237,9 @@ class Transport:
             right = torch.where(over, right[0], value), torch.where(over, right[1], paid)
         return at
 
-    def _dual(self, stay: Tensor, moved: Tensor, price: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
+    def _dual(
+        self, stay: Tensor, moved: Tensor, price: Tensor, psi: Tensor
+    ) -> tuple[Tensor, Tensor]:
         top, choice = (moved - psi.view(-1, 1, 1) * price).max(2)
         goes, mass = top > stay, self.mass.to(stay.dtype)
         spent = price.expand(moved.shape).gather(2, choice[..., None])[..., 0]
@@ -265,7 +298,9 @@ def _largest_around(image: Tensor, reach: int, dim: int) -> Tensor:
     size = image.shape[dim]
     if reach >= size - 1:
         return image.amax(dim, keepdim=True).expand(image.shape)
-    wide = F.pad(image, (reach, reach) if dim == image.ndim - 1 else (0, 0, reach, reach), value=-math.inf)
+    wide = F.pad(
+        image, (reach, reach) if dim == image.ndim - 1 else (0, 0, reach, reach), value=-math.inf
+    )
     window, covered = 2 * reach + 1, 1
     while 2 * covered <= window:
         count = wide.shape[dim] - covered
@@ -302,4 +337,6 @@ def domain(ball: object, x: Tensor, plans: Plans, near: float = 3.0) -> Cube | T
         return Cube((low - room).flatten(), (high + room).flatten())
     if type(ball) is WassersteinBall:
         return Transport(ball, x, plans, near)
-    raise Unfollowed(f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}")
+    raise Unfollowed(
+        f"ball must be a WassersteinBall or LinfBall to be checked, got {type(ball).__name__}"
+    )

@@ -60,11 +60,15 @@ class Program:
             self.many += self.free[index].shape[0]
         self.blocks: list[_Block] = []
         self.ceilings: list[tuple[int, Array]] = []
-        self.over: list[tuple[Matrix, Array]] = []  # every node over the variables, and its constant
+        self.over: list[
+            tuple[Matrix, Array]
+        ] = []  # every node over the variables, and its constant
         for index, node in enumerate(case.network.nodes):
             if node is None:
                 wide = sparse.csr_array((base.image.shape[0], self.many - self.plan))
-                self.over.append((sparse.hstack([base.image, wide]).tocsr(), np.zeros(base.image.shape[0])))
+                self.over.append(
+                    (sparse.hstack([base.image, wide]).tocsr(), np.zeros(base.image.shape[0]))
+                )
             elif isinstance(node, Affine):
                 self.over.append(self._affine(node))
             else:
@@ -129,13 +133,17 @@ class Program:
             known = sure.nonzero()[:, 0].numpy()
             settled = bend.windows.gather(1, likely[:, None])[:, 0][sure].numpy()
             ones = np.ones(len(known))
-            chosen = self.sparse.coo_array((ones, (known, settled)), shape=(len(sure), rows.shape[0])).tocsr()
+            chosen = self.sparse.coo_array(
+                (ones, (known, settled)), shape=(len(sure), rows.shape[0])
+            ).tocsr()
             return out + chosen @ rows, chosen @ const
         some = free.numpy()
         read, shift = rows[some], const[some]
         if bend.curve:
             line = case.curves[index]
-            self._line("under", index, free, -1.0, line.under, line.under_shift, (read, shift, pick))
+            self._line(
+                "under", index, free, -1.0, line.under, line.under_shift, (read, shift, pick)
+            )
             self._line("over", index, free, 1.0, line.over, line.over_shift, (read, shift, pick))
             return out, np.zeros(out.shape[0])
         fixed = torch.where(low >= 0, 1.0, bend.leak)
@@ -144,7 +152,10 @@ class Program:
         out, shifts = out + self.sparse.diags_array(scale) @ rows, scale * const
         if not free.numel():
             return out, shifts
-        one, zero = torch.ones(len(free), dtype=torch.float64), torch.zeros(len(free), dtype=torch.float64)
+        one, zero = (
+            torch.ones(len(free), dtype=torch.float64),
+            torch.zeros(len(free), dtype=torch.float64),
+        )
         self._line("steep", index, free, -1.0, one, zero, (read, shift, pick))
         self._line("flat", index, free, -1.0, bend.leak * one, zero, (read, shift, pick))
         chord, over = case.chord_above(bend)
@@ -162,7 +173,16 @@ class Program:
             unit: Any = anchor.unit.numpy()
             own: Any = torch.searchsorted(free, anchor.unit).numpy()
             parts = rows[unit], const[unit], pick[own]
-            self._line("anchored", index, anchor.unit, 1.0, slope, above, parts, self.sparse.hstack(wide).tocsr())
+            self._line(
+                "anchored",
+                index,
+                anchor.unit,
+                1.0,
+                slope,
+                above,
+                parts,
+                self.sparse.hstack(wide).tocsr(),
+            )
         return out, shifts
 
     def _variables(self, index: int, numbers: int) -> tuple[Matrix, Matrix]:
@@ -170,7 +190,9 @@ class Program:
         free = self.free[index].numpy()
         column, one = self.start[index] + np.arange(len(free)), np.ones(len(free))
         out = self.sparse.coo_array((one, (free, column)), shape=(numbers, self.many)).tocsr()
-        pick = self.sparse.coo_array((one, (np.arange(len(free)), column)), shape=(len(free), self.many)).tocsr()
+        pick = self.sparse.coo_array(
+            (one, (np.arange(len(free)), column)), shape=(len(free), self.many)
+        ).tocsr()
         return out, pick
 
     def _ranges(self, index: int, low: Tensor, high: Tensor, rows: Matrix, const: Array) -> None:
@@ -179,7 +201,9 @@ class Program:
         for kind, sign, limit in (("floor", -1.0, low), ("ceiling", 1.0, high)):
             which = torch.isfinite(limit).nonzero()[:, 0]
             some = which.numpy()
-            self._add(kind, index, which, sign * rows[some], sign * (limit.numpy()[some] - const[some]))
+            self._add(
+                kind, index, which, sign * rows[some], sign * (limit.numpy()[some] - const[some])
+            )
 
     def _line(
         self,
@@ -222,7 +246,10 @@ class Program:
         rows = sparse.vstack([under, *(block.rows for block in self.blocks)]).tocsr()
         limits = np.concatenate([base.limits, *(block.limits for block in self.blocks)])
         if elastic:
-            parts = [np.full(len(b.limits), -1.0 if b.kind in ("floor", "ceiling") else 0.0) for b in self.blocks]
+            parts = [
+                np.full(len(b.limits), -1.0 if b.kind in ("floor", "ceiling") else 0.0)
+                for b in self.blocks
+            ]
             column = np.concatenate([np.zeros(len(base.limits)), *parts])[:, None]
             rows = sparse.hstack([rows, sparse.csr_array(column)]).tocsr()
             equal = sparse.hstack([equal, sparse.csr_array((equal.shape[0], 1))])
@@ -233,18 +260,25 @@ class Program:
             return None
         point = found.x[: self.many]
         prices = torch.from_numpy(-np.asarray(found.ineqlin.marginals)).clamp(min=0)
-        first, *rest = prices.split([len(base.limits), *(len(block.limits) for block in self.blocks)])
+        first, *rest = prices.split(
+            [len(base.limits), *(len(block.limits) for block in self.blocks)]
+        )
         at = {}
         for index in self.case.network.bends:
             reads = self.over[self._at(index).before]
-            values = [torch.from_numpy(part[0] @ point + part[1]) for part in (reads, self.over[index])]
+            values = [
+                torch.from_numpy(part[0] @ point + part[1]) for part in (reads, self.over[index])
+            ]
             at[index] = values[0], values[1]
         image = torch.from_numpy(self.over[0][0] @ point)
         return Solution(self._parameters(first, rest), image, at)
 
     def _parameters(self, first: Tensor, rest: list[Tensor]) -> Parameters:
         given: Parameters = {}
-        by = {(block.kind, block.bend): (block.which, price) for block, price in zip(self.blocks, rest, strict=True)}
+        by = {
+            (block.kind, block.bend): (block.which, price)
+            for block, price in zip(self.blocks, rest, strict=True)
+        }
         for index in self.case.network.bends:
             bend = self._at(index)
             reads = len(self.case.low[bend.before])
@@ -270,7 +304,9 @@ class Program:
                 if ("anchored", index) in by:
                     unit, price = by["anchored", index]
                     share[unit] = price
-                    share[which] = share[which] / (share[which] + by["chord", index][1]).clamp(min=1e-300)
+                    share[which] = share[which] / (share[which] + by["chord", index][1]).clamp(
+                        min=1e-300
+                    )
                 given["share", index] = share
         if isinstance(self.case.domain, Transport):
             given["psi", 0] = first[:1]

@@ -72,7 +72,10 @@ class Problems:
             self.other[index],
             self.source.take(index),
             self.bounds.take(index),
-            {k: (anchor.take(index), centre[index]) for k, (anchor, centre) in self.anchors.items()},
+            {
+                k: (anchor.take(index), centre[index])
+                for k, (anchor, centre) in self.anchors.items()
+            },
             self.index[index],
         )
 
@@ -99,7 +102,9 @@ class Problems:
             state["beta", position] = torch.zeros_like(low)
             state["sign", position] = torch.zeros_like(low)
         everyone = torch.arange(len(self), device=self.y.device)
-        prices = self.source.box_prices(Rows(torch.zeros_like(self.x, dtype=torch.float32), everyone))
+        prices = self.source.box_prices(
+            Rows(torch.zeros_like(self.x, dtype=torch.float32), everyone)
+        )
         if prices is not None:
             state["box", 0] = prices
         bound = torch.full((len(self),), -math.inf, dtype=torch.float64, device=self.y.device)
@@ -131,7 +136,9 @@ class Traced:
     lines: dict[int, Line]
 
 
-def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32, leaves: bool = False) -> Traced:
+def trace_back(
+    problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.float32, leaves: bool = False
+) -> Traced:
     """Bound the margin in every node, in that precision; in float64 the bound is sound.
 
     With ``leaves`` the value is differentiable in the image rows and in the weights of charges, and in nothing else.
@@ -143,7 +150,10 @@ def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.floa
 
     def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
         op = graph.ops[position]
-        low, up = problems.bounds.lower[position].to(dtype), problems.bounds.upper[position].to(dtype)
+        low, up = (
+            problems.bounds.lower[position].to(dtype),
+            problems.bounds.upper[position].to(dtype),
+        )
         if isinstance(op, MaxPool):
             return relax_max_pool(op, rows, low, up)
         if isinstance(op, Curved):
@@ -155,7 +165,10 @@ def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.floa
         rows = rows.dense(op.shape)
         sign = state["sign", position].to(dtype)
         low, up = low[problem], up[problem]
-        low, up = torch.where(sign > 0, low.clamp(min=0), low), torch.where(sign < 0, up.clamp(max=0), up)
+        low, up = (
+            torch.where(sign > 0, low.clamp(min=0), low),
+            torch.where(sign < 0, up.clamp(max=0), up),
+        )
         slope, shift = upper_line(low, up, op.leak)
         above, below = rows.coeff.clamp(max=0), rows.coeff.clamp(min=0)
         crossing = (low < 0) & (up > 0)
@@ -164,15 +177,30 @@ def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.floa
         if position in problems.anchors:
             anchor, centre = problems.anchors[position]
             share = state["share", position].to(dtype)
-            bend, left, begin, _ = anchored_line(low, up, centre.to(dtype)[problem], op.leak, slope, shift)
-            bend, slope, shift = bend * share, slope + share * (left - slope), shift + share * (begin - shift)
+            bend, left, begin, _ = anchored_line(
+                low, up, centre.to(dtype)[problem], op.leak, slope, shift
+            )
+            bend, slope, shift = (
+                bend * share,
+                slope + share * (left - slope),
+                shift + share * (begin - shift),
+            )
             charged.append((anchor, rows.like(-above * bend)))
         lines[position] = Line(
-            rows.coeff, position in problems.anchors, slope, shift, bend, under, crossing, torch.minimum(up, -low)
+            rows.coeff,
+            position in problems.anchors,
+            slope,
+            shift,
+            bend,
+            under,
+            crossing,
+            torch.minimum(up, -low),
         )
         constant = (above * shift).flatten(1).sum(1)
         sizes.append(constant.detach().abs())
-        return constant, rows.like(below * under + above * slope - sign * state["beta", position].to(dtype))
+        return constant, rows.like(
+            below * under + above * slope - sign * state["beta", position].to(dtype)
+        )
 
     target = len(graph.ops) - 1
     spec = torch.zeros((len(nodes), graph.ops[target].shape[0]), dtype=dtype, device=problem.device)
@@ -184,8 +212,14 @@ def trace_back(problems: Problems, nodes: Nodes, dtype: torch.dtype = torch.floa
         rows = rows.like(rows.coeff.detach().requires_grad_(True))
         charged = [(anchor, w.like(w.coeff.detach().requires_grad_(True))) for anchor, w in charged]
     box = state.get(("box", 0))
-    largest = problems.source.maximum(rows.like(-rows.coeff), charged, None if box is None else box.to(dtype))
-    size = constant.detach().abs() + largest.detach().abs() + rows.coeff.detach().abs().flatten(1).sum(1)
+    largest = problems.source.maximum(
+        rows.like(-rows.coeff), charged, None if box is None else box.to(dtype)
+    )
+    size = (
+        constant.detach().abs()
+        + largest.detach().abs()
+        + rows.coeff.detach().abs().flatten(1).sum(1)
+    )
     rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
     return Traced(constant - largest - rounding, rows, constant - rounding, charged, lines)
 
@@ -223,7 +257,11 @@ def _climbed(problems: Problems, nodes: Nodes, steps: int, rate: float) -> tuple
     first = trace_back(problems, nodes)
     best, units = first.value.clone(), _units(first)
     held = {key: value.clone() for key, value in nodes.state.items()}
-    free = {key: _Climber.start(value / units.get(key, 1.0)) for key, value in held.items() if key[0] in RATES}
+    free = {
+        key: _Climber.start(value / units.get(key, 1.0))
+        for key, value in held.items()
+        if key[0] in RATES
+    }
     if not free:  # a network without activations, over a set without prices
         return nodes, torch.zeros_like(nodes.problem[:0])
     now, mine = nodes, torch.arange(len(nodes), device=best.device)
@@ -232,13 +270,21 @@ def _climbed(problems: Problems, nodes: Nodes, steps: int, rate: float) -> tuple
         if step % LOOK == 0:
             left = (best[mine] <= ENOUGH).nonzero()[:, 0]
             if left.shape[0] < mine.shape[0]:
-                mine, now, units = mine[left], now.take(left), {key: value[left] for key, value in units.items()}
+                mine, now, units = (
+                    mine[left],
+                    now.take(left),
+                    {key: value[left] for key, value in units.items()},
+                )
                 free = {key: climber.take(left) for key, climber in free.items()}
         if not mine.shape[0]:
             break
         with torch.set_grad_enabled(step < steps):
-            trial = {key: c.value * units[key] if key in units else c.value for key, c in free.items()}
-            value = trace_back(problems, Nodes(now.problem, now.bound, {**now.state, **trial})).value
+            trial = {
+                key: c.value * units[key] if key in units else c.value for key, c in free.items()
+            }
+            value = trace_back(
+                problems, Nodes(now.problem, now.bound, {**now.state, **trial})
+            ).value
             if step < steps:
                 (-value.sum()).backward()
         better = (value > best[mine]).nonzero()[:, 0]
@@ -247,7 +293,10 @@ def _climbed(problems: Problems, nodes: Nodes, steps: int, rate: float) -> tuple
             held[key][mine[better]] = found[better]
         if step < steps:
             for (kind, _), climber in free.items():
-                climber.step(rate * RATES[kind] * decay**step, 1.0 if kind in ("alpha", "share") else math.inf)
+                climber.step(
+                    rate * RATES[kind] * decay**step,
+                    1.0 if kind in ("alpha", "share") else math.inf,
+                )
     rising = ((best <= ENOUGH) & (best - first.value > ENOUGH - best)).nonzero()[:, 0]
     return Nodes(nodes.problem, nodes.bound, held), rising
 
@@ -263,7 +312,9 @@ class _Climber:
 
     @staticmethod
     def start(value: Tensor) -> _Climber:
-        return _Climber(value.requires_grad_(True), torch.zeros_like(value), torch.zeros_like(value))
+        return _Climber(
+            value.requires_grad_(True), torch.zeros_like(value), torch.zeros_like(value)
+        )
 
     def take(self, index: Tensor) -> _Climber:
         value = self.value.detach()[index].requires_grad_(True)
@@ -309,8 +360,12 @@ def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Ten
     best, index = torch.cat(scores, 1).topk(min(CANDIDATES, place.shape[0]), 1)
     position, unit = operation[index], place[index]
     gains = torch.empty_like(best)
-    for some in torch.arange(len(nodes), device=z.device).split(max(1, TRIED // (2 * best.shape[1]))):
-        each = nodes.take(some.repeat_interleave(best.shape[1])).split(position[some].flatten(), unit[some].flatten())
+    for some in torch.arange(len(nodes), device=z.device).split(
+        max(1, TRIED // (2 * best.shape[1]))
+    ):
+        each = nodes.take(some.repeat_interleave(best.shape[1])).split(
+            position[some].flatten(), unit[some].flatten()
+        )
         with torch.no_grad():
             after = trace_back(problems, each).value.view(2, some.shape[0], -1).clamp(max=0.0)
         least = before[some][:, None]
@@ -329,7 +384,9 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
     with torch.enable_grad():
         traced = trace_back(problems, nodes, leaves=True)
         weights = [weights.coeff for _, weights in traced.charged]
-        z, *paid = torch.autograd.grad(traced.value.sum(), [traced.rows.coeff, *weights], allow_unused=True)
+        z, *paid = torch.autograd.grad(
+            traced.value.sum(), [traced.rows.coeff, *weights], allow_unused=True
+        )
     with torch.no_grad():
         # The bound's gradient in its image rows is the image that attains it, in the weights minus what its plan pays.
         charged = [k for k, line in traced.lines.items() if line.charged]
@@ -348,7 +405,10 @@ def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Ten
             if position in problems.anchors:
                 centre = problems.anchors[position][1].float()[nodes.problem]
                 upper = upper + line.bend * pays.get(position, (v - centre).clamp(min=0, max=1e30))
-            loose = torch.where(line.coeff < 0, upper - truth, truth - line.under * v).clamp(min=0) * line.coeff.abs()
+            loose = (
+                torch.where(line.coeff < 0, upper - truth, truth - line.under * v).clamp(min=0)
+                * line.coeff.abs()
+            )
             static = line.coeff.abs() * line.depth.clamp(min=0)
             score = (loose * static).sqrt() + 1e-6 * static
             scores.append(torch.where(line.crossing, score, -torch.ones_like(score)).flatten(1))

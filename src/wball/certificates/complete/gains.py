@@ -41,13 +41,19 @@ def listed(
         image, unit = torch.zeros((2, 1), dtype=torch.long, device=unstable.device)
     count = int(unstable.sum())
     for here in torch.arange(image.shape[0], device=image.device).split(128):
-        weights = torch.zeros((here.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device)
+        weights = torch.zeros(
+            (here.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device
+        )
         weights.scatter_(1, unit[here][:, None], 1.0)
         nothing = Rows(weights.new_zeros((here.shape[0], *source.x.shape[1:])), image[here])
-        charges = anchor.charge(Rows(weights.reshape(-1, *anchor.layer), image[here]), nothing, source.active)
+        charges = anchor.charge(
+            Rows(weights.reshape(-1, *anchor.layer), image[here]), nothing, source.active
+        )
         parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
     gains = tuple(torch.cat(part)[:count] for part in zip(*parts, strict=True))
-    return UnitAnchor(anchor.layer, image[:count], unit[:count], (gains[0], gains[1], gains[2]), images), centre
+    return UnitAnchor(
+        anchor.layer, image[:count], unit[:count], (gains[0], gains[1], gains[2]), images
+    ), centre
 
 
 def together(problems: Problems, room: int) -> list[Tensor]:
@@ -55,7 +61,9 @@ def together(problems: Problems, room: int) -> list[Tensor]:
     every = torch.arange(len(problems), device=problems.y.device)
     if not isinstance(problems.source, TransportSet) or not problems.anchors:
         return [every]
-    listed = torch.stack([problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]).sum(0)
+    listed = torch.stack(
+        [problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]
+    ).sum(0)
     size = gain_bytes(problems.source) * listed
     _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
     return list(every.split(counts.tolist()))

@@ -50,12 +50,22 @@ class Closed:
         if not len(nodes):
             return
         self.count.update(problem.tolist())
-        keep = torch.tensor([self.count[k] <= MOST for k in problem.tolist()], device=problem.device).nonzero()[:, 0]
+        keep = torch.tensor(
+            [self.count[k] <= MOST for k in problem.tolist()], device=problem.device
+        ).nonzero()[:, 0]
         if keep.numel():
-            state = {key: value for key, value in nodes.kept().state.items() if key[0] in ("alpha", "beta", "sign")}
+            state = {
+                key: value
+                for key, value in nodes.kept().state.items()
+                if key[0] in ("alpha", "beta", "sign")
+            }
             some = Nodes(problem, nodes.bound, state).take(keep)
             self.parts.append(
-                Nodes(some.problem.cpu(), some.bound.cpu(), {key: value.cpu() for key, value in some.state.items()})
+                Nodes(
+                    some.problem.cpu(),
+                    some.bound.cpu(),
+                    {key: value.cpu() for key, value in some.state.items()},
+                )
             )
 
     def forget(self, problem: Tensor) -> None:
@@ -63,7 +73,9 @@ class Closed:
         gone = problem.cpu()
         if not any(self.count.pop(k, 0) for k in gone.tolist()):
             return
-        kept = [nodes.take((~torch.isin(nodes.problem, gone)).nonzero()[:, 0]) for nodes in self.parts]
+        kept = [
+            nodes.take((~torch.isin(nodes.problem, gone)).nonzero()[:, 0]) for nodes in self.parts
+        ]
         self.parts = [nodes for nodes in kept if len(nodes)]
 
     def leaves(self, problem: int, other: int) -> tuple[Leaf, ...] | None:
@@ -72,7 +84,10 @@ class Closed:
             return None
         found: list[Leaf] = []
         for nodes in self.parts:
-            found += [_leaf(nodes, n, other, self.layers) for n in (nodes.problem == problem).nonzero()[:, 0].tolist()]
+            found += [
+                _leaf(nodes, n, other, self.layers)
+                for n in (nodes.problem == problem).nonzero()[:, 0].tolist()
+            ]
         return tuple(found)
 
 

@@ -12,7 +12,13 @@ State = dict[tuple[str, int], Tensor]
 (multipliers of the splits) and ``sign`` (1 and -1 where a unit's sign is known, else 0); ``("box", 0)`` prices the
 box. Any values in range are sound, so they are kept in half precision between two visits."""
 
-KEPT = {"alpha": torch.float16, "share": torch.float16, "beta": torch.float32, "sign": torch.int8, "box": torch.float32}
+KEPT = {
+    "alpha": torch.float16,
+    "share": torch.float16,
+    "beta": torch.float32,
+    "sign": torch.int8,
+    "box": torch.float32,
+}
 
 
 @dataclass
@@ -27,21 +33,33 @@ class Nodes:
         return self.problem.shape[0]
 
     def take(self, index: Tensor) -> Nodes:
-        return Nodes(self.problem[index], self.bound[index], {key: value[index] for key, value in self.state.items()})
+        return Nodes(
+            self.problem[index],
+            self.bound[index],
+            {key: value[index] for key, value in self.state.items()},
+        )
 
     def kept(self) -> Nodes:
         """The same nodes as they are stored."""
-        return Nodes(self.problem, self.bound, {key: value.to(KEPT[key[0]]) for key, value in self.state.items()})
+        return Nodes(
+            self.problem,
+            self.bound,
+            {key: value.to(KEPT[key[0]]) for key, value in self.state.items()},
+        )
 
     def working(self) -> Nodes:
         """The same nodes as they are computed with."""
-        return Nodes(self.problem, self.bound, {key: value.float() for key, value in self.state.items()})
+        return Nodes(
+            self.problem, self.bound, {key: value.float() for key, value in self.state.items()}
+        )
 
     def plus(self, other: Nodes) -> Nodes:
         if not len(self) or not len(other):
             return other if len(other) else self
         state = {key: torch.cat([value, other.state[key]]) for key, value in self.state.items()}
-        return Nodes(torch.cat([self.problem, other.problem]), torch.cat([self.bound, other.bound]), state)
+        return Nodes(
+            torch.cat([self.problem, other.problem]), torch.cat([self.bound, other.bound]), state
+        )
 
     def split(self, position: Tensor, unit: Tensor) -> Nodes:
         """Both children of every node: unit ``unit[n]`` of operation ``position[n]`` is positive, or negative."""

@@ -83,7 +83,11 @@ class Program:
         if problem not in self._sets:
             self._sets[problem] = _Set(self.problems, problem)
         base = self._sets[problem]
-        signs = {k: v[n].flatten().cpu().numpy() for (kind, k), v in nodes.state.items() if kind == "sign"}
+        signs = {
+            k: v[n].flatten().cpu().numpy()
+            for (kind, k), v in nodes.state.items()
+            if kind == "sign"
+        }
         return self._solve(problem, base, signs)
 
     def _over(self, affine: _Affine, base: _Set) -> tuple[Array, Array]:
@@ -136,7 +140,10 @@ class Program:
             if split.any():
                 rows.append(-over[split] * sign[split, None])
                 limits.append(constant[split] * sign[split])
-            least, most = np.where(sign > 0, least.clip(min=0), least), np.where(sign < 0, most.clip(max=0), most)
+            least, most = (
+                np.where(sign > 0, least.clip(min=0), least),
+                np.where(sign < 0, most.clip(max=0), most),
+            )
             slope = np.where(above, 1.0, leak)
             fixed = above | below
             same.append(pick[fixed] - slope[fixed, None] * over[fixed])
@@ -169,11 +176,17 @@ class Program:
         )
         found = constraints.minimum(goal)
         if found is None:
-            return Solved(math.inf if constraints.empty() else -math.inf, base.centre, -1, -1, False)
+            return Solved(
+                math.inf if constraints.empty() else -math.inf, base.centre, -1, -1, False
+            )
         point, bound = found
         position, unit, gap = self._loosest(reads, point, signs)
         return Solved(
-            start + bound - ROUNDING * abs(start), base.to_image @ point[:many], position, unit, gap > FEASIBLE
+            start + bound - ROUNDING * abs(start),
+            base.to_image @ point[:many],
+            position,
+            unit,
+            gap > FEASIBLE,
         )
 
     def _loosest(
@@ -202,7 +215,12 @@ class _Set:
     def __init__(self, problems: Problems, problem: int) -> None:
         found = problems.source.constraints(problem)
         self.to_image, self.low, self.high = found.to_image, found.low, found.high
-        self.equal, self.equal_to, self.below, self.below_to = found.equal, found.equal_to, found.below, found.below_to
+        self.equal, self.equal_to, self.below, self.below_to = (
+            found.equal,
+            found.equal_to,
+            found.below,
+            found.below_to,
+        )
         self.centre = problems.x[problem].flatten().double().cpu().numpy()
 
 
@@ -210,7 +228,10 @@ def _affine(graph: Graph, target: int) -> _Affine:
     """The values of operation ``target`` in terms of the image and of the outputs of relaxed operations."""
     shape = graph.ops[target].shape
     count = math.prod(shape)
-    device = next((v.device for op in graph.ops for v in vars(op).values() if isinstance(v, torch.Tensor)), None)
+    device = next(
+        (v.device for op in graph.ops for v in vars(op).values() if isinstance(v, torch.Tensor)),
+        None,
+    )
     like = torch.zeros(0, dtype=torch.float64, device=device)
     index = torch.arange(count, device=device)
     parts: dict[int, Array] = {}
@@ -222,7 +243,9 @@ def _affine(graph: Graph, target: int) -> _Affine:
         return like.new_zeros(count), Rows(like.new_zeros((count, *before)), rows.image)
 
     with torch.no_grad():
-        rows = units(shape, torch.zeros_like(index), index, torch.ones_like(index), like, dense=True)
+        rows = units(
+            shape, torch.zeros_like(index), index, torch.ones_like(index), like, dense=True
+        )
         constant, image = back(graph, target, rows, stop)
     flat = image.dense(graph.ops[0].shape).coeff.flatten(1)
     return _Affine(constant.cpu().numpy(), flat.cpu().numpy(), parts)
@@ -242,10 +265,14 @@ class _Constraints:
     def minimum(self, goal: Array) -> tuple[Array, float] | None:
         """The minimiser of ``<goal, t>`` and a lower bound that its multipliers prove; ``None`` if there is none."""
         ranges = np.stack([self.low, self.high], 1)
-        result = _solver()(goal, self.under, self.under_to, self.equal, self.equal_to, ranges, method="highs")
+        result = _solver()(
+            goal, self.under, self.under_to, self.equal, self.equal_to, ranges, method="highs"
+        )
         if result.status != 0:
             return None
-        bound = self._proved(goal, np.asarray(result.ineqlin.marginals), np.asarray(result.eqlin.marginals))
+        bound = self._proved(
+            goal, np.asarray(result.ineqlin.marginals), np.asarray(result.eqlin.marginals)
+        )
         return np.asarray(result.x), bound
 
     def empty(self) -> bool:
@@ -261,17 +288,31 @@ class _Constraints:
         if result.status != 0:
             return False
         prices = np.asarray(result.ineqlin.marginals)
-        signed, plus, minus = np.split(prices, [self.under.shape[0], self.under.shape[0] + self.equal.shape[0]])
+        signed, plus, minus = np.split(
+            prices, [self.under.shape[0], self.under.shape[0] + self.equal.shape[0]]
+        )
         return self._proved(np.zeros(self.low.shape[0]), signed, plus - minus) > 0
 
     def _proved(self, goal: Array, signed: Array, free: Array) -> float:
         """The bound that multipliers of both kinds of constraints prove, rounded down."""
         signed = np.minimum(signed, 0.0)
         left = goal - self.equal.T @ free - self.under.T @ signed
-        value = free @ self.equal_to + signed @ self.under_to + np.minimum(left * self.low, left * self.high).sum()
+        value = (
+            free @ self.equal_to
+            + signed @ self.under_to
+            + np.minimum(left * self.low, left * self.high).sum()
+        )
         reach = np.maximum(np.abs(self.low), np.abs(self.high))
-        entered = np.abs(goal) + np.abs(self.equal.T) @ np.abs(free) + np.abs(self.under.T) @ np.abs(signed)
-        magnitude = np.abs(free) @ np.abs(self.equal_to) + np.abs(signed) @ np.abs(self.under_to) + entered @ reach
+        entered = (
+            np.abs(goal)
+            + np.abs(self.equal.T) @ np.abs(free)
+            + np.abs(self.under.T) @ np.abs(signed)
+        )
+        magnitude = (
+            np.abs(free) @ np.abs(self.equal_to)
+            + np.abs(signed) @ np.abs(self.under_to)
+            + entered @ reach
+        )
         return float(value - ROUNDING * magnitude)
 
 

@@ -41,9 +41,14 @@ def _added(ops: list[Op], op: Op) -> int:
 
 def _pads_nothing(op: MaxPool, before: Op) -> bool:
     """Whether zeros may stand for what lies outside the map: nothing is read there, or nothing is below 0."""
-    ends = [(op.shape[1 + k] - 1) * op.stride[k] + op.dilation[k] * (op.kernel[k] - 1) + 1 for k in (0, 1)]
+    ends = [
+        (op.shape[1 + k] - 1) * op.stride[k] + op.dilation[k] * (op.kernel[k] - 1) + 1
+        for k in (0, 1)
+    ]
     inside = all(op.padding[k] == 0 and ends[k] <= op.before[1 + k] for k in (0, 1))
-    overhang = any(ends[k] - op.padding[k] > op.before[1 + k] + op.padding[k] for k in (0, 1))  # ceil_mode
+    overhang = any(
+        ends[k] - op.padding[k] > op.before[1 + k] + op.padding[k] for k in (0, 1)
+    )  # ceil_mode
     return inside or (not overhang and isinstance(before, Activation) and before.leak == 0)
 
 
@@ -71,7 +76,9 @@ def _tournament(ops: list[Op], op: MaxPool, device: torch.device) -> int:
     while len(players) > 1:
         pairs = [players[k : k + 2] for k in range(0, len(players), 2)]
         players = [
-            pair[0] if len(pair) == 1 else winner(pair[1], _added(ops, Sum(op.name, tuple(pair), op.shape, -1.0)))
+            pair[0]
+            if len(pair) == 1
+            else winner(pair[1], _added(ops, Sum(op.name, tuple(pair), op.shape, -1.0)))
             for pair in pairs
         ]
     return players[0]
@@ -79,10 +86,16 @@ def _tournament(ops: list[Op], op: MaxPool, device: torch.device) -> int:
 
 def _clamp(ops: list[Op], op: Curved, device: torch.device) -> int:
     low, high = op.ends
-    ones = torch.ones((1, *[1] * len(op.shape)), dtype=torch.float64, device=device).expand(1, *op.shape)
+    ones = torch.ones((1, *[1] * len(op.shape)), dtype=torch.float64, device=device).expand(
+        1, *op.shape
+    )
 
     def shifted(source: int, by: float) -> int:
-        return source if by == 0 else _added(ops, Diagonal(op.name, (source,), op.shape, ones, by * ones))
+        return (
+            source
+            if by == 0
+            else _added(ops, Diagonal(op.name, (source,), op.shape, ones, by * ones))
+        )
 
     def above(end: float) -> int:
         return _added(ops, Activation(op.name, (shifted(op.inputs[0], -end),), op.shape, 0.0))

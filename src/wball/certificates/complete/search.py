@@ -109,7 +109,9 @@ class Search:
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
-    def decide(self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds | None = None) -> Answer:
+    def decide(
+        self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds | None = None
+    ) -> Answer:
         """Images that the model gets right, with bounds of their margins, on which so much time was ``spent`` already.
 
         ``known`` bounds of their units need not be found again.
@@ -153,7 +155,11 @@ class Search:
             return
         except torch.OutOfMemoryError as error:
             if left.shape[0] == 1:
-                warnings.warn(f"an image is left undecided for lack of memory: {error}", RuntimeWarning, stacklevel=4)
+                warnings.warn(
+                    f"an image is left undecided for lack of memory: {error}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
         torch.cuda.empty_cache()
         self._spent(left)
         if left.shape[0] == 1:
@@ -183,7 +189,9 @@ class Search:
             points = attack(self.model, self.x[left], self.y[left]).images
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # work in place may leave a model without gradients: bounds alone decide then
+        except (
+            RuntimeError
+        ):  # work in place may leave a model without gradients: bounds alone decide then
             return
         self._consider(left, points)
         self._spent(left)
@@ -192,7 +200,11 @@ class Search:
         """Keep points that the model gets wrong and that pass the audit."""
         with torch.no_grad(), evaluating(self.model):
             logits = ask(self.model, z)
-        wrong = (logits.argmax(1) != self.y[image]) & torch.isfinite(logits).all(1) & ~self.answer.broken[image]
+        wrong = (
+            (logits.argmax(1) != self.y[image])
+            & torch.isfinite(logits).all(1)
+            & ~self.answer.broken[image]
+        )
         some = wrong.nonzero()[:, 0]
         if some.numel() == 0:
             return
@@ -209,7 +221,9 @@ class Search:
         for k in left[self.answer.proved[left]].tolist():
             found = [self.closed.leaves(n, other[n]) for n, i in enumerate(image) if i == k]
             whole = [part for part in found if part is not None]
-            self.answer.leaves[k] = tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
+            self.answer.leaves[k] = (
+                tuple(leaf for part in whole for leaf in part) if len(whole) == len(found) else None
+            )
 
     def _late(self) -> bool:
         return time.monotonic() > self.deadline
@@ -218,7 +232,9 @@ class Search:
         if self.first is None:
             self.first = FirstLayer(self.graph, source)
         centre = self.graph.values(x.to(torch.float64))
-        relaxation = Relaxation(self.graph, source, budget=self.numbers, first=self.first, centre=centre)
+        relaxation = Relaxation(
+            self.graph, source, budget=self.numbers, first=self.first, centre=centre
+        )
         relaxation.deadline = self.deadline
         return relaxation
 
@@ -227,25 +243,44 @@ class Search:
         source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
         like = torch.zeros(0, dtype=torch.float32, device=x.device)
         relaxation = self._relaxation(source, x)
-        bounds = relaxation.bound_all(left.shape[0], like) if self.known is None else self.known.take(left)
+        bounds = (
+            relaxation.bound_all(left.shape[0], like)
+            if self.known is None
+            else self.known.take(left)
+        )
         anchored = isinstance(source, TransportSet)
         if anchored:
             for position in self.graph.relaxed():
                 relaxation.bound_layer(position, bounds, left.shape[0], like, anchored=True)
         margins = relaxation.margins(y, bounds, like, anchored=anchored)
         image, other = (margins <= 0).nonzero(as_tuple=True)
-        near = margins.amin(1)[image].argsort(descending=True, stable=True)  # these groups are searched first
+        near = margins.amin(1)[image].argsort(
+            descending=True, stable=True
+        )  # these groups are searched first
         image, other = image[near], other[near]
-        self.positive = torch.where(margins > 0, margins, math.inf).amin(1)  # over classes that are proved
+        self.positive = torch.where(margins > 0, margins, math.inf).amin(
+            1
+        )  # over classes that are proved
         self.image, self.other, self.value = left[image], other, margins[image, other]
         self.closed = Closed(self.graph.relaxed())
-        self.worst = torch.full_like(self.value, math.inf)  # margin of the worst point tried as an example, by problem
+        self.worst = torch.full_like(
+            self.value, math.inf
+        )  # margin of the worst point tried as an example, by problem
         self._settle(left)
         self._spent(left)
         if image.numel() == 0:
             return
         anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
-        every = Problems(self.graph, x, y, y, source, bounds, anchors, torch.arange(left.shape[0], device=x.device))
+        every = Problems(
+            self.graph,
+            x,
+            y,
+            y,
+            source,
+            bounds,
+            anchors,
+            torch.arange(left.shape[0], device=x.device),
+        )
         problems = every.take(image)
         problems.other, problems.index = other, torch.arange(image.shape[0], device=x.device)
         if Program.serves(problems):
@@ -282,10 +317,16 @@ class Search:
         """
         aside = nodes.take(nodes.problem[:0])
         while len(nodes) and not self._late():
-            (least, fewer), (most, more) = _state_of(nodes, len(problems)), _state_of(before, len(problems))
+            (least, fewer), (most, more) = (
+                _state_of(nodes, len(problems)),
+                _state_of(before, len(problems)),
+            )
             moved = (least > (1 - PROGRESS[0]) * most) | (fewer < more)
             keep = moved[nodes.problem]
-            aside, before = aside.plus(nodes.take((~keep).nonzero()[:, 0])), nodes.take(keep.nonzero()[:, 0])
+            aside, before = (
+                aside.plus(nodes.take((~keep).nonzero()[:, 0])),
+                nodes.take(keep.nonzero()[:, 0]),
+            )
             nodes = self._small_tree(problems, before) if len(before) else before
         return nodes.plus(aside)
 
@@ -301,16 +342,24 @@ class Search:
 
     def _settle(self, left: Tensor) -> None:
         """Put together what is known about the problems of each image."""
-        lowest = torch.full_like(self.answer.margin, math.inf).scatter_reduce(0, self.image, self.value, "amin")
+        lowest = torch.full_like(self.answer.margin, math.inf).scatter_reduce(
+            0, self.image, self.value, "amin"
+        )
         self.answer.margin[left] = torch.minimum(self.positive, lowest[left])
         self.answer.proved[left] = (lowest > 0)[left]
 
     def _note(self, problems: Problems, nodes: Nodes) -> tuple[Problems, Nodes]:
         """Write down the bounds of nodes without splits; what is left of both."""
-        self.value[problems.index] = torch.maximum(self.value[problems.index], nodes.bound.clamp(max=POSITIVE))
-        self.closed.forget(problems.index[nodes.bound > 0])  # parts of a tree that is no longer needed
+        self.value[problems.index] = torch.maximum(
+            self.value[problems.index], nodes.bound.clamp(max=POSITIVE)
+        )
+        self.closed.forget(
+            problems.index[nodes.bound > 0]
+        )  # parts of a tree that is no longer needed
         self._close(problems, nodes)
-        keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[:, 0]
+        keep = ((nodes.bound <= 0) & ~self.answer.broken[self.image[problems.index]]).nonzero()[
+            :, 0
+        ]
         if keep.shape[0] == len(nodes):
             return problems, nodes
         return problems.take(keep), _numbered(nodes.take(keep))
@@ -324,7 +373,9 @@ class Search:
         live = nodes.problem.unique()
         if not live.numel():
             return
-        some, tight = self._rounds(*self._note(problems.take(live), _numbered(roots.take(live))), PROGRESS[0])
+        some, tight = self._rounds(
+            *self._note(problems.take(live), _numbered(roots.take(live))), PROGRESS[0]
+        )
         finer = some.source.finer(FURTHER)
         for part in self._in_turn(some, finer):
             few, root = some.take(part), _numbered(tight.take(part))
@@ -368,7 +419,9 @@ class Search:
         """
         source, count, centre = problems.source, len(problems), problems.x.to(torch.float64)
         relaxation = self._relaxation(source, problems.x)
-        problems = replace(problems, bounds=problems.bounds.take(torch.arange(count, device=problems.y.device)))
+        problems = replace(
+            problems, bounds=problems.bounds.take(torch.arange(count, device=problems.y.device))
+        )
         bounds = problems.bounds  # tightened in place
         like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
@@ -378,7 +431,9 @@ class Search:
                 break
             row = trace_back(problems, nodes, torch.float64)
             relaxation.condition = condition(source, row.rows, row.charged, row.constant, centre)
-            shared = image_convolution(self.graph, position) is not None and position in problems.anchors
+            shared = (
+                image_convolution(self.graph, position) is not None and position in problems.anchors
+            )
             if shared:  # its gains do not change
                 relaxation.anchors[position] = problems.anchors[position]
             relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
@@ -387,7 +442,9 @@ class Search:
             if position in relaxation.anchors:
                 anchor, at = relaxation.anchors[position]
                 if shared:
-                    anchor = problems.anchors[position][0].restricted(bounds.unstable(position).flatten(1))
+                    anchor = problems.anchors[position][0].restricted(
+                        bounds.unstable(position).flatten(1)
+                    )
                 others[position] = listed(anchor, at, bounds, position, source)
                 relaxation.anchors[position] = others[position]
             problems = replace(problems, anchors=others)
@@ -395,13 +452,17 @@ class Search:
 
     # ---- the tree
 
-    def _tree(self, problems: Problems, nodes: Nodes, program: Program | None, splits: float = math.inf) -> Nodes:
+    def _tree(
+        self, problems: Problems, nodes: Nodes, program: Program | None, splits: float = math.inf
+    ) -> Nodes:
         """Split until nothing is open, time is up or so many ``splits`` are done; the nodes that are open then.
 
         The bound of a problem is that of its worst open node. Nodes without a unit to split wait if splits are limited.
         """
         batch = BATCH if self.x.is_cuda else BATCH // 16
-        dead = torch.zeros(len(problems), dtype=torch.bool, device=self.x.device)  # cannot be decided by splits
+        dead = torch.zeros(
+            len(problems), dtype=torch.bool, device=self.x.device
+        )  # cannot be decided by splits
         floor = torch.full((len(problems),), math.inf, dtype=torch.float64, device=self.x.device)
         nodes, limited = nodes.kept(), splits < math.inf
         waiting = nodes.take(nodes.problem[:0])
@@ -422,7 +483,9 @@ class Search:
                 else:
                     self._exhaust(problems, linear, dead, floor)
                 keep = possible.nonzero()[:, 0]
-                children = improve(problems, now.take(keep).split(position[keep], unit[keep]), NODE_STEPS, 0.2)
+                children = improve(
+                    problems, now.take(keep).split(position[keep], unit[keep]), NODE_STEPS, 0.2
+                )
             self._candidates(problems, now.problem, z)
             self._close(problems, children)
             children = children.take((children.bound <= 0).nonzero()[:, 0])
@@ -434,13 +497,18 @@ class Search:
         floor = floor.scatter_reduce(0, nodes.problem, nodes.bound, "amin")
         broken = self.answer.broken[self.image[problems.index]]
         known = self.value[problems.index]
-        self.value[problems.index] = torch.where(broken, known, torch.maximum(known, floor.clamp(max=POSITIVE)))
+        self.value[problems.index] = torch.where(
+            broken, known, torch.maximum(known, floor.clamp(max=POSITIVE))
+        )
         return nodes
 
     def _again(self, problems: Problems, nodes: Nodes) -> Nodes:
         """Open nodes of problems that have tighter bounds since: those that are open still, with new multipliers."""
         found = nodes.take(torch.zeros_like(nodes.problem[:0]))
-        every, batch = torch.arange(len(nodes), device=nodes.problem.device), BATCH if self.x.is_cuda else BATCH // 16
+        every, batch = (
+            torch.arange(len(nodes), device=nodes.problem.device),
+            BATCH if self.x.is_cuda else BATCH // 16,
+        )
         for start in range(0, len(nodes), batch):
             now = nodes.take(every[start : start + batch])
             if not self._late():
@@ -461,13 +529,17 @@ class Search:
         dead[nodes.problem] = True
         floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
 
-    def _solved(self, program: Program, nodes: Nodes, dead: Tensor, floor: Tensor) -> tuple[Nodes, Tensor]:
+    def _solved(
+        self, program: Program, nodes: Nodes, dead: Tensor, floor: Tensor
+    ) -> tuple[Nodes, Tensor]:
         """Bound nodes by their linear programs, and split those that stay open."""
         found = [program.solve(nodes, n) for n in range(len(nodes))]
         device = nodes.bound.device
         bound = torch.tensor([f.bound for f in found], dtype=torch.float64, device=device)
         nodes = Nodes(nodes.problem, torch.maximum(nodes.bound, bound), nodes.state)
-        z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(-1, *self.x.shape[1:])
+        z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(
+            -1, *self.x.shape[1:]
+        )
         splits = torch.tensor([f.splits for f in found], dtype=torch.bool, device=device)
         left = nodes.bound <= 0
         self._close(program.problems, nodes)
@@ -488,7 +560,9 @@ class Search:
         first[1:] = problem[order][1:] != problem[order][:-1]
         # A projection is dear, and points of nearby nodes are alike: the next one must be worse by a tenth.
         worst = self.worst[problems.index[problem[order]]]
-        enough = torch.where(worst.isfinite(), worst - 0.1 * worst.abs(), NEAR * margin.abs().amax().clamp(max=1.0))
+        enough = torch.where(
+            worst.isfinite(), worst - 0.1 * worst.abs(), NEAR * margin.abs().amax().clamp(max=1.0)
+        )
         chosen = order[first & (margin[order] < enough)]
         if chosen.numel() == 0:
             return
@@ -506,7 +580,9 @@ def _numbered(roots: Nodes) -> Nodes:
 def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
     """Nodes of the problems ``before`` as nodes of ``after``, which are some of them."""
     place = torch.full_like(before.index, -1)
-    place[(before.index[:, None] == after.index).any(1)] = torch.arange(len(after), device=place.device)
+    place[(before.index[:, None] == after.index).any(1)] = torch.arange(
+        len(after), device=place.device
+    )
     problem = place[nodes.problem]
     return Nodes(problem, nodes.bound, nodes.state).take((problem >= 0).nonzero()[:, 0])
 

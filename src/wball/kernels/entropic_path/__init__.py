@@ -23,7 +23,9 @@ def entropic_path(
         best: what is known, improved in place.
         kernel: who serves, as :func:`wball.kernels.dispatch.choose` says.
     """
-    steps: Tensor = dispatch.load("entropic_path", kernel).entropic_path(problem, start, tau_start, max_iter, best)
+    steps: Tensor = dispatch.load("entropic_path", kernel).entropic_path(
+        problem, start, tau_start, max_iter, best
+    )
     return steps
 
 

@@ -57,13 +57,21 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     Images of a GPU are solved on the host: steps in float64 that differ from image to image are hundreds of small
     launches and read-backs in torch, and a few milliseconds of one core.
     """
-    return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"
+    return (
+        None
+        if isinstance(moves, StencilMoves)
+        else "matrix costs are served by the torch kernel only"
+    )
 
 
-def entropic_path(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+def entropic_path(
+    problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
+) -> Tensor:
     """See :func:`wball.kernels.entropic_path.entropic_path`."""
     damping, halvings = problem.columns.damping, path.MAX_HALVINGS
-    levels = _Levels(path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, damping, halvings, path.LINGER)
+    levels = _Levels(
+        path.RATIO, path.LEVEL_TOL, path.CG_TOL, path.CG_MAX, damping, halvings, path.LINGER
+    )
     return improve(_follow_images, levels, problem, start, tau_start, max_iter, best)
 
 
@@ -253,7 +261,9 @@ def _add_tangent(p, u, psi, tau, share, distance, rhs):  # type: ignore[no-untyp
                 mean += share[a, k] * (u[p.end[a, k]] - psi * p.fee[k])
         for k in range(p.end.shape[1]):
             if share[a, k] > 0.0:
-                change = p.mass[a] * share[a, k] * (u[p.end[a, k]] - psi * p.fee[k] - mean) / (tau * tau)
+                change = (
+                    p.mass[a] * share[a, k] * (u[p.end[a, k]] - psi * p.fee[k] - mean) / (tau * tau)
+                )
                 rhs[p.end[a, k]] += distance * change
                 out -= distance * change * p.fee[k]
     return out
@@ -299,7 +309,11 @@ def _price_root(p, u, tau, share, columns, gradient):  # type: ignore[no-untyped
             cost += p.mass[a] * mean
             variance += p.mass[a] * max(square - mean * mean, 0.0)
         low, high = narrowed(psi, cost, p.budget, low, high)
-        if cost <= p.budget and (cost > (1 - 1e-3) * p.budget or psi == 0.0) or high - low <= 1e-15 * high:
+        if (
+            cost <= p.budget
+            and (cost > (1 - 1e-3) * p.budget or psi == 0.0)
+            or high - low <= 1e-15 * high
+        ):
             break
         if p.stop[0] != 0:
             break
@@ -313,7 +327,12 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
     n, shape = start.size, p.end.shape
     exact = tau_end == 0.0
     u, columns, gradient, share = start, np.empty(n), np.empty(n), np.zeros(shape)
-    new_u, new_columns, new_gradient, new_share = np.empty(n), np.empty(n), np.empty(n), np.zeros(shape)
+    new_u, new_columns, new_gradient, new_share = (
+        np.empty(n),
+        np.empty(n),
+        np.empty(n),
+        np.zeros(shape),
+    )
     rhs, d, z, flow = np.empty(n), np.empty(n), np.empty(n), np.empty(shape)
     tau = tau_start
     psi = _price_root(p, u, tau, share, columns, gradient)
@@ -332,7 +351,9 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
         rhs_psi = slope
         if settled:
             rhs_psi += _add_tangent(p, u, psi, tau, share, tau_end - tau, rhs)
-        d_psi = _solve_newton(p, levels, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d)
+        d_psi = _solve_newton(
+            p, levels, u, psi, tau, share, columns, slope, residual, rhs, rhs_psi, d
+        )
         steps += 1
 
         late = p.stop[0] != 0
@@ -353,7 +374,9 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
                 if bound > known[1]:
                     known[1], known[3] = bound, price
                     copy(new_u, best_u)
-            scale = max(abs(known[0] - best_entropy + offset), goal.parts * (known[0] - 2 * best_entropy))
+            scale = max(
+                abs(known[0] - best_entropy + offset), goal.parts * (known[0] - 2 * best_entropy)
+            )
             if late or known[0] - known[1] <= goal.tol * scale + floor:
                 break
 
@@ -366,9 +389,16 @@ def _follow(p, goal, levels, start, tau_start, tau_end, offset, floor, best_flow
             new_dual, new_slope, new_residual = _evaluate(
                 p, new_u, new_psi, lower, new_share, new_columns, new_gradient
             )
-            plain_dual, plain_slope, plain_residual = _evaluate(p, u, psi, lower, share, columns, gradient)
+            plain_dual, plain_slope, plain_residual = _evaluate(
+                p, u, psi, lower, share, columns, gradient
+            )
             if not (math.isfinite(new_dual) and new_dual >= plain_dual):
-                new_psi, new_dual, new_slope, new_residual = psi, plain_dual, plain_slope, plain_residual
+                new_psi, new_dual, new_slope, new_residual = (
+                    psi,
+                    plain_dual,
+                    plain_slope,
+                    plain_residual,
+                )
                 copy(u, new_u)
                 copy(columns, new_columns)
                 copy(gradient, new_gradient)

@@ -73,7 +73,9 @@ def evaluate(problem: Problem, u: Tensor, psi: Tensor, tau: Tensor) -> Iterate:
     return Iterate(u, psi, tau, dual, share, columns, gradient_u, gradient_psi, residual)
 
 
-def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) -> tuple[Tensor, Tensor]:
+def solve_newton(
+    problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor
+) -> tuple[Tensor, Tensor]:
     """``-D''(u, psi) d = rhs`` by conjugate gradients with a diagonal preconditioner, each image to ``CG_TOL``."""
     moves, tau = problem.moves, at.tau
     weight = problem.x.unsqueeze(2) * at.share / per_image(tau, at.share)
@@ -107,16 +109,22 @@ def solve_newton(problem: Problem, at: Iterate, rhs_u: Tensor, rhs_psi: Tensor) 
     p, p_psi = y, y_psi
     size = dot(r, y) + r_psi * y_psi
     target = CG_TOL**2 * size
-    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps, which do no harm
+    patience = (
+        8 if size.is_cuda else 1
+    )  # reading from a GPU takes longer than a few steps, which do no harm
     for k in range(1, CG_MAX + 1):
         h, h_psi = apply(p, p_psi)
         curve = dot(p, h) + p_psi * h_psi
-        step = torch.where((curve > 0) & (size > target), size / curve.clamp(min=1e-300), torch.zeros_like(size))
+        step = torch.where(
+            (curve > 0) & (size > target), size / curve.clamp(min=1e-300), torch.zeros_like(size)
+        )
         d, d_psi = d + per_image(step, d) * p, d_psi + step * p_psi
         r, r_psi = r - per_image(step, r) * h, r_psi - step * h_psi
         y, y_psi = r / diagonal, r_psi / diagonal_psi
         new = dot(r, y) + r_psi * y_psi
-        if k % patience == 0 and (problem.deadline.late or bool((new <= target).all() | (step == 0).all())):
+        if k % patience == 0 and (
+            problem.deadline.late or bool((new <= target).all() | (step == 0).all())
+        ):
             break
         turn = torch.where(step > 0, new / size.clamp(min=1e-300), torch.zeros_like(size))
         p, p_psi = y + per_image(turn, y) * p, y_psi + turn * p_psi
@@ -137,7 +145,9 @@ def path_tangent(problem: Problem, at: Iterate) -> tuple[Tensor, Tensor]:
 def ascend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor) -> tuple[Iterate, Tensor]:
     """A backtracking step along ``(d, d_psi)``; also returns which images moved at all."""
     # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
-    longest = torch.where(d_psi < 0, (at.psi / (-d_psi).clamp(min=1e-300)).clamp(max=1), torch.ones_like(d_psi))
+    longest = torch.where(
+        d_psi < 0, (at.psi / (-d_psi).clamp(min=1e-300)).clamp(max=1), torch.ones_like(d_psi)
+    )
     longest = torch.where(longest > 0, longest, torch.ones_like(longest))
     # The dual is a difference of sums, which round in proportion to their own size.
     size = at.dual.abs() + problem.x.flatten(1).sum(1) * at.u.flatten(1).abs().amax(1)
@@ -154,13 +164,17 @@ def ascend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor) -> tuple[Ite
     return evaluate(problem, *_stepped(problem, at, d, d_psi, step), at.tau), accepted
 
 
-def _stepped(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+def _stepped(
+    problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
     """The dual point a step away, kept on its side of every kink."""
     u = problem.columns.retract(at.u, at.columns, at.u + per_image(step, d) * d)
     return u, (at.psi + step * d_psi).clamp(min=0)
 
 
-def price_root(problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_iter: int = 60) -> Tensor:
+def price_root(
+    problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_iter: int = 60
+) -> Tensor:
     """The price at which the cost of the rows' shares meets the budget: bracketed Newton, feasible side."""
     moves, x, budget = problem.moves, problem.x, problem.budget
     gathered = moves.gather(u)
@@ -174,16 +188,22 @@ def price_root(problem: Problem, u: Tensor, tau: Tensor, tol: float = 1e-3, max_
     psi = torch.zeros_like(budget)
     for _ in range(max_iter):
         score = gathered - per_image(psi, gathered) * moves.cost
-        share = torch.softmax(torch.where(moves.allowed, score / per_image(tau, score), -torch.inf), 2)
+        share = torch.softmax(
+            torch.where(moves.allowed, score / per_image(tau, score), -torch.inf), 2
+        )
         mean = (share * moves.cost).sum(2)
         variance = (share * (moves.cost - mean.unsqueeze(2)).square()).sum(2)
-        psi, low, high, found = newton_step(psi, low, high, dot(x, mean), dot(x, variance) / tau, budget, tol)
+        psi, low, high, found = newton_step(
+            psi, low, high, dot(x, mean), dot(x, variance) / tau, budget, tol
+        )
         if bool((found | (high - low <= 1e-15 * high)).all()):
             break
     return torch.where(found, psi, high)
 
 
-def entropic_path(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+def entropic_path(
+    problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
+) -> Tensor:
     """See :func:`wball.kernels.entropic_path.entropic_path`."""
     if not (problem.columns.linear and problem.exact):
         return _follow(problem, start, tau_start, max_iter, best)
@@ -207,7 +227,9 @@ def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
         n_iter = found.n_iter
     else:
         psi = price_root(problem, g, problem.tau, tol=0.1 * problem.tolerance.tol)
-        score = torch.where(moves.allowed, moves.gather(g) - per_image(psi, best.flow) * moves.cost, -torch.inf)
+        score = torch.where(
+            moves.allowed, moves.gather(g) - per_image(psi, best.flow) * moves.cost, -torch.inf
+        )
         plan = Plan(moves, x.unsqueeze(2) * torch.softmax(score / per_image(problem.tau, score), 2))
         best.keep_duals(everyone, g, psi, problem.lower_bounds(g, psi))
         n_iter = torch.ones_like(everyone)
@@ -216,7 +238,9 @@ def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
     return n_iter
 
 
-def _offer(problem: Problem, best: Best, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _offer(
+    problem: Problem, best: Best, index: Tensor, plan: Plan, duals: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Keep the plan, repaired, and the duals where they are the best so far; who is done?"""
     part = problem.take(index)
     plan = part.repaired(plan)
@@ -226,7 +250,9 @@ def _offer(problem: Problem, best: Best, index: Tensor, plan: Plan, duals: list[
     return part.done(best, index)
 
 
-def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best) -> Tensor:
+def _follow(
+    problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, best: Best
+) -> Tensor:
     """Follow the path from ``u = start`` at ``tau_start`` down to ``tau``; returns the Newton steps used per image.
 
     With ``tau > 0`` (finite ``reg``), the iterate at ``tau`` is offered after every Newton step. With ``tau = 0`` every
@@ -245,14 +271,19 @@ def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, b
             break
         sub = problem.take(active)
         final = at.tau <= tau_end[active] * (1 + 1e-9)
-        settled = ((at.residual <= at.tau.clamp(1e-9, LEVEL_TOL)) | (lingered[active] >= LINGER)) & ~final
+        settled = (
+            (at.residual <= at.tau.clamp(1e-9, LEVEL_TOL)) | (lingered[active] >= LINGER)
+        ) & ~final
         settled = settled | (stuck[active] >= 3)
         lingered[active] = torch.where(settled, 0, lingered[active] + 1)
         rhs_u, rhs_psi = at.gradient_u, at.gradient_psi
         if bool(settled.any()):
             drift_u, drift_psi = path_tangent(sub, at)
             distance = torch.where(settled, tau_end[active] - at.tau, torch.zeros_like(at.tau))
-            rhs_u, rhs_psi = rhs_u + per_image(distance, drift_u) * drift_u, rhs_psi + distance * drift_psi
+            rhs_u, rhs_psi = (
+                rhs_u + per_image(distance, drift_u) * drift_u,
+                rhs_psi + distance * drift_psi,
+            )
         d, d_psi = solve_newton(sub, at, rhs_u, rhs_psi)
         n_iter[active] += 1
 
@@ -272,7 +303,9 @@ def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, b
         lower = torch.maximum(at.tau / RATIO, tau_end[active]) if not exact else at.tau / RATIO
         tau = torch.where(settled & ~final, lower, at.tau)
         travelled = torch.where(
-            settled & ~final, (at.tau - tau) / (at.tau - tau_end[active]).clamp(min=1e-300), torch.ones_like(tau)
+            settled & ~final,
+            (at.tau - tau) / (at.tau - tau_end[active]).clamp(min=1e-300),
+            torch.ones_like(tau),
         )
         moved = torch.ones_like(settled)
         if bool((settled & ~final).all()):
@@ -282,20 +315,28 @@ def _follow(problem: Problem, start: Tensor, tau_start: Tensor, max_iter: int, b
             if bool((settled & ~final).any()):
                 index = (settled & ~final).nonzero().squeeze(1)
                 part = sub.take(index)
-                down = _descend(part, at.take(index), d[index], d_psi[index], travelled[index], tau[index])
+                down = _descend(
+                    part, at.take(index), d[index], d_psi[index], travelled[index], tau[index]
+                )
                 for f in fields(Iterate):
                     getattr(new, f.name)[index] = getattr(down, f.name)
                 moved[index] = True
         counted = stuck[active]
-        stuck[active] = torch.where(moved, torch.where(settled, torch.zeros_like(counted), counted), counted + 1)
+        stuck[active] = torch.where(
+            moved, torch.where(settled, torch.zeros_like(counted), counted), counted + 1
+        )
         # Temperatures below this are lost in float64's rounding of u / tau.
-        spent = (new.tau < 1e-13 * (1 + new.u.flatten(1).abs().amax(1))) | (final & (stuck[active] >= 3))
+        spent = (new.tau < 1e-13 * (1 + new.u.flatten(1).abs().amax(1))) | (
+            final & (stuck[active] >= 3)
+        )
         keep = ~(done | spent)
         at, active = (new, active) if bool(keep.all()) else (new.take(keep), active[keep])
     return n_iter
 
 
-def _descend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor, travelled: Tensor, tau: Tensor) -> Iterate:
+def _descend(
+    problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor, travelled: Tensor, tau: Tensor
+) -> Iterate:
     """The next level, entered along the tangent, or from where we are if that is better."""
     along = evaluate(problem, *_stepped(problem, at, d, d_psi, travelled), tau)
     plain = evaluate(problem, at.u, at.psi, tau)
@@ -304,7 +345,11 @@ def _descend(problem: Problem, at: Iterate, d: Tensor, d_psi: Tensor, travelled:
         return along
     return Iterate(
         *(
-            torch.where(per_image(better, getattr(along, f.name)), getattr(along, f.name), getattr(plain, f.name))
+            torch.where(
+                per_image(better, getattr(along, f.name)),
+                getattr(along, f.name),
+                getattr(plain, f.name),
+            )
             for f in fields(Iterate)
         )
     )

@@ -79,7 +79,11 @@ class PlanRequest:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The price and the box potentials to start from."""
-        psi = torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype) if self.psi is None else self.psi
+        psi = (
+            torch.full_like(self.budget, COLD_PRICE, dtype=self.x.dtype)
+            if self.psi is None
+            else self.psi
+        )
         return psi, torch.zeros_like(self.x) if self.q is None else self.q
 
 

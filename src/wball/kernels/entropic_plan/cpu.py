@@ -28,12 +28,25 @@ import torch
 from wball.kernels.compiled import compiled, exp, split
 from wball.kernels.compiled import why_not as why_not
 from wball.kernels.entropic_plan import COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
-from wball.kernels.factors import EXACT, SUMS, TINY, Box, Factors, Flat, Schedule, correlate, receive, repair
+from wball.kernels.factors import (
+    EXACT,
+    SUMS,
+    TINY,
+    Box,
+    Factors,
+    Flat,
+    Schedule,
+    correlate,
+    receive,
+    repair,
+)
 from wball.kernels.layout import LINEAR_SPREAD, PART, mass_box, stencil_of
 from wball.kernels.price import narrowed, smooth_step
 
 # Rows of the working memory; the rings follow.
-_X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP, _BEFORE = range(14)
+_X, _E, _A, _NORM, _Q, _KEEP, _GIVE, _SENT, _RECEIVED, _TMP, _FIRST, _SECOND, _TOP, _BEFORE = range(
+    14
+)
 _RINGS = 14
 
 _SMALLEST = 1e-200  # a factor of E that may still be multiplied by another
@@ -53,7 +66,12 @@ class _Settings(NamedTuple):
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, box, stencil, shape = request.x, request.box, stencil_of(request.moves), tuple(request.x.shape)
+    x, box, stencil, shape = (
+        request.x,
+        request.box,
+        stencil_of(request.moves),
+        tuple(request.x.shape),
+    )
     # One set of types, whatever the caller's numbers are: another would be compiled anew.
     lo, hi = (float(v) for v in (box if box is not None else (0.0, math.inf)))
     rounding = 4 * torch.finfo(x.dtype).eps
@@ -78,7 +96,9 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
         scratch = np.zeros((_RINGS + stencil.rings, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
-            image, potential, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+            image, potential, shift = (
+                np.array(t[part], dtype=np.float64, order="C") for t in given
+            )
             result = np.empty((4, *image.shape))
             _plan_images(
                 image, potential, shift, limit[part], stencil.arrays, settings, scratch,
@@ -230,7 +250,12 @@ def _costs(work, pad, n, shift, fee, fee_back, psi, first, logs):  # type: ignor
             start[i] = a[i] * give[i]
             end[i] = e[i] * keep[i]
     cost, net = 0.0, 0.0
-    a0, e0, g0, k0 = start[pad : pad + n], end[pad : pad + n], give[pad : pad + n], keep[pad : pad + n]
+    a0, e0, g0, k0 = (
+        start[pad : pad + n],
+        end[pad : pad + n],
+        give[pad : pad + n],
+        keep[pad : pad + n],
+    )
     for k in range(first, fee.size):
         if fee[k] == math.inf:
             continue
@@ -256,7 +281,13 @@ def _costs(work, pad, n, shift, fee, fee_back, psi, first, logs):  # type: ignor
 
 @compiled()
 def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  # type: ignore[no-untyped-def]
-    rows, columns, fee, ring, sweeps = moves.rows, moves.columns, moves.fee, moves.ring, settings.sweeps
+    rows, columns, fee, ring, sweeps = (
+        moves.rows,
+        moves.columns,
+        moves.fee,
+        moves.ring,
+        settings.sweeps,
+    )
     lo, hi = settings.box.lo, settings.box.hi
     rr, rc = 0, 0
     for k in range(rows.size):
@@ -313,9 +344,21 @@ def _plan_images(x, b, q, budget, moves, settings, work, out, psi, cost, net):  
             if sweep > 0:
                 _weights(fee, p, weight)
                 receive(factors, flat, weight, p, ring[0], logs)
-                _shift_potentials(work, pad, n, lo, hi, settings.momentum if sweep < sweeps else 0.0, logs)
+                _shift_potentials(
+                    work, pad, n, lo, hi, settings.momentum if sweep < sweeps else 0.0, logs
+                )
             _rings(work, pad, n, shift, fee, ring, logs)
-            p = _solve_psi(work, pad, n, p, budget[m], moves.ring_cost, settings.newton, settings.cost_tol, logs)
+            p = _solve_psi(
+                work,
+                pad,
+                n,
+                p,
+                budget[m],
+                moves.ring_cost,
+                settings.newton,
+                settings.cost_tol,
+                logs,
+            )
         _weights(fee, p, weight)
         repair(factors, flat, weight, p, settings.box, settings.schedule, logs)
         cost[m], net[m] = _costs(work, pad, n, shift, fee, moves.fee_back, p, ring[1], logs)

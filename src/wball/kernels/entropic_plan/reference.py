@@ -18,7 +18,9 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     lo, hi = request.box if request.box is not None else (0.0, math.inf)
     budget, moves = request.budget.to(torch.float64), request.moves.like(x)
     rings = ring_sums(b + q, moves)
-    psi = solve_price(x, rings, moves.ring_cost, budget, start.to(x.dtype), newton, lambda psi: COST_TOL)
+    psi = solve_price(
+        x, rings, moves.ring_cost, budget, start.to(x.dtype), newton, lambda psi: COST_TOL
+    )
     sweeps, before = request.sweeps if request.box is not None else 0, q
     for sweep in range(1, sweeps + 1):
         plan = PlanRows(x, b + q, psi, rings, moves)

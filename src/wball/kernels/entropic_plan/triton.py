@@ -14,8 +14,21 @@ import torch
 import triton
 import triton.language as tl
 
-from wball.kernels.entropic_plan import COLD_PRICE, COST_TOL, REPAIR_COUNTED, EntropicPlan, PlanRequest
-from wball.kernels.entropic_plan.triton_tiles import Box, Steps, Tensors, ahead_of, limits, plan_by_tiles
+from wball.kernels.entropic_plan import (
+    COLD_PRICE,
+    COST_TOL,
+    REPAIR_COUNTED,
+    EntropicPlan,
+    PlanRequest,
+)
+from wball.kernels.entropic_plan.triton_tiles import (
+    Box,
+    Steps,
+    Tensors,
+    ahead_of,
+    limits,
+    plan_by_tiles,
+)
 from wball.kernels.triton_flows import (
     exchange,
     factored_exchange,
@@ -56,8 +69,16 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     if batch:
         fits = table.values <= MAX_ON_CHIP
         warm = not fits or request.psi is not None or request.q is not None
-        psi, q = request.start() if warm else (psi_out, q_out)  # ignored by programs that start cold
-        given = (x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous())
+        psi, q = (
+            request.start() if warm else (psi_out, q_out)
+        )  # ignored by programs that start cold
+        given = (
+            x.contiguous(),
+            request.b.contiguous(),
+            request.budget.to(torch.float64),
+            psi,
+            q.contiguous(),
+        )
         out = (z, q_out, keep, give, psi_out, cost, net_cost)
         steps = Steps(request.sweeps if box is not None else 0, request.newton, request.momentum)
         if fits:
@@ -67,7 +88,9 @@ def entropic_plan(request: PlanRequest) -> EntropicPlan:
     return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
 
 
-def _on_chip(table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps, warm: bool) -> None:
+def _on_chip(
+    table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps, warm: bool
+) -> None:
     batch, device = given[0].shape[0], given[0].device
     staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
@@ -136,7 +159,21 @@ def _plan_kernel(
         tl.store(s_ptr + place, s, mask=real)
         tl.debug_barrier()
         psi, _, norm, moved = solve_price(
-            x, s, psi, budget, TOL, newton, wide, s_ptr, place, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
+            x,
+            s,
+            psi,
+            budget,
+            TOL,
+            newton,
+            wide,
+            s_ptr,
+            place,
+            fees,
+            offset_ptr,
+            fee_ptr,
+            ENDS,
+            OFFSETS,
+            LINEAR,
         )
         if LINEAR:
             t = x / norm
@@ -174,7 +211,9 @@ def _plan_kernel(
     broken = tl.where(wide, 0, tl.max((over | under).to(tl.int32), 0))
     repair = 0
     while (repair < _REPAIRS) & (broken > 0):
-        tighter, give = tighten(x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0)
+        tighter, give = tighten(
+            x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0
+        )
         if LINEAR:
             stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
             next_sent, received = exchange(
@@ -198,7 +237,9 @@ def _plan_kernel(
     if LINEAR:
         stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
         kept, given = with_factors(s, t, keep, give, LINEAR)
-        cost, net = pair_costs(s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, LINEAR)
+        cost, net = pair_costs(
+            s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, LINEAR
+        )
     else:
         cost, net = factored_pair_costs(
             s_ptr, t_ptr, keep_out + image * N, give_out + image * N, place, index, real, s, t, keep, give,

@@ -71,8 +71,14 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, steps:
     partial = torch.empty((batch, tiles, 2), dtype=torch.float64, device=device)
     bracket = torch.empty((batch, 2), dtype=torch.float32, device=device)
     # Per sweep whether psi is found and whether q moved; per repair whether the box is broken; one arrival counter.
-    flags = torch.zeros((2 * (sweeps + 1) + len(REPAIR_COUNTED) + 3, batch), dtype=torch.int32, device=device)
-    found, moved, broken = flags[: sweeps + 1], flags[sweeps + 1 : 2 * sweeps + 2], flags[2 * sweeps + 2 : -1]
+    flags = torch.zeros(
+        (2 * (sweeps + 1) + len(REPAIR_COUNTED) + 3, batch), dtype=torch.int32, device=device
+    )
+    found, moved, broken = (
+        flags[: sweeps + 1],
+        flags[sweeps + 1 : 2 * sweeps + 2],
+        flags[2 * sweeps + 2 : -1],
+    )
     arrived, _ = flags[-1], broken[0].fill_(1)  # nobody knows before the first exchange
     moves = (wide, table.offset, table.fee)
     grid, options = (
@@ -108,11 +114,42 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, steps:
             )  # fmt: skip
             if between:
                 _way_kernel[grid](
-                    x, psi, s, t, keep, give, sent, z, broken[repair], partial, *moves, 1, hi, slack, **options
+                    x,
+                    psi,
+                    s,
+                    t,
+                    keep,
+                    give,
+                    sent,
+                    z,
+                    broken[repair],
+                    partial,
+                    *moves,
+                    1,
+                    hi,
+                    slack,
+                    **options,
                 )
-                _blend_kernel[grid](x, b, q, keep, z, s, top, broken[repair], partial, wide, 1, hi, **options)
+                _blend_kernel[grid](
+                    x, b, q, keep, z, s, top, broken[repair], partial, wide, 1, hi, **options
+                )
         _exchange_kernel[grid](
-            x, psi, s, t, keep, give, sent, z, broken[repair], broken[repair + 1], *moves, 1, lo, hi, slack, **options
+            x,
+            psi,
+            s,
+            t,
+            keep,
+            give,
+            sent,
+            z,
+            broken[repair],
+            broken[repair + 1],
+            *moves,
+            1,
+            lo,
+            hi,
+            slack,
+            **options,
         )
     _cost_kernel[grid](
         x, psi, s, t, keep, give, sent, z, cost, net, partial, arrived, wide, table.pair_offset, table.pair_fee,
@@ -122,7 +159,13 @@ def plan_by_tiles(table: Stencil, given: Tensors, out: Tensors, box: Box, steps:
 
 @triton.jit
 def _tile(
-    one, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, BLOCK: tl.constexpr
+    one,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    RR: tl.constexpr,
+    RC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Of this program: the image, where its values and its staged values start, and its pixels."""
     image = tl.program_id(1).to(tl.int64)
@@ -133,7 +176,9 @@ def _tile(
 
 
 @triton.jit
-def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr, BLOCK: tl.constexpr):
+def _image_sums(
+    first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr, BLOCK: tl.constexpr
+):
     """Sums over the tiles of an image, and whether this program is the last to arrive and so has them all."""
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     spot = partial_ptr + 2 * (image * TILES + tl.program_id(0))
@@ -149,8 +194,12 @@ def _image_sums(first, second, partial_ptr, arrived_ptr, image, N: tl.constexpr,
             each = start + tl.arange(0, BLOCK)
             spots = partial_ptr + 2 * (image * TILES + each)
             # Past the first-level cache, which may hold an older sum.
-            total_first += tl.sum(tl.load(spots, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
-            total_second += tl.sum(tl.load(spots + 1, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0)
+            total_first += tl.sum(
+                tl.load(spots, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0
+            )
+            total_second += tl.sum(
+                tl.load(spots + 1, mask=each < TILES, other=0.0, cache_modifier=".cg"), 0
+            )
     return last, total_first, total_second
 
 
@@ -200,12 +249,18 @@ def _newton_kernel(
         psi = tl.load(psi_ptr + image)
         x = tl.load(x_ptr + values + index, mask=real, other=0.0).to(tl.float32)
         if tl.load(wide_ptr + image) == 0:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
+            mean, variance, t = _rows(
+                x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, OFFSETS, True
+            )
         else:
-            mean, variance, t = _rows(x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, (), False)
+            mean, variance, t = _rows(
+                x, psi, s_ptr + staged, place, offset_ptr, fee_ptr, ENDS, (), False
+            )
         tl.store(t_ptr + staged + place, t, mask=real)
         if step < newton:
-            last, cost, slope = _image_sums(x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK)
+            last, cost, slope = _image_sums(
+                x * mean, x * variance, partial_ptr, arrived_ptr, image, C * H * W, BLOCK
+            )
             if last:
                 low, high = tl.load(bracket_ptr + 2 * image), tl.load(bracket_ptr + 2 * image + 1)
                 low, high = tl.where(step == 0, -1.0, low), tl.where(step == 0, float("inf"), high)
@@ -220,11 +275,23 @@ def _newton_kernel(
 
 
 @triton.jit
-def _rows(x, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr):
+def _rows(
+    x,
+    psi,
+    s_ptr,
+    place,
+    offset_ptr,
+    fee_ptr,
+    ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
     """Mean and variance of the rows' costs, and the row terms."""
     rings = make_rings(s_ptr, place, tl.load(s_ptr + place), offset_ptr, ENDS, OFFSETS, LINEAR)
     fees = ring_fees(fee_ptr, ENDS)
-    mean, variance, norm, _ = moments(rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS, LINEAR)
+    mean, variance, norm, _ = moments(
+        rings, fees, psi, s_ptr, place, offset_ptr, fee_ptr, ENDS, LINEAR
+    )
     return mean, variance, x / norm if LINEAR else tl.log(x) - norm
 
 
@@ -254,7 +321,11 @@ def _shift_kernel(
             tl.store(before_ptr + values + index, shift, mask=real)
             shift = ahead_of(q, shift, before, momentum)
         tl.store(q_ptr + values + index, shift, mask=real)
-        tl.store(s_ptr + staged + place, tl.where(linear, s * tl.exp(shift - q), s + (shift - q)), mask=real)
+        tl.store(
+            s_ptr + staged + place,
+            tl.where(linear, s * tl.exp(shift - q), s + (shift - q)),
+            mask=real,
+        )
         if tl.max((shift != q).to(tl.int32), 0) > 0:
             tl.store(moved_ptr + image, 1)
 
@@ -268,7 +339,17 @@ def ahead_of(q, new, before, momentum):
 
 
 @triton.jit
-def _columns(psi_ptr, s_ptr, t_ptr, wide_ptr, place, offset_ptr, fee_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
+def _columns(
+    psi_ptr,
+    s_ptr,
+    t_ptr,
+    wide_ptr,
+    place,
+    offset_ptr,
+    fee_ptr,
+    ENDS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+):
     """Own column terms, what stays, what arrives, and whether there are no logs."""
     psi = tl.load(psi_ptr)
     s, t = tl.load(s_ptr + place), tl.load(t_ptr + place)
@@ -343,9 +424,15 @@ def _way_kernel(
         keep = _tightest(x, received, kept, hi)
         t = tl.load(t_ptr + staged + place)  # carries `give`
         fees = ring_fees(fee_ptr, ENDS)
-        sent = flows(s_ptr + staged, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
-        way = way_back(x - give * had_sent + kept * received, x - sent + keep * received, hi, slack, real)
-        tl.store(partial_ptr + 2 * (image * TILES + tl.program_id(0)), tl.max(way, 0).to(tl.float64))
+        sent = flows(
+            s_ptr + staged, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True
+        )
+        way = way_back(
+            x - give * had_sent + kept * received, x - sent + keep * received, hi, slack, real
+        )
+        tl.store(
+            partial_ptr + 2 * (image * TILES + tl.program_id(0)), tl.max(way, 0).to(tl.float64)
+        )
 
 
 @kernel("one")
@@ -392,7 +479,18 @@ def _exchange_kernel(
         if linear:
             s, t = _without_factors(s, t, keep, give)
             sent, received = exchange(
-                s_ptr + staged, t_ptr + staged, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True
+                s_ptr + staged,
+                t_ptr + staged,
+                place,
+                s,
+                t,
+                psi,
+                fees,
+                offset_ptr,
+                fee_ptr,
+                ENDS,
+                OFFSETS,
+                True,
             )
         else:
             sent, received = factored_exchange(
@@ -434,7 +532,13 @@ def _cost_kernel(
             psi, offset_ptr, fee_ptr, W, RR, RC, PAIRS,
         )  # fmt: skip
     last, cost, net = _image_sums(
-        tl.where(real, cost, 0.0), tl.where(real, net, 0.0), partial_ptr, arrived_ptr, image, C * H * W, BLOCK
+        tl.where(real, cost, 0.0),
+        tl.where(real, net, 0.0),
+        partial_ptr,
+        arrived_ptr,
+        image,
+        C * H * W,
+        BLOCK,
     )
     if last:
         tl.store(cost_out + image, cost)

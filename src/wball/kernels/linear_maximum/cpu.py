@@ -28,11 +28,18 @@ _DOWN = 0.55  # of the price, as long as the plan stays within the budget
 
 
 def linear_maximum(
-    a: Tensor, x: Tensor, budget: Tensor, moves: StencilMoves, *, point: bool = False, max_iter: int = 60
+    a: Tensor,
+    x: Tensor,
+    budget: Tensor,
+    moves: StencilMoves,
+    *,
+    point: bool = False,
+    max_iter: int = 60,
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     rows, image, limit = (
-        t.detach().to(torch.float64).contiguous().numpy() for t in (a, x, budget.clamp(min=0.0).to(torch.float64))
+        t.detach().to(torch.float64).contiguous().numpy()
+        for t in (a, x, budget.clamp(min=0.0).to(torch.float64))
     )
     shifts = np.array(moves.offsets, dtype=np.int64)
     ring = np.array([moves.distinct.index(cost) for cost in moves.costs], dtype=np.int64)
@@ -205,9 +212,13 @@ def _maxima(a, x, budget, shifts, ring, fee, rounds, start, stop, numbers, steps
                     for m in range(shifts.shape[0]):
                         down, across = r + shifts[m, 0], k + shifts[m, 1]
                         if 0 <= down < height and 0 <= across < width:
-                            worth[ring[m], count] = max(worth[ring[m], count], a[n, c, down, across])
+                            worth[ring[m], count] = max(
+                                worth[ring[m], count], a[n, c, down, across]
+                            )
                     count += 1
-        found = search(worth, stay, mass, count, fee, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid)
+        found = search(
+            worth, stay, mass, count, fee, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid
+        )
         numbers[n, 0], numbers[n, 1], numbers[n, 2] = found.value, found.psi, found.cost
         steps[n] = found.steps
         if z.shape[1] == 0:

@@ -32,7 +32,9 @@ def maximising_plan(
     search = _Search(a, x, budget, moves)
     found, low, high = search.run(max_iter)
     spread = low.cost - high.cost
-    blend = torch.where(spread > 0, (search.budget - high.cost) / spread.clamp(min=1e-300), torch.zeros_like(spread))
+    blend = torch.where(
+        spread > 0, (search.budget - high.cost) / spread.clamp(min=1e-300), torch.zeros_like(spread)
+    )
     blend = blend.clamp(0, 1)
     return Plan(search.moves, search.flow(high.psi, 1 - blend) + search.flow(low.psi, blend)), found
 
@@ -58,7 +60,9 @@ class _Search:
         self.a, self.x, self.moves = a, x, moves.like(a)
         self.budget = budget.to(torch.float64).clamp(min=0.0)
         ends = self.moves.ends(a, -math.inf)
-        self.rings = torch.stack([reduce(torch.maximum, map(ends, ring)) for ring in self.moves.rings])
+        self.rings = torch.stack(
+            [reduce(torch.maximum, map(ends, ring)) for ring in self.moves.rings]
+        )
         self.ring_cost = self.moves.ring_cost  # a number each, or one per pixel
 
     def at(self, psi: Tensor) -> _End:
@@ -75,7 +79,9 @@ class _Search:
         free = low.cost <= self.budget
         # Above the steepest gain per unit of cost nobody moves.
         gain = torch.where(
-            (self.x > 0) & (self.ring_cost > 0), (self.rings - self.a) / self.ring_cost.clamp(min=1e-30), 0.0
+            (self.x > 0) & (self.ring_cost > 0),
+            (self.rings - self.a) / self.ring_cost.clamp(min=1e-30),
+            0.0,
         )
         steepest = gain.amax(0).flatten(1).amax(1).clamp(min=0)
         high = low.where(free, self.at(steepest * (1 + 1e-6) + 1e-30))
@@ -84,23 +90,28 @@ class _Search:
             if bool(settled.all()):
                 break
             left, right = self.budget - low.cost, self.budget - high.cost
-            reach = (low.value - high.value + right * (high.psi.double() - low.psi.double())) / (right - left).clamp(
-                min=1e-300
-            )
+            reach = (low.value - high.value + right * (high.psi.double() - low.psi.double())) / (
+                right - left
+            ).clamp(min=1e-300)
             meet = (low.psi.double() + reach).to(low.psi.dtype)
             middle = 0.5 * (low.psi + high.psi)
             trial = meet if step % 3 < 2 else middle
             trial = torch.where((trial > low.psi) & (trial < high.psi), trial, middle)
             new = self.at(trial)
             tangent = torch.maximum(
-                low.value + left * (trial - low.psi).double(), high.value - right * (high.psi - trial).double()
+                low.value + left * (trial - low.psi).double(),
+                high.value - right * (high.psi - trial).double(),
             )
-            flat = (new.value - tangent <= FLAT[trial.dtype] * (new.value.abs() + low.value.abs())) & (step % 3 < 2)
+            flat = (
+                new.value - tangent <= FLAT[trial.dtype] * (new.value.abs() + low.value.abs())
+            ) & (step % 3 < 2)
             goes_high = new.cost <= self.budget
             high = new.where(goes_high & ~settled, high)
             low = new.where(~goes_high & ~settled, low)
             n_iter += ~settled
-            settled = settled | flat | (high.psi - low.psi <= 4 * torch.finfo(trial.dtype).eps * high.psi)
+            settled = (
+                settled | flat | (high.psi - low.psi <= 4 * torch.finfo(trial.dtype).eps * high.psi)
+            )
         best = low.where(low.value <= high.value, high)
         return LinearMaximum(best.psi, best.value, best.cost, None, n_iter), low, high
 
@@ -109,6 +120,8 @@ class _Search:
         cost = self.moves.cost
         gained = torch.where(self.moves.allowed, self.moves.gather(self.a), -math.inf)
         score = gained - per_image(psi, gained) * cost
-        choice = torch.where(score >= score.amax(2, keepdim=True), cost, math.inf).argmin(2, keepdim=True)
+        choice = torch.where(score >= score.amax(2, keepdim=True), cost, math.inf).argmin(
+            2, keepdim=True
+        )
         sending = self.x * per_image(weight.to(self.x.dtype), self.x)
         return torch.zeros_like(gained).scatter_(2, choice, sending.unsqueeze(2))

@@ -39,7 +39,13 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 
 def linear_maximum(
-    a: Tensor, x: Tensor, budget: Tensor, moves: StencilMoves, *, point: bool = False, max_iter: int = 60
+    a: Tensor,
+    x: Tensor,
+    budget: Tensor,
+    moves: StencilMoves,
+    *,
+    point: bool = False,
+    max_iter: int = 60,
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     table = stencil(moves, a)
@@ -106,7 +112,10 @@ def _support_kernel(
             r, c = row + tl.load(step_ptr + 2 * k), column + tl.load(step_ptr + 2 * k + 1)
             inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
             shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
-            best = tl.maximum(best, tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32))
+            best = tl.maximum(
+                best,
+                tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32),
+            )
         rings = rings + (best,)
 
     # Above the steepest gain per unit of cost nobody moves.
@@ -122,7 +131,7 @@ def _support_kernel(
     high_value, high_cost = _at(rings, fees, x, high_psi, budget)
     steps = 2
     settled = free
-    while (steps < max_iter) & (settled == False):  # noqa: E712
+    while (steps < max_iter) & (settled == False):
         left, right = budget - low_cost, budget - high_cost
         span = high_psi.to(tl.float64) - low_psi.to(tl.float64)
         reach = (low_value - high_value + right * span) / tl.maximum(right - left, 1e-300)
@@ -132,7 +141,8 @@ def _support_kernel(
         trial = tl.where((trial > low_psi) & (trial < high_psi), trial, middle)
         value, cost = _at(rings, fees, x, trial, budget)
         below = tl.maximum(
-            low_value + left * (trial - low_psi).to(tl.float64), high_value - right * (high_psi - trial).to(tl.float64)
+            low_value + left * (trial - low_psi).to(tl.float64),
+            high_value - right * (high_psi - trial).to(tl.float64),
         )
         flat = value - below <= (tl.abs(value) + tl.abs(low_value)) * _FLAT
         goes_high = cost <= budget
@@ -182,13 +192,17 @@ def _support_kernel(
         tl.store(choice_ptr + place, code, mask=real)
         tl.store(mass_ptr + place, x, mask=real)
         tl.debug_barrier()
-        z = x * (tl.where(move_high == 0.0, 1.0 - blend, 0.0) + tl.where(move_low == 0.0, blend, 0.0))
+        z = x * (
+            tl.where(move_high == 0.0, 1.0 - blend, 0.0) + tl.where(move_low == 0.0, blend, 0.0)
+        )
         for k in tl.range(1, MOVES):
             behind = place - tl.load(offset_ptr + k)
             code = tl.load(choice_ptr + behind)
             high_number = tl.floor(code / 4096.0)
             low_number = code - high_number * 4096.0
             number = k * 1.0
-            share = tl.where(high_number == number, 1.0 - blend, 0.0) + tl.where(low_number == number, blend, 0.0)
+            share = tl.where(high_number == number, 1.0 - blend, 0.0) + tl.where(
+                low_number == number, blend, 0.0
+            )
             z += tl.load(mass_ptr + behind) * share
         tl.store(z_out + n * N + index, z, mask=real)

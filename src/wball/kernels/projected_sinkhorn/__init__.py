@@ -113,12 +113,18 @@ class Projection:
     @property
     def ends(self) -> tuple[float, float]:
         """The box of columns, which are not negative."""
-        return (max(float(self.box[0]), 0.0), float(self.box[1])) if self.box is not None else (0.0, math.inf)
+        return (
+            (max(float(self.box[0]), 0.0), float(self.box[1]))
+            if self.box is not None
+            else (0.0, math.inf)
+        )
 
     @property
     def unit(self) -> float:
         """What rounding of a full pixel is relative to."""
-        return max(1.0, self.ends[1]) if self.box is not None and math.isfinite(self.ends[1]) else 1.0
+        return (
+            max(1.0, self.ends[1]) if self.box is not None and math.isfinite(self.ends[1]) else 1.0
+        )
 
 
 @dataclass(frozen=True)
@@ -156,11 +162,15 @@ class ProjectedSinkhorn:
 def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
     """``tau sum x log(x / m)`` per image, float64: from entropy relative to ``x`` to entropy relative to the mass."""
     exact = x.to(torch.float64).flatten(1)
-    return tau.to(torch.float64) * (torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1))
+    return tau.to(torch.float64) * (
+        torch.special.entr(exact.sum(1)) - torch.special.entr(exact).sum(1)
+    )
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     """The entropic projections, by whichever kernel serves such images."""
     name = dispatch.choose("projected_sinkhorn", problem.x, problem.moves)
-    answer: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", name).projected_sinkhorn(problem)
+    answer: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", name).projected_sinkhorn(
+        problem
+    )
     return replace(answer, kernel=name)

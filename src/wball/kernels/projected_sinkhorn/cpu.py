@@ -108,7 +108,10 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
         MARGIN, WIDEST_MARGIN, reference.EXCESS, reference.HARDER,
     )  # fmt: skip
     u, psi = problem.start()
-    given = [t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy() for t in (x, problem.w, u)]
+    given = [
+        t.detach().to(torch.promote_types(t.dtype, torch.float32)).numpy()
+        for t in (x, problem.w, u)
+    ]
     numbers_of = (problem.budget, problem.tau, psi)
     single = [t.detach().to(torch.float64).contiguous().numpy() for t in numbers_of]
     out = np.empty((2, *shape), dtype=np.float64 if factors else given[0].dtype)
@@ -117,11 +120,15 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     plan = np.ones((shape[0], 2, *shape[1:])) if factors else np.empty((shape[0], 2, 0, 0, 0))
 
     def work(start: int, stop: int) -> None:
-        scratch = np.zeros((sweeps.RINGS + max(stencil.rings, sweeps.FUSED + 1), stencil.length(shape)))
+        scratch = np.zeros(
+            (sweeps.RINGS + max(stencil.rings, sweeps.FUSED + 1), stencil.length(shape))
+        )
         past = np.zeros((memory.ROWS, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
-            image, target, potential = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+            image, target, potential = (
+                np.array(t[part], dtype=np.float64, order="C") for t in given
+            )
             result = np.empty((2, *image.shape))
             problems = _Given(image, target, potential, *(t[part] for t in single))
             answers = _Answer(result, numbers[part], n_iter[part], wide[part], plan[part])
@@ -151,7 +158,9 @@ def _continue_in_logs(answer: ProjectedSinkhorn, wide: Tensor, problem: Projecti
     taken = answer.n_iter[wide]
     mine = {name: getattr(problem, name)[wide] for name in ("x", "w", "budget", "tau")}
     left = max(problem.max_iter - int(taken.max()), 1)
-    rest = reference.projected_sinkhorn(replace(problem, **mine, u=answer.u[wide], psi=answer.psi[wide], max_iter=left))
+    rest = reference.projected_sinkhorn(
+        replace(problem, **mine, u=answer.u[wide], psi=answer.psi[wide], max_iter=left)
+    )
     for field in fields(answer):
         value = getattr(answer, field.name)
         if isinstance(value, Tensor):
@@ -185,7 +194,11 @@ def _repair(work, f, flat, weight, settings, final):  # type: ignore[no-untyped-
 @compiled(inner=True, fastmath=SUMS)
 def _spent(work, pad, n, shift, weight, fee, first):  # type: ignore[no-untyped-def]
     """``<P, C>``."""
-    a, e, tmp = work[sweeps.A, pad : pad + n], work[sweeps.E, pad : pad + n], work[sweeps.TMP, pad : pad + n]
+    a, e, tmp = (
+        work[sweeps.A, pad : pad + n],
+        work[sweeps.E, pad : pad + n],
+        work[sweeps.TMP, pad : pad + n],
+    )
     keep, give, paid = (
         work[sweeps.KEEP, pad : pad + n],
         work[sweeps.GIVE, pad : pad + n],
@@ -206,13 +219,19 @@ def _spent(work, pad, n, shift, weight, fee, first):  # type: ignore[no-untyped-
 @compiled(inner=True, fastmath=SUMS)
 def _divergence(work, pad, n, scale):  # type: ignore[no-untyped-def]
     """``KL(Q | P)`` of the repaired plan ``Q``, its moves scaled by ``scale``."""
-    x, a, e = work[sweeps.X, pad : pad + n], work[sweeps.A, pad : pad + n], work[sweeps.E, pad : pad + n]
+    x, a, e = (
+        work[sweeps.X, pad : pad + n],
+        work[sweeps.A, pad : pad + n],
+        work[sweeps.E, pad : pad + n],
+    )
     keep, give = work[sweeps.KEEP, pad : pad + n], work[sweeps.GIVE, pad : pad + n]
     sent, received = work[sweeps.SENT, pad : pad + n], work[sweeps.RECEIVED, pad : pad + n]
     total, scaled = 0.0, math.log(scale)
     for i in range(n):
         out, stay = scale * sent[i], max(x[i] - scale * sent[i], 0.0)
-        total += out * (scaled + log(max(give[i], TINY))) + scale * received[i] * log(max(keep[i], TINY))
+        total += out * (scaled + log(max(give[i], TINY))) + scale * received[i] * log(
+            max(keep[i], TINY)
+        )
         total += stay * log(max(stay, TINY) / max(a[i] * e[i], TINY))
     return total
 
@@ -243,7 +262,11 @@ def _lay_out(work, x, w, u, tau, box, rows, columns, ones, ring):  # type: ignor
         line = work[row]
         for i in range(n + 2 * pad):
             line[i] = 0.0
-    lit, reached, spots = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    lit, reached, spots = (
+        np.empty(n, dtype=np.int64),
+        np.empty(n, dtype=np.int64),
+        np.empty(n, dtype=np.int64),
+    )
     count = 0
     for c in range(channels):
         for r in range(top, bottom):
@@ -255,7 +278,9 @@ def _lay_out(work, x, w, u, tau, box, rows, columns, ones, ring):  # type: ignor
                     lit[count] = at + j
                     count += 1
     lit = lit[:count]
-    correlate(work[sweeps.TMP], work[sweeps.X], pad, n, -(rows * width + columns), ones, ring[0], ring[-1])
+    correlate(
+        work[sweeps.TMP], work[sweeps.X], pad, n, -(rows * width + columns), ones, ring[0], ring[-1]
+    )
     count = 0
     for c in range(channels):
         for r in range(max(top - rr, 0), min(bottom + rr, full_height)):
@@ -346,9 +371,21 @@ def _remember(work, past, count, held, sums, longest):  # type: ignore[no-untype
 @compiled()
 def _project_images(given, moves, settings, work, past, answer):  # type: ignore[no-untyped-def]
     x, w, u, budget, tau, psi = given
-    rows, columns, fee, ring_cost, ring = moves.rows, moves.columns, moves.fee, moves.ring_cost, moves.ring
+    rows, columns, fee, ring_cost, ring = (
+        moves.rows,
+        moves.columns,
+        moves.fee,
+        moves.ring_cost,
+        moves.ring,
+    )
     out, numbers, n_iter, wide, factors = answer
-    lo, hi, tol, parts, max_iter = settings.box.lo, settings.box.hi, settings.tol, settings.parts, settings.max_iter
+    lo, hi, tol, parts, max_iter = (
+        settings.box.lo,
+        settings.box.hi,
+        settings.tol,
+        settings.parts,
+        settings.max_iter,
+    )
     f = Factors(
         work[sweeps.X], work[sweeps.A], work[sweeps.E], work[sweeps.KEEP], work[sweeps.GIVE],
         work[sweeps.SENT], work[sweeps.RECEIVED], work[sweeps.FIRST], work[sweeps.SECOND], work[sweeps.TMP],
@@ -373,13 +410,23 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 factors[m, 1] = 0.0
             continue
 
-        n, pad, width, lit, reached, spots = _lay_out(work, x[m], w[m], u[m], heat, box, rows, columns, ones, ring)
+        n, pad, width, lit, reached, spots = _lay_out(
+            work, x[m], w[m], u[m], heat, box, rows, columns, ones, ring
+        )
         shift, count = rows * width + columns, reached.size
         flat = Flat(pad, n, shift, -shift, fee, ring[1])
         beyond, log_heat = _beyond(w[m], spots), math.log(heat)
         price, middle = psi[m] / heat, sweeps.extent(work, count)[0]
         target, offers, size, scale = settings.first * tol, 0, at_centre, 1.0
-        steps, streak, log_sums, held, lowest, bold, severity = 0, 0.0, 0.0, 0, math.inf, 1.0, settings.excess
+        steps, streak, log_sums, held, lowest, bold, severity = (
+            0,
+            0.0,
+            0.0,
+            0,
+            math.inf,
+            1.0,
+            settings.excess,
+        )
         drained, best = 0, math.inf
         while True:
             # Rows and price.
@@ -392,13 +439,17 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
             sweeps.rings(work, pad, n, shift, ones, ring, lit)
             newton, tolerated = 2 if steps > 0 else 12, settings.price_tol
             miss = tolerated * target * size / heat
-            price, cost = sweeps.solve_price(work, lit.size, price, budget[m], ring_cost, newton, miss, tolerated)
+            price, cost = sweeps.solve_price(
+                work, lit.size, price, budget[m], ring_cost, newton, miss, tolerated
+            )
             sweeps.normalise(work, price, ring_cost, lit)
             for d in range(ring_cost.size):
                 _, factor = sweeps.ring(ring_cost, d, price)
                 for k in range(ring[d], ring[d + 1]):
                     weight[k] = factor * ones[k]
-            correlate(work[sweeps.ARRIVING], work[sweeps.A], pad, n, flat.back, weight, ring[0], ring[-1])
+            correlate(
+                work[sweeps.ARRIVING], work[sweeps.A], pad, n, flat.back, weight, ring[0], ring[-1]
+            )
             sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
             # Columns.
             pressed = sweeps.pressure(work, count, heat, hi)
@@ -411,13 +462,19 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
 
             # About the gap after a repair, but for the margin: columns above hi will send mass back, unspent.
             misfit, outside, distance, inner = sweeps.estimate(work, count, heat, lo, hi)
-            about = misfit - margin * pressed + heat * price * (abs(budget[m] - cost) + settings.excess * outside)
+            about = (
+                misfit
+                - margin * pressed
+                + heat * price * (abs(budget[m] - cost) + settings.excess * outside)
+            )
             strictly = about + (severity - settings.excess) * heat * price * outside
             # The size changes little from sweep to sweep.
             if steps == 1 or strictly <= 2 * target * size or steps >= max_iter:
                 log_sums = sweeps.log_sums(work, lit.size) + middle * mass
                 entropy = heat * (inner - price * cost - log_sums)
-                size = max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
+                size = (
+                    max(distance + beyond, parts * (distance + beyond - entropy)) + tol * at_centre
+                )
             if strictly <= target * size or steps >= max_iter:
                 offers += 1
                 final = offers == settings.rounds or steps >= max_iter
@@ -434,15 +491,24 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                     unspent = heat * price * (budget[m] - spent)
                     gap = misfit + unspent + heat * divergence
                     entropy = heat * (divergence + inner - price * spent - log_sums)
-                    allowed = tol * max(distance, parts * (distance - entropy)) + tol * tol * at_centre
+                    allowed = (
+                        tol * max(distance, parts * (distance - entropy)) + tol * tol * at_centre
+                    )
                     if gap <= allowed or final:
                         numbers[m, _COST], numbers[m, _OBJECTIVE] = spent, distance + entropy
                         numbers[m, _GAP], numbers[m, _ALLOWED] = gap, allowed
                         break
-                if lo <= 0.0 and 2.0 * unspent >= gap and drained < settings.drained and gap <= settings.doubt * best:
+                if (
+                    lo <= 0.0
+                    and 2.0 * unspent >= gap
+                    and drained < settings.drained
+                    and gap <= settings.doubt * best
+                ):
                     # What was sent back is what the plan lacks.
                     excess.absorb(work, count, reached)
-                    held = _remember(work, past, count, held if drained > 0 else -1, sums, settings.longest)
+                    held = _remember(
+                        work, past, count, held if drained > 0 else -1, sums, settings.longest
+                    )
                     drained, best, lowest = drained + 1, min(best, gap), math.inf
                     continue
                 sweeps.gather(work[sweeps.Z], work[sweeps.ARRIVING], reached)
@@ -459,7 +525,12 @@ def _project_images(given, moves, settings, work, past, answer):  # type: ignore
                 continue
             sweeps.follow(work, count, reached, heat, log_heat, least, most, bold, settings.far)
             held = _remember(
-                work, past, count, -1 if steps == 1 or misled or drained > 0 else held, sums, settings.longest
+                work,
+                past,
+                count,
+                -1 if steps == 1 or misled or drained > 0 else held,
+                sums,
+                settings.longest,
             )
             drained, best = 0, math.inf
 

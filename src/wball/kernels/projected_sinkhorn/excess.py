@@ -40,7 +40,11 @@ def drain(f, flat, weight, box):  # type: ignore[no-untyped-def]
         keep[i] = 1.0
         f.give[i] = 1.0
     receive(f, flat, weight, 0.0, flat.first, False)
-    column, queue, waits = np.zeros(n + 2 * pad), np.empty(n, dtype=np.int64), np.zeros(n + 2 * pad, dtype=np.bool_)
+    column, queue, waits = (
+        np.zeros(n + 2 * pad),
+        np.empty(n, dtype=np.int64),
+        np.zeros(n + 2 * pad, dtype=np.bool_),
+    )
     visits, most = 0, VISITS * n
     for _ in range(ROUNDS + 1):
         send(f, flat, weight, 0.0, False)
@@ -61,7 +65,9 @@ def drain(f, flat, weight, box):  # type: ignore[no-untyped-def]
             waits[j] = False
             back = min(FURTHER * (column[j] - box.hi), keep[j] * received[j])
             column[j] -= back
-            share = min(back / max(received[j], TINY), keep[j])  # rounded, it may be more than there is
+            share = min(
+                back / max(received[j], TINY), keep[j]
+            )  # rounded, it may be more than there is
             keep[j] -= share
             for k in range(flat.first, weight.size):
                 i = j + flat.back[k]

@@ -26,7 +26,9 @@ MOST, OFTEN = 240, 8
 """At most so many steps. The host asks every few of them whether that was enough."""
 
 
-def drain(rows: PlanRows, received: Tensor, columns: Tensor, aim: Tensor, most: float) -> tuple[Tensor, Tensor, Tensor]:
+def drain(
+    rows: PlanRows, received: Tensor, columns: Tensor, aim: Tensor, most: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """``keep`` such that no column is above ``most``, for which images it was found in time, and for which at all.
 
     Columns aim at ``aim``, one number per image and below ``most``, or they would come near it forever.

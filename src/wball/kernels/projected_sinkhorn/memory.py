@@ -37,8 +37,17 @@ def begin(work, memory, count):  # type: ignore[no-untyped-def]
 @compiled(inner=True, fastmath=SUMS)
 def remember(work, memory, count, slot, gram, products):  # type: ignore[no-untyped-def]
     """The sweep's change against that of the sweep before goes to ``slot``, and its products with the others."""
-    change, new, last, beta = memory[CHANGE, :count], work[NEW, :count], work[LAST, :count], work[BETA, :count]
-    d, step, metric = memory[CHANGES + slot, :count], memory[STEPS + slot, :count], memory[METRIC, :count]
+    change, new, last, beta = (
+        memory[CHANGE, :count],
+        work[NEW, :count],
+        work[LAST, :count],
+        work[BETA, :count],
+    )
+    d, step, metric = (
+        memory[CHANGES + slot, :count],
+        memory[STEPS + slot, :count],
+        memory[METRIC, :count],
+    )
     for i in range(count):
         now = new[i] - beta[i]
         d[i] = now - change[i]

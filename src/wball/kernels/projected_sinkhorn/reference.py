@@ -173,7 +173,9 @@ class _Search:
         exact = problem.factors or problem.x.dtype == torch.float64
         self.slack = problem.unit * (EXACT_SLACK if exact else SLACK)
         self.out = torch.float64 if exact else problem.x.dtype
-        x, w, u, psi = (t.detach().to(torch.float64) for t in (problem.x, problem.w, *problem.start()))
+        x, w, u, psi = (
+            t.detach().to(torch.float64) for t in (problem.x, problem.w, *problem.start())
+        )
         self.moves = problem.moves.like(x)
         budget, centre = problem.budget.to(torch.float64), 0.5 * image_sums((w - x).square())
         single = (budget <= 0) | (image_sums(x) <= 0)
@@ -231,7 +233,9 @@ class _Search:
         about, outside = self._estimate(s, rows, columns)
         about = about - margin * pressed
         ready = about + (s.severity - EXCESS) * outside <= s.target * s.size
-        early = (about - EXCESS * outside <= s.target * s.size) & (about <= s.eager * s.target * s.size)
+        early = (about - EXCESS * outside <= s.target * s.size) & (
+            about <= s.eager * s.target * s.size
+        )
         s.eager = torch.where(ready, 0.0, s.eager)
         ready = ready | early
         misled = about > DOUBT * torch.maximum(s.lowest, s.target * s.size)
@@ -242,7 +246,9 @@ class _Search:
         any_ready, any_timid = torch.stack([ready.any(), timid.any()]).tolist()
 
         whole = columns + torch.where(free, per_image(s.tau, s.x), 0.0)
-        resists = torch.maximum(whole - stays.square() / s.x.clamp(min=TINY), 1e-9 * whole).clamp(min=TINY)
+        resists = torch.maximum(whole - stays.square() / s.x.clamp(min=TINY), 1e-9 * whole).clamp(
+            min=TINY
+        )
         scaled = _scaled(s.beta, new, per_image(s.bold, s.x) * whole / resists)
         begins, absorbs = misled | (s.drained > 0) | (step == 1), torch.zeros_like(misled)
         left = None
@@ -280,7 +286,9 @@ class _Search:
         pressed = image_sums((s.w - per_image(s.tau, s.x) * s.beta - self.hi).clamp(min=0.0))
         cost = MARGIN * self.tol * s.size
         margin = torch.minimum(cost / pressed.clamp(min=TINY), (2 * cost / s.x[0].numel()).sqrt())
-        return margin.clamp(max=WIDEST_MARGIN * (self.hi - self.lo) if self.hi < math.inf else 0.0), pressed
+        return margin.clamp(
+            max=WIDEST_MARGIN * (self.hi - self.lo) if self.hi < math.inf else 0.0
+        ), pressed
 
     def _columns(self, s: _Images, columns: Tensor, margin: Tensor) -> tuple[Tensor, Tensor]:
         """The columns' block: their new potentials, and where the box does not bind."""
@@ -303,7 +311,9 @@ class _Search:
         psi, outside = s.tau * s.price, image_sums((columns - kept).abs())
         unspent = ((s.budget - rows.cost).abs() - self.resolution * s.budget).clamp(min=0.0)
         gap = self._misfit(s, kept) + psi * (unspent + EXCESS * outside)
-        entropy = s.tau * (image_sums(s.beta * columns) - s.price * rows.cost - image_sums(s.x * rows.log_sum))
+        entropy = s.tau * (
+            image_sums(s.beta * columns) - s.price * rows.cost - image_sums(s.x * rows.log_sum)
+        )
         s.size = self._size(s, 0.5 * image_sums((s.w - columns).square()), entropy)
         return gap, psi * outside
 
@@ -311,13 +321,20 @@ class _Search:
         """What a gap is measured against. The point is off by at most the root of twice the gap: not by the entropy."""
         return torch.maximum(distance, PARTS * (distance - entropy)) + self.tol * s.centre
 
-    def _remembered(self, s: _Images, new: Tensor, resists: Tensor, begins: Tensor, slot: int) -> Tensor:
+    def _remembered(
+        self, s: _Images, new: Tensor, resists: Tensor, begins: Tensor, slot: int
+    ) -> Tensor:
         """Anderson's method (:mod:`wball.kernels.projected_sinkhorn.memory`): the next ``beta``."""
         change = new - s.beta
-        s.changes[:, slot], s.steps[:, slot] = (change - s.change).flatten(1), (new - s.last).flatten(1)
+        s.changes[:, slot], s.steps[:, slot] = (
+            (change - s.change).flatten(1),
+            (new - s.last).flatten(1),
+        )
         s.metric = torch.where(per_image(begins, new), resists.clamp(min=1e-12), s.metric)
         s.held = torch.where(begins, 0, s.held + 1)
-        weighted = torch.stack([s.changes[:, slot], change.flatten(1)], 2) * s.metric.flatten(1)[..., None]
+        weighted = (
+            torch.stack([s.changes[:, slot], change.flatten(1)], 2) * s.metric.flatten(1)[..., None]
+        )
         products = s.changes @ weighted
         s.gram[:, slot], s.gram[:, :, slot] = products[..., 0], products[..., 0]
         valid = (slot - torch.arange(MEMORY, device=new.device)) % MEMORY < s.held[:, None]
@@ -331,14 +348,24 @@ class _Search:
         return torch.where(per_image(short, new), new - back, new)
 
     def _offer(
-        self, rows: _Priced, columns: Tensor, stays: Tensor, margin: Tensor, ready: Tensor, step: int
+        self,
+        rows: _Priced,
+        columns: Tensor,
+        stays: Tensor,
+        margin: Tensor,
+        ready: Tensor,
+        step: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Repair and judge the plans of the images that are ready.
 
         Returns who goes on with what the repair sent back, by how much that changes potentials, and who goes on at all.
         """
         everyone = self.images
-        index = torch.arange(len(ready), device=ready.device) if step >= self.max_iter else ready.nonzero()[:, 0]
+        index = (
+            torch.arange(len(ready), device=ready.device)
+            if step >= self.max_iter
+            else ready.nonzero()[:, 0]
+        )
         s = everyone if len(index) == len(everyone) else everyone.take(index)
         if s is not everyone:
             rows = _Priced(s.x, s.beta, s.price, ring_sums(s.beta, self.moves), self.moves)
@@ -353,11 +380,17 @@ class _Search:
         z = (s.x - sent + received).clamp(self.lo, self.hi)
         stay = (s.x - sent).clamp(min=0.0)
         divergence = torch.log(scale) * image_sums(sent)
-        divergence = divergence + image_sums(torch.special.xlogy(received, keep) + torch.special.xlogy(sent, give))
-        divergence = divergence + image_sums(torch.special.xlogy(stay, stay / stays.clamp(min=TINY)))
+        divergence = divergence + image_sums(
+            torch.special.xlogy(received, keep) + torch.special.xlogy(sent, give)
+        )
+        divergence = divergence + image_sums(
+            torch.special.xlogy(stay, stay / stays.clamp(min=TINY))
+        )
         unspent = s.tau * s.price * (s.budget - cost)
         gap = self._misfit(s, z) + unspent + s.tau * divergence
-        entropy = s.tau * (divergence + image_sums(s.beta * z) - s.price * cost - image_sums(s.x * rows.log_sum))
+        entropy = s.tau * (
+            divergence + image_sums(s.beta * z) - s.price * cost - image_sums(s.x * rows.log_sum)
+        )
         distance = 0.5 * image_sums((s.w - z).square())
         allowed = self.tol * self._size(s, distance, entropy)
         done = (fits & (gap <= allowed)) | final
@@ -385,9 +418,15 @@ class _Search:
         def put(values: Tensor, new: Tensor) -> Tensor:
             return values.index_copy(0, index, new)
 
-        everyone.offers, everyone.best = put(everyone.offers, s.offers + 1), put(everyone.best, best)
+        everyone.offers, everyone.best = (
+            put(everyone.offers, s.offers + 1),
+            put(everyone.best, best),
+        )
         everyone.eager = put(everyone.eager, torch.where(absorbs, s.eager, 0.25 * s.eager))
-        everyone.target, everyone.severity = put(everyone.target, target), put(everyone.severity, severity)
+        everyone.target, everyone.severity = (
+            put(everyone.target, target),
+            put(everyone.severity, severity),
+        )
         nobody, nowhere = torch.zeros_like(ready), torch.zeros_like(everyone.x)
         return put(nobody, absorbs), put(nowhere, sent_back), (~put(nobody, done)).nonzero()[:, 0]
 
@@ -399,13 +438,17 @@ class _Search:
         keep, give, received = torch.ones_like(columns), torch.ones_like(columns), columns - stays
         drains = fits = torch.zeros_like(final)
         if self.lo <= 0:
-            keep, fits, drains = drain(rows, received, columns, self.hi - AIM * margin, self.hi + self.slack)
+            keep, fits, drains = drain(
+                rows, received, columns, self.hi - AIM * margin, self.hi + self.slack
+            )
         there = fits | (drains & ~final)
         if not bool(there.all()):
             how = Repair(*SCHEDULE, self.slack, 0.0, self.slack)
             others = into_box(rows, self.lo, self.hi, how)
             mine, chosen = (keep, give, received), per_image(there, keep)
-            keep, give, received = (torch.where(chosen, a, others[k]) for k, a in zip((0, 1, 3), mine, strict=True))
+            keep, give, received = (
+                torch.where(chosen, a, others[k]) for k, a in zip((0, 1, 3), mine, strict=True)
+            )
             fits = fits | ~there
         return keep, give, received, fits, drains
 

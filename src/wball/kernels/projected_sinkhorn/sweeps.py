@@ -158,7 +158,11 @@ def solve_price(work, count, price, budget, ring_cost, newton, miss, most):  # t
     for attempt in range(newton + 1):
         cost, slope = _moments(work, count, price, ring_cost)
         tolerance = min(max(miss / max(price * budget, TINY), 4e-15), most)
-        if attempt == newton or cost <= budget and (cost >= budget * (1 - tolerance) or price == 0.0):
+        if (
+            attempt == newton
+            or cost <= budget
+            and (cost >= budget * (1 - tolerance) or price == 0.0)
+        ):
             break
         target = budget * (1 - tolerance / 2)
         low, high = narrowed(price, cost, budget, low, high)
@@ -244,7 +248,12 @@ def estimate(work, count, tau, lo, hi):  # type: ignore[no-untyped-def]
 @compiled(inner=True, fastmath=SUMS)
 def follow(work, count, reached, tau, log_tau, least, most, bold, far):  # type: ignore[no-untyped-def]
     """Scale the columns' steps (:mod:`wball.kernels.projected_sinkhorn`), and leave what resists them in ``OWN``."""
-    e, arriving, v, inverse = work[FACTOR, :count], work[Z, :count], work[V, :count], work[INVERSE, :count]
+    e, arriving, v, inverse = (
+        work[FACTOR, :count],
+        work[Z, :count],
+        work[V, :count],
+        work[INVERSE, :count],
+    )
     beta, new, own = work[BETA, :count], work[NEW, :count], work[OWN, :count]
     gather(own, work[A], reached)
     for i in range(count):
@@ -254,7 +263,9 @@ def follow(work, count, reached, tau, log_tau, least, most, bold, far):  # type:
         resists = max(whole - stays * stays * inverse[i], 1e-9 * whole)
         step = new[i] - beta[i]
         reach = max(abs(step), far)
-        new[i] = beta[i] + min(max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach)
+        new[i] = beta[i] + min(
+            max(step * max(bold * whole / max(resists, TINY), 1.0), -reach), reach
+        )
         own[i] = resists
 
 

@@ -119,7 +119,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     batch, device = x.shape[0], x.device
     lo, hi = problem.ends
     doubly = problem.factors or x.dtype == torch.float64
-    gives = lo > 0 or not doubly  # rows keep what they have but for lo > 0, and what passes in logs round
+    gives = (
+        lo > 0 or not doubly
+    )  # rows keep what they have but for lo > 0, and what passes in logs round
     work, out = (torch.float64, x.dtype) if doubly else (torch.float32, torch.float32)
     u_out, kept = torch.empty_like(x, dtype=out), torch.empty_like(x, dtype=torch.float32)
     z = kept if doubly else torch.empty_like(x, dtype=out)  # float64 makes its own
@@ -129,13 +131,21 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
-    rough, rough_slack = (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (tol, reference.SLACK)
-    keep, give = kept, torch.empty_like(kept) if gives else kept  # not touched where rows keep what they have
+    rough, rough_slack = (
+        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (tol, reference.SLACK)
+    )
+    keep, give = (
+        kept,
+        torch.empty_like(kept) if gives else kept,
+    )  # not touched where rows keep what they have
     for first in (True, False) if batch else ():
         exact = doubly and not first
         start = (u_out, psi_out)
         if first:
-            start = (w if problem.u is None else problem.u.contiguous(), tau if problem.psi is None else problem.psi)
+            start = (
+                w if problem.u is None else problem.u.contiguous(),
+                tau if problem.psi is None else problem.psi,
+            )
             memory = torch.empty((batch, ROWS, table.values), dtype=torch.bfloat16, device=device)
             recent = torch.empty((batch, table.values), dtype=torch.float32, device=device)
         if exact:
@@ -160,7 +170,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     plan = (None, None)
     if problem.factors:
         plan = keep.to(work), give.to(work) if gives else scale.view(-1, 1, 1, 1).expand(x.shape)
-    return ProjectedSinkhorn(z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter, *plan)
+    return ProjectedSinkhorn(
+        z, cost, u_out, psi_out, objective, gap, allowed, residual, n_iter, *plan
+    )
 
 
 @lru_cache(maxsize=16)
@@ -183,7 +195,9 @@ def _x_log_y(x, y):
 def wright_omega(y, EXACT: tl.constexpr):
     """The solution ``o`` of ``o + log(o) = y``, by Newton steps on ``log(o)``."""
     y = tl.maximum(y, -700.0 if EXACT else -80.0)  # where o = e^y and vanishes next to anything
-    v = tl.where(y < 1.0, y - tl.minimum(tl.exp(tl.minimum(y, 1.0)), 0.5), tl.log(tl.maximum(y, 1.0)))
+    v = tl.where(
+        y < 1.0, y - tl.minimum(tl.exp(tl.minimum(y, 1.0)), 0.5), tl.log(tl.maximum(y, 1.0))
+    )
     for _ in tl.static_range(6 if EXACT else 4):
         o = tl.exp(v)
         v = v - (o + v - y) / (1.0 + o)
@@ -242,7 +256,9 @@ def _exchanged(
     """
     if LINEAR:
         _stage(ptr, place, theirs * factor, real)
-        return flows(ptr, place, own, toward, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR, PAID)
+        return flows(
+            ptr, place, own, toward, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR, PAID
+        )
     else:
         tl.debug_barrier()
         tl.store(factor_ptr + index, factor, mask=real)
@@ -296,7 +312,9 @@ def _projection_kernel(
     hi = tl.load(box_ptr + 1).to(REAL)
     at_centre = _total(0.5 * (w - x) * (w - x), real)
     mass = _total(x, real).to(REAL)
-    at_rest = tl.load(tau_ptr + image).to(tl.float64) * _total(_x_log_y(x, x / tl.maximum(mass, 1.2e-38)), real)
+    at_rest = tl.load(tau_ptr + image).to(tl.float64) * _total(
+        _x_log_y(x, x / tl.maximum(mass, 1.2e-38)), real
+    )
     fees = ring_fees(fee_ptr, ENDS)
     log_tau = tl.log(tau)
 
@@ -318,7 +336,7 @@ def _projection_kernel(
     sizes = (0.0 * psi, 0.0 * psi, 0.0 * psi)
     margin = 0.0 * psi
     bold = 0.0 * psi + (1.0 if REMEMBERS else 0.5)  # momentum must not turn
-    while (n_iter < max_iter) & (done == False):  # noqa: E712
+    while (n_iter < max_iter) & (done == False):
         # Rows and price, for potentials as they are stored.
         beta = (tau * beta).to(u_out.dtype.element_ty).to(REAL) / tau if EXACT else beta
         s = beta
@@ -341,7 +359,9 @@ def _projection_kernel(
             t = tl.log(x) - norm  # -inf where the row is empty
             log_sum = norm
         _stage(s_ptr, place, t, real)
-        received = flows(s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
+        received = flows(
+            s_ptr, place, s, -1, price, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
+        )
 
         # Columns. What a pixel gains is small: so far from the box it is known better than the column itself.
         gained = received - x * moved
@@ -351,7 +371,9 @@ def _projection_kernel(
         log_s = tl.log(columns) - beta
         omega = wright_omega(w / tau + log_s - log_tau, EXACT)
         new = w / tau - omega
-        new = tl.where(omega * tau > hi - margin, beta - _log_ratio(columns, over + margin, hi - margin), new)
+        new = tl.where(
+            omega * tau > hi - margin, beta - _log_ratio(columns, over + margin, hi - margin), new
+        )
         new = tl.where(omega * tau < lo, beta - _log_ratio(columns, -under, lo), new)
         heat_here = tl.where((omega * tau >= lo) & (omega * tau <= hi - margin), tau, 0.0)
         resists = received + x * moved * (1.0 - moved) + heat_here
@@ -370,9 +392,13 @@ def _projection_kernel(
         scale = tl.maximum(distance, _PARTS * (distance - tau * (entropy - price * cost)))
         scale += tol * at_centre.to(REAL)
         unspent = tl.maximum(tl.abs(budget - cost) - RESOLUTION * budget, 0.0)
-        margin = tl.minimum(margin_tol * scale / tl.maximum(pressed, 1e-30), _WIDEST_MARGIN * (hi - lo))
+        margin = tl.minimum(
+            margin_tol * scale / tl.maximum(pressed, 1e-30), _WIDEST_MARGIN * (hi - lo)
+        )
         margin = tl.where(pressed > 0.0, margin, 0.0)
-        estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (unspent + _EXCESS * outside)
+        estimate = tl.maximum(misfit - margin * pressed, 0.0) + tau * price * (
+            unspent + _EXCESS * outside
+        )
         misled = (n_iter > 1) & (estimate > _DOUBT * tl.maximum(lowest, target * scale))
         lowest = tl.where(misled, estimate, tl.minimum(lowest, estimate))
         bold *= tl.where(misled, _LESS, 1.0)
@@ -395,7 +421,9 @@ def _projection_kernel(
                         offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
                     )  # fmt: skip
                     repairs = _REPAIRS_AGAIN
-            if not LINEAR:  # the very numbers that arrive, which are off by the rounding of their exponents
+            if (
+                not LINEAR
+            ):  # the very numbers that arrive, which are off by the rounding of their exponents
                 raw_sent = _exchanged(
                     s_ptr, keep_out, place, index, real, s, t, keep, 1, price, fees,
                     offset_ptr, fee_ptr, W, RR, RC, ENDS, OFFSETS, LINEAR,
@@ -411,7 +439,17 @@ def _projection_kernel(
                     final = repair == repairs
                     more = tl.where(final | (repair < _FROM_SWEEP), 0.0, _OVERSHOOT)
                     tighter_keep, tighter_give = tighten(
-                        x, raw_sent, raw_received, keep, give, above, below, lo, hi, tl.where(final, 0.0, 1.0), more
+                        x,
+                        raw_sent,
+                        raw_received,
+                        keep,
+                        give,
+                        above,
+                        below,
+                        lo,
+                        hi,
+                        tl.where(final, 0.0, 1.0),
+                        more,
                     )
                     raw_sent = _exchanged(
                         s_ptr, keep_out, place, index, real, s, t, tighter_keep, 1, price, fees,
@@ -424,7 +462,12 @@ def _projection_kernel(
                         )  # fmt: skip
                     next_sent = tighter_give * raw_sent
                     next_arrived = tighter_keep * raw_received
-                    mix = tl.max(way_back((x - hi) + net, (x - hi) + (next_arrived - next_sent), 0.0, slack, real), 0)
+                    mix = tl.max(
+                        way_back(
+                            (x - hi) + net, (x - hi) + (next_arrived - next_sent), 0.0, slack, real
+                        ),
+                        0,
+                    )
                     mix = tl.where(final & (lo == 0.0), mix, 1.0)
                     sent += mix * (next_sent - sent)
                     arrived += mix * (next_arrived - arrived)
@@ -458,7 +501,9 @@ def _projection_kernel(
             value = price.to(tl.float64)
             gap = _total(_misfit(w, tau * beta, z, lo, hi), real)
             gap += heat * (value * (budget_exact - spent) + divergence)
-            entropy_exact = heat * (divergence - value * spent + _total(beta * z - x * log_sum, real))
+            entropy_exact = heat * (
+                divergence - value * spent + _total(beta * z - x * log_sum, real)
+            )
             distance_exact = _total(0.5 * (w - z) * (w - z), real)
             allowed = tol * tl.maximum(distance_exact, _PARTS * (distance_exact - entropy_exact))
             allowed += tol * tol * at_centre
@@ -473,17 +518,30 @@ def _projection_kernel(
             offers += 1
             if REMEMBERS:  # what float32 cannot spend for want of a finer price, float64 will
                 gap -= tl.where(
-                    patience < max_iter, heat * value * tl.minimum(budget_exact - spent, RESOLUTION * budget_exact), 0.0
+                    patience < max_iter,
+                    heat * value * tl.minimum(budget_exact - spent, RESOLUTION * budget_exact),
+                    0.0,
                 )
             done = (gap <= allowed) | (offers == _ROUNDS) | (n_iter == max_iter)
             target = tl.maximum(0.5 * target, tol * _LEAST)
         if REMEMBERS:
             since = tl.where((estimate < best) | (best > _RESOLVED * scale), 0, since + 1)
             best = tl.minimum(best, estimate)
-            left = (since >= patience) & (done == False)  # noqa: E712
-            trusted = (n_iter > 1) & (misled == False)  # noqa: E712
+            left = (since >= patience) & (done == False)
+            trusted = (n_iter > 1) & (misled == False)
             following, sizes = _conjugate(
-                memory_ptr, recent_ptr, u_out + image * N, index, real, beta, new, resists, n_iter, sizes, trusted, N
+                memory_ptr,
+                recent_ptr,
+                u_out + image * N,
+                index,
+                real,
+                beta,
+                new,
+                resists,
+                n_iter,
+                sizes,
+                trusted,
+                N,
             )
             done = done | left
             beta = tl.where(done, beta, following)
@@ -497,7 +555,9 @@ def _projection_kernel(
         tl.store(wide_ptr + image, wide.to(tl.int32))
         n_iter -= wide.to(tl.int32)  # the sweep that found it out
         if REMEMBERS:  # noqa: SIM102, decided when compiling
-            if wide | left:  # where the next launch takes over, with a plan that nobody has repaired
+            if (
+                wide | left
+            ):  # where the next launch takes over, with a plan that nobody has repaired
                 tl.store(keep_out + index, tl.full([BLOCK], 1.0, REAL), mask=real)
     tl.store(n_iter_out + image, begun + n_iter)
     tl.store(u_out + here, tau * beta, mask=real)  # of a single point: tau is 1
@@ -530,13 +590,17 @@ def _products(metric, f, d0, d1, d2, d3):
             tl.sum(f * d0, 0), tl.sum(f * d1, 0), tl.sum(f * d2, 0), tl.sum(f * d3, 0),
         )  # fmt: skip
     else:
-        return tl.reduce((g * d0, g * d1, g * d2, g * d3, f * d0, f * d1, f * d2, f * d3), 0, _add_eight)
+        return tl.reduce(
+            (g * d0, g * d1, g * d2, g * d3, f * d0, f * d1, f * d2, f * d3), 0, _add_eight
+        )
 
 
 @triton.jit
 def _row(ptr, row, index, real, size, N: tl.constexpr):
     """A row of the memory; 0 where nothing is remembered, which has no size."""
-    return tl.where(size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0).to(tl.float32), 0.0)
+    return tl.where(
+        size > 0.0, tl.load(ptr + row * N + index, mask=real, other=0.0).to(tl.float32), 0.0
+    )
 
 
 @triton.jit
@@ -545,7 +609,20 @@ def _part(product, size):
 
 
 @triton.jit
-def _conjugate(ptr, recent_ptr, end_ptr, index, real, beta, new, resistance, step, sizes, remember, N: tl.constexpr):
+def _conjugate(
+    ptr,
+    recent_ptr,
+    end_ptr,
+    index,
+    real,
+    beta,
+    new,
+    resistance,
+    step,
+    sizes,
+    remember,
+    N: tl.constexpr,
+):
     """Where the sweep after ``step`` starts, and the sizes of what is then remembered, the latest first.
 
     Nothing is unless told to ``remember``.
@@ -558,11 +635,26 @@ def _conjugate(ptr, recent_ptr, end_ptr, index, real, beta, new, resistance, ste
     if remember:
         metric = tl.load(ptr + index, mask=real, other=0.0).to(tl.float32)
         d0 = change - tl.load(recent_ptr + index, mask=real, other=0.0)
-        s0 = tl.where(real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(tl.float32), 0.0)
-        one, two, three = 1 + (slot + _REMEMBERED - 1) % _REMEMBERED, 1 + (slot + 1) % _REMEMBERED, 1 + slot
-        d1, s1 = _row(ptr, one, index, real, size1, N), _row(ptr, one + _REMEMBERED, index, real, size1, N)
-        d2, s2 = _row(ptr, two, index, real, size2, N), _row(ptr, two + _REMEMBERED, index, real, size2, N)
-        d3, s3 = _row(ptr, three, index, real, size3, N), _row(ptr, three + _REMEMBERED, index, real, size3, N)
+        s0 = tl.where(
+            real, new - tl.load(end_ptr + index, mask=real, other=0.0).to(tl.float32), 0.0
+        )
+        one, two, three = (
+            1 + (slot + _REMEMBERED - 1) % _REMEMBERED,
+            1 + (slot + 1) % _REMEMBERED,
+            1 + slot,
+        )
+        d1, s1 = (
+            _row(ptr, one, index, real, size1, N),
+            _row(ptr, one + _REMEMBERED, index, real, size1, N),
+        )
+        d2, s2 = (
+            _row(ptr, two, index, real, size2, N),
+            _row(ptr, two + _REMEMBERED, index, real, size2, N),
+        )
+        d3, s3 = (
+            _row(ptr, three, index, real, size3, N),
+            _row(ptr, three + _REMEMBERED, index, real, size3, N),
+        )
         size, along1, along2, along3, f0, f1, f2, f3 = _products(metric, change, d0, d1, d2, d3)
         a1, a2, a3 = _part(along1, size1), _part(along2, size2), _part(along3, size3)
         rest = size - a1 * along1 - a2 * along2 - a3 * along3
@@ -572,7 +664,13 @@ def _conjugate(ptr, recent_ptr, end_ptr, index, real, beta, new, resistance, ste
         if rest > _DEPENDENT * size:
             tl.store(ptr + three * N + index, d0.to(tl.bfloat16), mask=real)
             tl.store(ptr + (three + _REMEMBERED) * N + index, s0.to(tl.bfloat16), mask=real)
-            following = new - f0 / rest * s0 - _part(f1, size1) * s1 - _part(f2, size2) * s2 - _part(f3, size3) * s3
+            following = (
+                new
+                - f0 / rest * s0
+                - _part(f1, size1) * s1
+                - _part(f2, size2) * s2
+                - _part(f3, size3) * s3
+            )
             size1, size2, size3 = rest, size1, size2
         else:
             size1, size2, size3 = nothing, nothing, nothing

@@ -30,7 +30,11 @@ from wball.moves import Moves, StencilMoves
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the host."""
-    return None if isinstance(moves, StencilMoves) else "matrix costs are served by the torch kernel only"
+    return (
+        None
+        if isinstance(moves, StencilMoves)
+        else "matrix costs are served by the torch kernel only"
+    )
 
 
 class _Settings(NamedTuple):
@@ -77,10 +81,14 @@ class _Step(NamedTuple):
     end: Any  # (R, K)
 
 
-def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
+def proximal_newton(
+    problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
+) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
     method = _Settings(*settings.ALL, warm)
-    return improve(_solve_images, method, problem, start, problem.tau, max_iter, best)  # there are no temperatures
+    return improve(
+        _solve_images, method, problem, start, problem.tau, max_iter, best
+    )  # there are no temperatures
 
 
 @compiled(inner=True)
@@ -374,7 +382,14 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         np.empty(n),
         _shares(shape),
     )
-    d, z, flow, share, centre, steps = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape), _shares(shape), 0
+    d, z, flow, share, centre, steps = (
+        np.empty(n),
+        np.empty(n),
+        np.empty(shape),
+        np.empty(shape),
+        _shares(shape),
+        0,
+    )
     _normalise(p, centre)  # all stays
     end = np.empty(shape, np.uint32)
     ends, target, linear, noise = p.end, p.target, p.linear, 0.0
@@ -396,7 +411,9 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         solved, taken, ascends = False, 0, True
         while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
             solved = _norm(gradient) <= settled * moved and abs(slope) <= settings.spent * p.budget
-            solved = solved and (not linear or abs(slope) <= settings.spent_linear * moved + 1e-13 * p.budget)
+            solved = solved and (
+                not linear or abs(slope) <= settings.spent_linear * moved + 1e-13 * p.budget
+            )
             if solved:
                 break
             d_psi = _direction(p, step, settings, u, psi, shares, gradient, slope, d)
@@ -414,7 +431,9 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
                         drained = u[j] > target[j] or u[j] == target[j] and gradient[j] > 0.0
                         new_u[j] = max(new_u[j], target[j]) if drained else min(new_u[j], target[j])
                     promised += gradient[j] * (new_u[j] - u[j])
-                new_dual, new_slope, new_moved, new_pull = _evaluate(p, step, new_u, new_psi, new_shares, new_gradient)
+                new_dual, new_slope, new_moved, new_pull = _evaluate(
+                    p, step, new_u, new_psi, new_shares, new_gradient
+                )
                 if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + noise):
                     ascends = True
                     break
@@ -449,7 +468,9 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
         last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
-        last = last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)  # nothing but rounding is left
+        last = (
+            last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)
+        )  # nothing but rounding is left
         if last or rest <= settings.promising * (goal.tol * abs(found[0] + offset) + floor):
             _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)

@@ -17,14 +17,29 @@ from wball.kernels.proximal_newton import settings
 from wball.plan import Plan
 
 
-def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
+def proximal_newton(
+    problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
+) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
     x, moves = problem.x, problem.moves
-    centre = torch.where(moves.stay(), 1.0, 0.0).to(x.dtype).expand(x.shape[0], x.shape[1], -1, -1, -1).clone()
+    centre = (
+        torch.where(moves.stay(), 1.0, 0.0)
+        .to(x.dtype)
+        .expand(x.shape[0], x.shape[1], -1, -1, -1)
+        .clone()
+    )
     sigma = settings.FIRST * (settings.WARM if warm else 1.0) / _range(start)
-    at = _Step(centre, sigma, start, best.psi.clone() if warm else _first_price(problem, centre, sigma, start))
+    at = _Step(
+        centre,
+        sigma,
+        start,
+        best.psi.clone() if warm else _first_price(problem, centre, sigma, start),
+    )
     least, narrow = settings.LEAST * sigma, torch.full_like(sigma, math.inf)
-    n_iter, idle = torch.zeros_like(sigma, dtype=torch.long), torch.zeros_like(sigma, dtype=torch.long)
+    n_iter, idle = (
+        torch.zeros_like(sigma, dtype=torch.long),
+        torch.zeros_like(sigma, dtype=torch.long),
+    )
     active = torch.arange(x.shape[0], device=x.device)
     while active.numel():
         here = problem.take(active)
@@ -41,9 +56,15 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
         sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
-        done = (idle[active] > settings.PATIENCE) | (sigma < least[active]) | (n_iter[active] >= max_iter)
+        done = (
+            (idle[active] > settings.PATIENCE)
+            | (sigma < least[active])
+            | (n_iter[active] >= max_iter)
+        )
         done |= problem.deadline.late
-        shown = (done | (rest <= settings.PROMISING * here.allowed(best, active))).nonzero().squeeze(1)
+        shown = (
+            (done | (rest <= settings.PROMISING * here.allowed(best, active))).nonzero().squeeze(1)
+        )
         _repair(here.take(shown), end.share[shown], active[shown], best)
         done |= here.done(best, active)
         if bool(done.any()):
@@ -98,7 +119,9 @@ def _project_rows(score: Tensor) -> Tensor:
         if bool((count == used).all()):
             break
         used = count
-        level = torch.maximum(level, (torch.where(above, score, 0.0).sum(2, keepdim=True) - 1) / count.clamp(min=1))
+        level = torch.maximum(
+            level, (torch.where(above, score, 0.0).sum(2, keepdim=True) - 1) / count.clamp(min=1)
+        )
     return (score - level).clamp(min=0)
 
 
@@ -166,7 +189,9 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
     column = problem.columns.curvature(at.u)
     diagonal = column + moves.scatter(stiff * (1 - 1 / ways))
     ridge = settings.DAMPING * at.gradient.flatten(1).square().mean(1).sqrt() / _range(at.u)
-    ridge = per_image(torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300), diagonal)
+    ridge = per_image(
+        torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300), diagonal
+    )
     column, diagonal = column + ridge, diagonal + ridge
     free = (at.psi > 0) | (at.slope > 0)
     mean_cost = (used * cost).sum(2, keepdim=True) / ways
@@ -184,7 +209,9 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
     q, q_psi = r / diagonal, r_psi / diagonal_psi
     size = dot(r, q) + r_psi * q_psi
     goal = settings.CG_TOL**2 * size
-    patience = 8 if size.is_cuda else 1  # reading from a GPU takes longer than a few steps, which do no harm
+    patience = (
+        8 if size.is_cuda else 1
+    )  # reading from a GPU takes longer than a few steps, which do no harm
     for k in range(1, settings.CG_MAX + 1):
         h, h_psi = apply(q, q_psi)
         curve = dot(q, h) + q_psi * h_psi
@@ -201,7 +228,9 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
     return d, d_psi
 
 
-def _ascend(problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor) -> tuple[_Point, Tensor]:
+def _ascend(
+    problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
+) -> tuple[_Point, Tensor]:
     """A backtracking step; also returns which images moved at all."""
     # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
     stops = (d_psi < 0) & (at.psi > 0)

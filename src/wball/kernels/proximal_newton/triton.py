@@ -88,7 +88,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
     return reason
 
 
-def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False) -> Tensor:
+def proximal_newton(
+    problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
+) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move nothing."""
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
@@ -102,7 +104,9 @@ def proximal_newton(problem: Problem, start: Tensor, max_iter: int, best: Best, 
     lists = _lists(best.flow, table.staged)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     is_listed = table.block <= MAX_LISTED
-    listed = torch.empty((batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device)
+    listed = torch.empty(
+        (batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device
+    )
     # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
     lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
     terms = budget, tolerance.floor, tolerance.offset
@@ -142,7 +146,11 @@ def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor, 
     """What each move costs, the move that goes back (0: none), and how far apart its ends are in an image."""
     back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
     flat = torch.tensor([r * moves.shape[1] + c for r, c in moves.offsets], dtype=torch.int32)
-    return torch.tensor(moves.costs, dtype=torch.float64).to(device), back.to(device), flat.to(device)
+    return (
+        torch.tensor(moves.costs, dtype=torch.float64).to(device),
+        back.to(device),
+        flat.to(device),
+    )
 
 
 @triton.jit
@@ -173,7 +181,10 @@ def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.
     if LINEAR:
         free = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0) - u
         held = tl.load(s_ptr + HELD * STAGED + place, mask=real, other=0.0)
-        full, drained = (free > 0.0) | ((free == 0.0) & (held < 0.0)), (free < 0.0) | ((free == 0.0) & (held > 0.0))
+        full, drained = (
+            (free > 0.0) | ((free == 0.0) & (held < 0.0)),
+            (free < 0.0) | ((free == 0.0) & (held > 0.0)),
+        )
         kink = u + free
         new = tl.where(full, tl.minimum(new, kink), tl.where(drained, tl.maximum(new, kink), kink))
         return new, tl.sum(held * (new - u), 0)
@@ -203,7 +214,9 @@ def _direction(
     several = rows & (ways > 1)  # rows with one move have no choice
     ways = tl.where(several, ways, 0)
     inverse = 1.0 / tl.maximum(ways, 1).to(tl.float64)
-    stiff = tl.where(several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0)
+    stiff = tl.where(
+        several, sigma * tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0), 0.0
+    )
     tl.store(mark_ptr + MARKED + place, tl.where(several, marks, 0), mask=real)
     tl.store(s_ptr + Q * STAGED + place, stiff, mask=real)
     tl.store(s_ptr + S * STAGED + place, stiff * (1.0 - inverse), mask=real)
@@ -326,7 +339,11 @@ def _solve_kernel(
     centre_ptr += n * (MOVES * STAGED)
     flow_ptr += n * (MOVES * N)
     lo, hi, tol = tl.load(common_ptr), tl.load(common_ptr + 1), tl.load(common_ptr + 2)
-    budget, floor, offset = tl.load(budget_ptr + n), tl.load(floor_ptr + n), tl.load(offset_of_ptr + n)
+    budget, floor, offset = (
+        tl.load(budget_ptr + n),
+        tl.load(floor_ptr + n),
+        tl.load(offset_of_ptr + n),
+    )
 
     # Outside the image nothing arrives and nothing starts.
     for first in tl.range(0, STAGED + GUARD, BLOCK):
@@ -346,7 +363,11 @@ def _solve_kernel(
     tl.store(s_ptr + GRADIENT * STAGED + place, x * 0.0, mask=real)
     tl.store(mark_ptr + place, rows.to(tl.int32), mask=real)
     for k in tl.range(0, MOVES):
-        tl.store(centre_ptr + k * STAGED + place, tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32), mask=real)
+        tl.store(
+            centre_ptr + k * STAGED + place,
+            tl.where(k == 0, 1.0, 0.0) + tl.zeros([BLOCK], tl.float32),
+            mask=real,
+        )
     tl.debug_barrier()
     reached = x > 0.0
     for k in tl.range(1, MOVES):
@@ -355,15 +376,20 @@ def _solve_kernel(
     reached = real & reached
     columns = tl.sum(tl.where(reached, x * 0.0 + 1.0, 0.0), 0)
     if LISTED:
-        before_row, before_column = tl.cumsum(rows.to(tl.int32), 0) - 1, tl.cumsum(reached.to(tl.int32), 0) - 1
+        before_row, before_column = (
+            tl.cumsum(rows.to(tl.int32), 0) - 1,
+            tl.cumsum(reached.to(tl.int32), 0) - 1,
+        )
         tl.store(row_ptr + before_row, place.to(tl.int32), mask=rows)
         tl.store(column_ptr + before_column, place.to(tl.int32), mask=reached)
         n_rows, n_columns = tl.max(before_row, 0) + 1, tl.max(before_column, 0) + 1
-        beyond = tl.sum(tl.where(real & (reached == False), 0.0 if LINEAR else 0.5 * w * w, 0.0), 0)  # noqa: E712
+        beyond = tl.sum(tl.where(real & (reached == False), 0.0 if LINEAR else 0.5 * w * w, 0.0), 0)
     else:
         n_rows, n_columns, beyond = N, N, budget * 0.0
     # Where nothing can arrive, z(u) = 0 at u = w, and nothing ever changes that.
-    u = tl.where(reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w)
+    u = tl.where(
+        reached, tl.load(start_ptr + n * N + index, mask=real, other=0.0).to(tl.float64), w
+    )
     tl.store(s_ptr + U * STAGED + place, u, mask=real)
     tl.store(s_ptr + TRIAL * STAGED + place, u, mask=real)
     tl.debug_barrier()
@@ -373,11 +399,26 @@ def _solve_kernel(
     none = tl.max(rows.to(tl.int32), 0) * 0
     sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
     least = LEAST * sigma
-    centre_primal, best_dual, best_psi = tl.load(primal_ptr + n), tl.load(dual_ptr + n), tl.load(psi_ptr + n)
+    centre_primal, best_dual, best_psi = (
+        tl.load(primal_ptr + n),
+        tl.load(dual_ptr + n),
+        tl.load(psi_ptr + n),
+    )
     best_primal = centre_primal
     if LINEAR:
         psi = kink(
-            s_ptr + U * STAGED, centre_ptr, place, rows, x, span, budget, max_iter, offset_ptr, fee_ptr, STAGED, MOVES
+            s_ptr + U * STAGED,
+            centre_ptr,
+            place,
+            rows,
+            x,
+            span,
+            budget,
+            max_iter,
+            offset_ptr,
+            fee_ptr,
+            STAGED,
+            MOVES,
         )
     else:
         psi = tl.where(warm != 0, best_psi, zero)
@@ -395,18 +436,18 @@ def _solve_kernel(
         if phase < START:
             # About the price at which the first step's plan costs the budget, from above.
             dear, pricing = new_slope <= 0.0, phase == PRICE
-            climbs = pricing & (dear == False) & (tried < 80)  # noqa: E712
-            psi = tl.where((climbs == False) & (pricing | dear), trial_psi, psi)  # noqa: E712
-            low = tl.where(climbs | ((pricing | dear) == False), trial_psi, low)  # noqa: E712
+            climbs = pricing & (dear == False) & (tried < 80)
+            psi = tl.where((climbs == False) & (pricing | dear), trial_psi, psi)
+            low = tl.where(climbs | ((pricing | dear) == False), trial_psi, low)
             higher = tl.where(tried > 0, 4.0 * trial_psi, 1e-3 * span)
-            tried = tl.where(pricing & (climbs == False), 1, tried + 1)  # noqa: E712
+            tried = tl.where(pricing & (climbs == False), 1, tried + 1)
             found = (psi - low <= 0.02 * psi) | (tried > 30)
             trial_psi = tl.where(climbs, higher, tl.where(found, psi, 0.5 * (low + psi)))
             phase = tl.where(climbs, none + PRICE, tl.where(found, none + START, none + BISECT))
         else:
             promised += slope * (trial_psi - psi)
             ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * (tl.abs(dual) + noise)
-            if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):  # noqa: E712
+            if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):
                 # Where the slope along the direction vanishes, were it linear between here and there.
                 bend = along + new_slope * d_psi
                 fall = tl.where(bend < 0.0, (promised / length) / (promised / length - bend), 0.5)
@@ -422,12 +463,16 @@ def _solve_kernel(
                     held = tl.load(s_ptr + GRADIENT * STAGED + place, mask=real, other=0.0)
                     tl.store(s_ptr + HELD * STAGED + place, held, mask=real)
                 psi, dual, slope, moved, size = trial_psi, new_dual, new_slope, new_moved, new_size
-                stuck = (phase == SEARCH) & (ascends == False)  # noqa: E712
-                solved = (size <= (SETTLED_LINEAR if LINEAR else SETTLED) * moved) & (tl.abs(slope) <= SPENT * budget)
+                stuck = (phase == SEARCH) & (ascends == False)
+                solved = (size <= (SETTLED_LINEAR if LINEAR else SETTLED) * moved) & (
+                    tl.abs(slope) <= SPENT * budget
+                )
                 opens = tried < 0  # with the plan that knows no box
                 if LINEAR:
-                    solved = (solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)) | opens
-                if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):  # noqa: E712
+                    solved = (
+                        solved & (tl.abs(slope) <= SPENT_LINEAR * moved + 1e-13 * budget)
+                    ) | opens
+                if (solved == False) & (stuck == False) & (taken < INNER) & (steps < max_iter):
                     d_psi, rise = _direction(
                         s_ptr, mark_ptr, list_ptr, place, real, rows, reached, columns, psi, sigma, slope, size, lo, hi,
                         offset_ptr, fee_ptr, STAGED, MARKED, MOVES, LINEAR, GROUP if LISTED else 1,
@@ -436,7 +481,9 @@ def _solve_kernel(
                     taken += 1
                     # Stop where psi reaches 0: beyond it the direction was computed for other free variables.
                     stops = (d_psi < 0.0) & (psi > 0.0)
-                    length = tl.where(stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0)
+                    length = tl.where(
+                        stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0
+                    )
                     halved = none
                     trial_psi = tl.maximum(psi + length * d_psi, 0.0)
                     tl.debug_barrier()
@@ -452,10 +499,16 @@ def _solve_kernel(
                     total, top = mass * 0.0, mass * 0.0 + float("-inf")
                     tl.debug_barrier()
                     for k in tl.range(0, MOVES):
-                        end = tl.load(s_ptr + U * STAGED + place + tl.load(offset_ptr + k), mask=rows, other=0.0)
+                        end = tl.load(
+                            s_ptr + U * STAGED + place + tl.load(offset_ptr + k),
+                            mask=rows,
+                            other=0.0,
+                        )
                         gain = end - psi * tl.load(fee_ptr + k)
                         top = tl.maximum(top, gain)
-                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(tl.float64)
+                        part = tl.load(centre_ptr + k * STAGED + place, mask=rows, other=0.0).to(
+                            tl.float64
+                        )
                         part = tl.where(rows, tl.maximum(part + sigma * gain - level, 0.0), 0.0)
                         total += part
                         tl.store(flow_ptr + k * (H * W) + home, part, mask=real)
@@ -481,18 +534,33 @@ def _solve_kernel(
                         share = whole * tl.load(flow_ptr + k * (H * W) + home, mask=real, other=0.0)
                         tl.store(flow_ptr + k * (H * W) + home, mass * share, mask=real)
                         if solved:
-                            share = tl.where(sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0))  # noqa: E712
-                            tl.store(centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows)
-                    quick, slow = tl.minimum(sigma * GROWTH, MOST / _range(at, reached)), sigma / GROWTH
-                    next_sigma = tl.where(taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma))
+                            share = tl.where(
+                                sound & (opens == False), share, tl.where(k == 0, 1.0, 0.0)
+                            )
+                            tl.store(
+                                centre_ptr + k * STAGED + place, share.to(tl.float32), mask=rows
+                            )
+                    quick, slow = (
+                        tl.minimum(sigma * GROWTH, MOST / _range(at, reached)),
+                        sigma / GROWTH,
+                    )
+                    next_sigma = tl.where(
+                        taken <= QUICK, quick, tl.where(taken > SLOW, slow, sigma)
+                    )
                     sigma = tl.where(opens, sigma, tl.where(solved, next_sigma, sigma / SHRINK))
                     rest = dual - pull - bound  # the gap of the plan as it is
                     idle = tl.where((rest < 0.999 * narrow) | opens, 0, idle + 1)
                     narrow = tl.where(opens, narrow, tl.minimum(rest, narrow))
                     last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
                     if LINEAR:  # nothing but rounding is left
-                        last = last | (solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise)))  # noqa: E712
-                    shown = last | opens | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor))
+                        last = last | (
+                            solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise))
+                        )
+                    shown = (
+                        last
+                        | opens
+                        | (rest <= PROMISING * (tol * tl.abs(best_primal + offset) + floor))
+                    )
                     if shown:
                         marks = tl.load(mark_ptr + place, mask=real, other=0)
                         incoming = _incoming(mark_ptr, place, real, offset_ptr, MOVES)
@@ -500,20 +568,37 @@ def _solve_kernel(
                             s_ptr + Q * STAGED, flow_ptr, place, home, real, marks, incoming, mass, budget, lo, hi,
                             offset_ptr, flat_ptr, fee_ptr, reverse_ptr, STAGED, H * W, MOVES, LOWER,
                         )  # fmt: skip
-                        primal = tl.sum(tl.where(real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0), 0)
+                        primal = tl.sum(
+                            tl.where(
+                                real, -wish * z if LINEAR else 0.5 * (wish - z) * (wish - z), 0.0
+                            ),
+                            0,
+                        )
                         # There is room for one plan: the last, or that of the centre where it is better.
                         helps = primal < centre_primal
-                        scale, best_primal = tl.where(helps, scale, 0.0), tl.where(helps, primal, centre_primal)
+                        scale, best_primal = (
+                            tl.where(helps, scale, 0.0),
+                            tl.where(helps, primal, centre_primal),
+                        )
                         stays = mass
                         for k in tl.range(1, MOVES):
                             used = ((marks >> k) & 1) != 0
-                            part = scale * tl.load(flow_ptr + k * (H * W) + home, mask=used, other=0.0)
+                            part = scale * tl.load(
+                                flow_ptr + k * (H * W) + home, mask=used, other=0.0
+                            )
                             stays -= part
                             tl.store(flow_ptr + k * (H * W) + home, part, mask=used)
                         tl.store(flow_ptr + home, tl.maximum(stays, 0.0), mask=real)
-                        tl.store(z_ptr + n * N + index, tl.where(helps, tl.maximum(z, 0.0), mass), mask=real)
+                        tl.store(
+                            z_ptr + n * N + index,
+                            tl.where(helps, tl.maximum(z, 0.0), mass),
+                            mask=real,
+                        )
                     taken = none
-                    done = last | (shown & (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor))
+                    done = last | (
+                        shown
+                        & (best_primal - best_dual <= tol * tl.abs(best_primal + offset) + floor)
+                    )
                     # The first proximal step: its price is below that of any plan.
                     phase = tl.where(done, none + END, tl.where(opens, none + BISECT, none + START))
                     trial_psi = tl.where(opens, 0.5 * psi, trial_psi)

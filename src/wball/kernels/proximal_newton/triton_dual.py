@@ -13,7 +13,9 @@ import triton.language as tl
 from wball.kernels.triton_stencil import INTERPRETED, staged_position, sum_two
 
 BUFFERS = tl.constexpr(12)
-D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (tl.constexpr(i) for i in range(12))
+D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
+    tl.constexpr(i) for i in range(12)
+)
 """Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
 that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
 which are no longer needed when the repair works there.
@@ -47,7 +49,10 @@ def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
     """
     free = w - u
     if LINEAR:
-        full, drained = (free > 0.0) | ((free == 0.0) & (come > hi)), (free < 0.0) | ((free == 0.0) & (come < lo))
+        full, drained = (
+            (free > 0.0) | ((free == 0.0) & (come > hi)),
+            (free < 0.0) | ((free == 0.0) & (come < lo)),
+        )
         z = tl.where(full, hi, tl.where(drained, lo, come))
         return z, free * 0.0, -free * tl.where(free > 0.0, hi, lo)
     else:
@@ -97,13 +102,19 @@ def _ends(u_ptr, place, rows, steps, first, MOVES: tl.constexpr):
     ends = ()
     for i in tl.static_range(GROUP):
         ends = ends + (
-            tl.load(u_ptr + place + steps[i], mask=owned(rows, first + i, MOVES, GROUP), other=float("-inf")),
+            tl.load(
+                u_ptr + place + steps[i],
+                mask=owned(rows, first + i, MOVES, GROUP),
+                other=float("-inf"),
+            ),
         )
     return ends
 
 
 @triton.jit
-def _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, first, STAGED: tl.constexpr, MOVES: tl.constexpr):
+def _ends_and_shares(
+    u_ptr, centre_ptr, place, rows, steps, first, STAGED: tl.constexpr, MOVES: tl.constexpr
+):
     """Likewise, and the shares that a step starts from; what is :func:`missing` of them."""
     ends, held = _ends(u_ptr, place, rows, steps, first, MOVES), ()
     for i in tl.static_range(GROUP):
@@ -150,8 +161,12 @@ def kink(
     while going & (step < max_iter):
         # Slopes budget - cost: negative on the left, not negative on the right.
         left, right = budget - cost_low, budget - cost_high
-        meet = (value_low - value_high + right * high - left * low) / tl.maximum(right - left, 1e-300)
-        crosses = (step % 3 < 2) & (meet > low) & (meet < high)  # every third step halves, against creeping brackets
+        meet = (value_low - value_high + right * high - left * low) / tl.maximum(
+            right - left, 1e-300
+        )
+        crosses = (
+            (step % 3 < 2) & (meet > low) & (meet < high)
+        )  # every third step halves, against creeping brackets
         psi = tl.where(crosses, meet, 0.5 * (low + high))
         value, cost = _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES)
         value += psi * budget
@@ -164,7 +179,7 @@ def kink(
         low, cost_low, value_low = (
             tl.where(dear, low, psi), tl.where(dear, cost_low, cost), tl.where(dear, value_low, value)
         )  # fmt: skip
-        going = (flat | (high - low <= 4e-16 * high)) == False  # noqa: E712
+        going = (flat | (high - low <= 4e-16 * high)) == False
         step += 1
     spread = cost_low - cost_high
     blend = tl.where(spread > 0.0, (budget - cost_high) / tl.maximum(spread, 1e-300), 0.0)
@@ -172,7 +187,10 @@ def kink(
     top_low, top_high = mass * 0.0 + float("-inf"), mass * 0.0 + float("-inf")
     at_low, at_high = tl.zeros(place.shape, tl.int32), tl.zeros(place.shape, tl.int32)
     for k in tl.range(0, MOVES):
-        end, fee = tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0), tl.load(fee_ptr + k)
+        end, fee = (
+            tl.load(u_ptr + place + tl.load(offset_ptr + k), mask=rows, other=0.0),
+            tl.load(fee_ptr + k),
+        )
         at_low = tl.where(end - low * fee > top_low, k, at_low)
         top_low = tl.maximum(top_low, end - low * fee)
         at_high = tl.where(end - high * fee > top_high, k, at_high)
@@ -186,7 +204,14 @@ def kink(
 
 @triton.jit
 def _position(
-    list_ptr, index, real, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, LISTED: tl.constexpr
+    list_ptr,
+    index,
+    real,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    RR: tl.constexpr,
+    RC: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     """Where the rows or columns with these numbers are staged: by their list, or all pixels one after the other."""
     if LISTED:
@@ -228,16 +253,22 @@ def evaluate(
             total, used, top = t * 0.0, t * 0.0, t * 0.0 + float("-inf")
             for k in tl.range(0, MOVES, GROUP):
                 steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
-                ends, held, gone = _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES)
+                ends, held, gone = _ends_and_shares(
+                    u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
+                )
                 price = tl.where(gone, 0.0, psi)
                 for i in tl.static_range(GROUP):
-                    v = tl.where(gone, 0.0, held[i]).to(tl.float64) + sigma * (ends[i] - price * fees[i])
+                    v = tl.where(gone, 0.0, held[i]).to(tl.float64) + sigma * (
+                        ends[i] - price * fees[i]
+                    )
                     above = v > t
                     total += tl.where(above, v, 0.0)
                     used += tl.where(above, 1.0, 0.0)
                     top = tl.maximum(top, v)
-            settled = (used == count) | (rows == False)  # noqa: E712
-            t = tl.where(settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0))
+            settled = (used == count) | (rows == False)
+            t = tl.where(
+                settled, t, tl.where(used > 0.0, (total - 1.0) / tl.maximum(used, 1.0), top - 1.0)
+            )
             count = tl.where(settled, count, used)
             open_rows = tl.max(tl.where(settled, 0, 1), 0)
             tries += 1
@@ -245,7 +276,9 @@ def evaluate(
         marks = tl.load(mark_ptr + place, mask=real, other=0) * 0
         for k in tl.range(0, MOVES, GROUP):
             steps, fees = tables(offset_ptr, fee_ptr, k, MOVES, GROUP)
-            ends, held, gone = _ends_and_shares(u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES)
+            ends, held, gone = _ends_and_shares(
+                u_ptr, centre_ptr, place, rows, steps, k, STAGED, MOVES
+            )
             price = tl.where(gone, 0.0, psi)
             for i in tl.static_range(GROUP):
                 gain, at = ends[i] - price * fees[i], tl.where(gone, 0.0, held[i]).to(tl.float64)
@@ -263,7 +296,11 @@ def evaluate(
         moved += m * m * away
         pull += m * away
     tl.debug_barrier()
-    least, size, along = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    least, size, along = (
+        tl.zeros([TILE], tl.float64),
+        tl.zeros([TILE], tl.float64),
+        tl.zeros([TILE], tl.float64),
+    )
     for first in tl.range(0, n_columns, TILE):
         real = first + lanes < n_columns
         place = _position(column_ptr, first + lanes, real, H, W, RR, RC, LISTED)
@@ -277,16 +314,26 @@ def evaluate(
             tl.debug_barrier()
             held, levels, masses = (), (), ()
             for i in tl.static_range(GROUP):
-                taken = taken + (owned(real & (((there[i] >> (k + i)) & 1) != 0), k + i, MOVES, GROUP),)
+                taken = taken + (
+                    owned(real & (((there[i] >> (k + i)) & 1) != 0), k + i, MOVES, GROUP),
+                )
             for i in tl.static_range(GROUP):
                 start = place - steps[i]
-                held = held + (tl.load(centre_ptr + (k + i) * STAGED + start, mask=taken[i], other=0.0),)
-                levels = levels + (tl.load(s_ptr + LEVEL * STAGED + start, mask=taken[i], other=0.0),)
-                masses = masses + (tl.load(s_ptr + MASS * STAGED + start, mask=taken[i], other=0.0),)
+                held = held + (
+                    tl.load(centre_ptr + (k + i) * STAGED + start, mask=taken[i], other=0.0),
+                )
+                levels = levels + (
+                    tl.load(s_ptr + LEVEL * STAGED + start, mask=taken[i], other=0.0),
+                )
+                masses = masses + (
+                    tl.load(s_ptr + MASS * STAGED + start, mask=taken[i], other=0.0),
+                )
             gone = missing(levels) | missing(masses) | missing(held)
             price = tl.where(gone, 0.0, psi)
             for i in tl.static_range(GROUP):
-                part = tl.where(gone, 0.0, held[i]).to(tl.float64) + (sigma * (u - price * fees[i]) - levels[i])
+                part = tl.where(gone, 0.0, held[i]).to(tl.float64) + (
+                    sigma * (u - price * fees[i]) - levels[i]
+                )
                 come += tl.where(taken[i], part * masses[i], 0.0)
         w = tl.load(s_ptr + TARGET * STAGED + place, mask=real, other=0.0)
         z, _, value = column(w, u, come, lo, hi, LINEAR)

@@ -14,7 +14,9 @@ ROOM, PLENTY, RATE, REST = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _exchange(flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE: tl.constexpr, MOVES: tl.constexpr):
+def _exchange(
+    flow_ptr, spot, real, marks, incoming, flat_ptr, PLANE: tl.constexpr, MOVES: tl.constexpr
+):
     """What each pixel sends away and receives."""
     sent, come = tl.zeros(spot.shape, tl.float64), tl.zeros(spot.shape, tl.float64)
     for k in tl.range(1, MOVES):
@@ -45,8 +47,16 @@ def _send_back(
         easy += tl.minimum(part, tl.load(s_ptr + ROOM * STAGED + start, mask=used, other=0.0))
     excess = tl.where(z > hi + rounding, more * (z - hi), 0.0)
     enough = easy >= excess
-    tl.store(s_ptr + RATE * STAGED + place, tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0), mask=real)
-    tl.store(s_ptr + REST * STAGED + place, tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)), mask=real)
+    tl.store(
+        s_ptr + RATE * STAGED + place,
+        tl.where(enough, excess / tl.maximum(easy, 1e-300), 0.0),
+        mask=real,
+    )
+    tl.store(
+        s_ptr + REST * STAGED + place,
+        tl.where(enough, 0.0, excess / tl.maximum(full, 1e-300)),
+        mask=real,
+    )
     recall, recall_rest = z * 0.0, z * 0.0
     if LOWER:
         easy, full = z * 0.0, z * 0.0
@@ -119,5 +129,7 @@ def repair(
         part = tl.load(flow_ptr + k * PLANE + spot, mask=((marks >> k) & 1) != 0, other=0.0)
         cost += part * tl.load(fee_ptr + k)
     spent = tl.sum(cost, 0)
-    scale = tl.where(wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0))
+    scale = tl.where(
+        wrong > 0, 0.0, tl.where(spent > budget, budget / tl.maximum(spent, 1e-300), 1.0)
+    )
     return scale, x + scale * (come - sent)

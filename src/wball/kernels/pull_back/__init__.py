@@ -50,7 +50,9 @@ class PulledBack:
     chosen: Tensor
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
+def pull_back(
+    request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None
+) -> PulledBack:
     """The point of the ball that ``plan`` proposes. An image on which a kernel failed stays where it is.
 
     Args:

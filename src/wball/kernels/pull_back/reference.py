@@ -9,13 +9,17 @@ from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
 from wball.kernels.pull_back import DOUBT, KAPPA, PulledBack
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
+def pull_back(
+    request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None
+) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
     x, b, box = request.x, request.b, request.box
     chosen = b + plan.q
     size = chosen.flatten(1).abs().amax(1) + plan.psi.to(b) * request.moves.dearest
     doubt = (DOUBT * torch.finfo(b.dtype).eps * size.to(torch.float64)).clamp(max=0.5)
-    slack = (budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(nan=0.0)
+    slack = (
+        budget * (1 - doubt) / plan.net_cost.clamp(min=torch.finfo(torch.float64).tiny)
+    ).nan_to_num(nan=0.0)
     paced = slack.clamp(0.5, 2.0) ** 0.7
     kappa = (paced if kappa is None else kappa * paced).clamp(*KAPPA)
     scale = slack.clamp(max=1.0)
@@ -35,5 +39,7 @@ def balanced(x: Tensor, z: Tensor) -> Tensor:
     gained = change.clamp(min=0).sum((-2, -1), keepdim=True, dtype=torch.float64)
     lost = gained - change.sum((-2, -1), keepdim=True, dtype=torch.float64)
     tiny = torch.finfo(torch.float64).tiny
-    up, down = ((a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost)))
+    up, down = (
+        (a / b.clamp(min=tiny)).clamp(0, 1).to(x.dtype) for a, b in ((lost, gained), (gained, lost))
+    )
     return change * torch.where(change > 0, up, down)

@@ -24,11 +24,17 @@ _LEAST, _MOST = tl.constexpr(KAPPA[0]), tl.constexpr(KAPPA[1])
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
     """Why this kernel must refuse such images, or ``None``."""
-    many = f"images of {x.shape[1]} channels (at most {MAX_CHANNELS})" if x.shape[1] > MAX_CHANNELS else None
+    many = (
+        f"images of {x.shape[1]} channels (at most {MAX_CHANNELS})"
+        if x.shape[1] > MAX_CHANNELS
+        else None
+    )
     return _why_not(x, moves) or too_large(x, MAX_ON_CHIP) or many
 
 
-def pull_back(request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None) -> PulledBack:
+def pull_back(
+    request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None
+) -> PulledBack:
     """See :func:`wball.kernels.pull_back.pull_back`."""
     x, b, box = request.x, request.b, request.box
     batch, channels, height, width = x.shape
@@ -63,7 +69,9 @@ def _pull_kernel(
     here = image * (C * SIZE) + index
     x = tl.load(x_ptr + here, mask=real, other=0.0).to(tl.float32)
     change = tl.load(plan_ptr + here, mask=real, other=0.0).to(tl.float32) - x
-    chosen = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32) + tl.load(q_ptr + here, mask=real, other=0.0)
+    chosen = tl.load(b_ptr + here, mask=real, other=0.0).to(tl.float32) + tl.load(
+        q_ptr + here, mask=real, other=0.0
+    )
     tl.store(chosen_out + here, chosen, mask=real)
     net = tl.load(net_ptr + image)
     size = tl.max(tl.abs(chosen), 0) + tl.load(psi_ptr + image).to(tl.float32) * dearest

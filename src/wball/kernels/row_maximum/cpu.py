@@ -52,7 +52,11 @@ class _Effort(NamedTuple):
 
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     """See :func:`wball.kernels.row_maximum.row_maximum`."""
-    value, psi = _patches(problem, 2 * rounds) if problem.plain else _field(problem, problem.field(), 2 * rounds)
+    value, psi = (
+        _patches(problem, 2 * rounds)
+        if problem.plain
+        else _field(problem, problem.field(), 2 * rounds)
+    )
     return value.to(problem.coeff.dtype), psi.to(problem.coeff.dtype)
 
 
@@ -66,8 +70,14 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     wide = np.array([w for _, w in problem.tiers], dtype=np.int64)
     coeff, patched, elsewhere = problem.coeff, problem.corner is not None, problem.elsewhere()
     count, channels = coeff.shape[:2]
-    corner = torch.zeros((2, count), dtype=torch.long) if problem.corner is None else torch.stack(problem.corner)
-    beyond = np.zeros((count, channels, 0)) if elsewhere is None else elsewhere.to(torch.float64).numpy()
+    corner = (
+        torch.zeros((2, count), dtype=torch.long)
+        if problem.corner is None
+        else torch.stack(problem.corner)
+    )
+    beyond = (
+        np.zeros((count, channels, 0)) if elsewhere is None else elsewhere.to(torch.float64).numpy()
+    )
     given = _Rows(
         coeff.detach().to(torch.float64).contiguous().numpy(),
         problem.image.contiguous().numpy(),
@@ -77,7 +87,10 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
         problem.budget.to(torch.float64).contiguous().numpy(),
     )
     reach = int(np.abs(shifts).max()) if len(away) else 0
-    ways, effort = _Ways(shifts, ring, len(costs), fees, wide, beyond, reach), _Effort(float(problem.step), rounds)
+    ways, effort = (
+        _Ways(shifts, ring, len(costs), fees, wide, beyond, reach),
+        _Effort(float(problem.step), rounds),
+    )
     out, psi = np.empty((2, count))
 
     def work(start: int, stop: int) -> None:
@@ -91,15 +104,24 @@ def _patches(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
 def _field(problem: RowProblem, field: Field, rounds: int) -> tuple[Tensor, Tensor]:
     """Rows with charges or box prices, whose options are listed already."""
     count, channels, options = field.worth.shape[:3]
-    given = tuple(t.detach().to(torch.float64).contiguous().numpy() for t in (field.worth, field.stay, field.mass))
-    cost, budget = (t.to(torch.float64).contiguous().numpy() for t in (field.cost[:, 0], problem.budget))
+    given = tuple(
+        t.detach().to(torch.float64).contiguous().numpy()
+        for t in (field.worth, field.stay, field.mass)
+    )
+    cost, budget = (
+        t.to(torch.float64).contiguous().numpy() for t in (field.cost[:, 0], problem.budget)
+    )
     far, elsewhere = np.zeros((count, channels)), np.zeros((count, channels, 0))
     if field.far is not None and field.elsewhere is not None:
-        far, elsewhere = (t.detach().to(torch.float64).contiguous().numpy() for t in (field.far, field.elsewhere))
+        far, elsewhere = (
+            t.detach().to(torch.float64).contiguous().numpy() for t in (field.far, field.elsewhere)
+        )
     out, psi = np.empty((2, count))
 
     def work(start: int, stop: int) -> None:
-        _fields(*given, cost, far, elsewhere, budget, float(problem.step), rounds, start, stop, out, psi)
+        _fields(
+            *given, cost, far, elsewhere, budget, float(problem.step), rounds, start, stop, out, psi
+        )
 
     split(count, work, 2 * channels * options * field.mass.shape[2])
     return torch.from_numpy(out), torch.from_numpy(psi)
@@ -127,7 +149,10 @@ def _fields(  # type: ignore[no-untyped-def]
             options_held, stay_held, mass_held, count, fee, far[n], elsewhere[n], budget[n], step, rounds, _TOL, best,
             paid,
         )  # fmt: skip
-        out[n], psi[n] = found.value if whole else np.nan, found.psi  # what is not a number is no bound
+        out[n], psi[n] = (
+            found.value if whole else np.nan,
+            found.psi,
+        )  # what is not a number is no bound
 
 
 @compiled(inner=True, fastmath=FAST)
@@ -174,7 +199,9 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
                 there = top - reach + r
                 for k in range(wide_columns):
                     column = left - reach + k
-                    inside = there >= 0 and there < full_height and column >= 0 and column < full_width
+                    inside = (
+                        there >= 0 and there < full_height and column >= 0 and column < full_width
+                    )
                     target[r * wide_columns + k] = 0.0 if inside else NOWHERE
             for r in range(height):
                 there = corner[0, n] + r
@@ -201,7 +228,11 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
             while s < count:
                 end = s + 1
                 at = place[s - first]
-                while end < count and place[end - first] == at + end - s and place[end - first] % columns:
+                while (
+                    end < count
+                    and place[end - first] == at + end - s
+                    and place[end - first] % columns
+                ):
                     end += 1
                 centre = (at // columns + reach) * wide_columns + at % columns + reach
                 for m in range(ring.shape[0]):
@@ -229,5 +260,19 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
                     if patched:
                         for s in range(first, count):
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
-        found = search(worth, stay, mass, count, fee, far, elsewhere[n], budget[n], step, rounds, _TOL, best, paid)
+        found = search(
+            worth,
+            stay,
+            mass,
+            count,
+            fee,
+            far,
+            elsewhere[n],
+            budget[n],
+            step,
+            rounds,
+            _TOL,
+            best,
+            paid,
+        )
         out[n], psi[n] = found.value, found.psi

@@ -16,7 +16,9 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     return worth_of(field, psi) + psi * problem.budget.to(dtype), psi
 
 
-def _choose(where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _choose(
+    where: Tensor, first: tuple[Tensor, ...], second: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     return tuple(torch.where(where, a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -64,7 +66,9 @@ def best_psi(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
     order = count.argsort()
     groups = [g for g in order.chunk(4 if order.shape[0] >= 64 else 1) if g.numel()]
     psi = torch.zeros_like(budget)
-    for group, most in zip(groups, torch.stack([count[g].max() for g in groups]).tolist(), strict=True):
+    for group, most in zip(
+        groups, torch.stack([count[g].max() for g in groups]).tolist(), strict=True
+    ):
         if most > 0.7 * holds.shape[1]:
             part = _pick(field, group)
         else:
@@ -123,7 +127,9 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
         # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
-        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(min=1e-30)
+        meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(
+            min=1e-30
+        )
         trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
         # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the bracket.
         trial = torch.where(low > 0, trial, DOWN * high)
@@ -134,7 +140,9 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
         best, psi = torch.where(better, value, best), torch.where(better, trial, psi)
         over = cost > budget
         low, value_low, cost_low = _choose(over, (trial, value, cost), (low, value_low, cost_low))
-        high, value_high, cost_high = _choose(over, (high, value_high, cost_high), (trial, value, cost))
+        high, value_high, cost_high = _choose(
+            over, (high, value_high, cost_high), (trial, value, cost)
+        )
     return psi
 
 

@@ -36,7 +36,9 @@ def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     value = torch.empty(rows, dtype=torch.float64, device=device)
     psi = torch.empty(rows, dtype=torch.float32, device=device)
     beyond = field.elsewhere is not None
-    far, elsewhere, away = (field.far, field.elsewhere, field.away) if beyond else (field.mass, field.mass, field.cost)
+    far, elsewhere, away = (
+        (field.far, field.elsewhere, field.away) if beyond else (field.mass, field.mass, field.cost)
+    )
     if rows:
         block = min(BLOCK, max(32, triton.next_power_of_2(channels * sources)))
         _row_kernel[(rows,)](
@@ -114,7 +116,9 @@ def _row_kernel(
         for k in tl.range(0, choices):
             cost = tl.load(cost_ptr + k).to(tl.float32)
             apart = tl.where(cost > 0.0, cost, step)
-            gain = (tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay) / apart
+            gain = (
+                tl.load(option_ptr + k * sources, mask=real, other=0.0).to(tl.float32) - stay
+            ) / apart
             steepest = tl.where(real, tl.maximum(steepest, gain), steepest)
     high = tl.max(steepest, 0)
     if TIERS > 0:
@@ -139,7 +143,12 @@ def _row_kernel(
         # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
-        meet = value_low - value_high + slope_high * high.to(tl.float64) - slope_low * low.to(tl.float64)
+        meet = (
+            value_low
+            - value_high
+            + slope_high * high.to(tl.float64)
+            - slope_low * low.to(tl.float64)
+        )
         meet = (meet / tl.maximum(drop, 1e-300)).to(tl.float32)
         trial = tl.where(steps % 3 == 2, 0.5 * (low + high), tl.where(drop > 0.0, meet, high))
         # The budget is small against the mass: the best price is near the top, and 0 a bad end of the bracket.

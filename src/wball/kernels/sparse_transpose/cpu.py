@@ -19,7 +19,11 @@ from wball.moves import Moves
 
 def why_not(x: Tensor, moves: Moves | None) -> str | None:
     """Why maps like ``x`` must be refused, or ``None``."""
-    return None if x.device.type == "cpu" else f"the maps are on {x.device}, this kernel runs on the CPU"
+    return (
+        None
+        if x.device.type == "cpu"
+        else f"the maps are on {x.device}, this kernel runs on the CPU"
+    )
 
 
 def sparse_transpose(
@@ -29,7 +33,15 @@ def sparse_transpose(
     taps = weight.detach().permute(2, 3, 0, 1).contiguous().numpy()
     place = np.full(math.prod(geometry.after), -1)
     place[cell.numpy()] = np.arange(cell.shape[0])
-    shape = np.array([*geometry.stride, *geometry.padding, *geometry.dilation, geometry.groups, *geometry.after[1:]])
+    shape = np.array(
+        [
+            *geometry.stride,
+            *geometry.padding,
+            *geometry.dilation,
+            geometry.groups,
+            *geometry.after[1:],
+        ]
+    )
     reached = np.zeros(wanted.shape[0], dtype=np.bool_)
     _reach(place, taps, wanted.numpy(), shape, geometry.before[2], reached)
     found = reached.nonzero()[0]
@@ -100,7 +112,9 @@ def _positions(maps, place, weight, goes, shape, width, start, stop, out):  # ty
                                 scale[c, count] = weight[i, j, k, chosen[c]]
                             count += 1
             for c in range(0, some - 1, 2):
-                _two(maps, listed, count, scale[c], scale[c + 1], out[target[c]], out[target[c + 1]])
+                _two(
+                    maps, listed, count, scale[c], scale[c + 1], out[target[c]], out[target[c + 1]]
+                )
             if some % 2:
                 _one(maps, listed, count, scale[some - 1], out[target[some - 1]])
 
@@ -118,7 +132,12 @@ def _two(value, listed, count, scale, other, first, second):  # type: ignore[no-
     for k in range(0, count - 3, 4):
         s0, s1, s2, s3 = scale[k], scale[k + 1], scale[k + 2], scale[k + 3]
         o0, o1, o2, o3 = other[k], other[k + 1], other[k + 2], other[k + 3]
-        v0, v1, v2, v3 = value[listed[k]], value[listed[k + 1]], value[listed[k + 2]], value[listed[k + 3]]
+        v0, v1, v2, v3 = (
+            value[listed[k]],
+            value[listed[k + 1]],
+            value[listed[k + 2]],
+            value[listed[k + 3]],
+        )
         for n in range(maps):
             a, b, c, d = v0[n], v1[n], v2[n], v3[n]
             first[n] += (s0 * a + s1 * b) + (s2 * c + s3 * d)
@@ -135,7 +154,12 @@ def _one(value, listed, count, scale, out):  # type: ignore[no-untyped-def]
     maps = out.shape[0]
     for k in range(0, count - 3, 4):
         s0, s1, s2, s3 = scale[k], scale[k + 1], scale[k + 2], scale[k + 3]
-        v0, v1, v2, v3 = value[listed[k]], value[listed[k + 1]], value[listed[k + 2]], value[listed[k + 3]]
+        v0, v1, v2, v3 = (
+            value[listed[k]],
+            value[listed[k + 1]],
+            value[listed[k + 2]],
+            value[listed[k + 3]],
+        )
         for n in range(maps):
             out[n] += (s0 * v0[n] + s1 * v1[n]) + (s2 * v2[n] + s3 * v3[n])
     for k in range(count - count % 4, count):

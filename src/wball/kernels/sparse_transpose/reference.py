@@ -21,9 +21,19 @@ def sparse_transpose(
         maps = value.new_zeros((listed.shape[1], math.prod(after)))
         maps[:, cell] = listed.T
         spans = [geometry.dilation[k] * (kernel.shape[2 + k] - 1) + 1 for k in (0, 1)]
-        least = [(after[1 + k] - 1) * geometry.stride[k] - 2 * geometry.padding[k] + spans[k] for k in (0, 1)]
+        least = [
+            (after[1 + k] - 1) * geometry.stride[k] - 2 * geometry.padding[k] + spans[k]
+            for k in (0, 1)
+        ]
         beyond = [geometry.before[1 + k] - least[k] for k in (0, 1)]
-        settings = (None, geometry.stride, geometry.padding, beyond, geometry.groups, geometry.dilation)
+        settings = (
+            None,
+            geometry.stride,
+            geometry.padding,
+            beyond,
+            geometry.groups,
+            geometry.dilation,
+        )
         return F.conv_transpose2d(maps.reshape(-1, *after), kernel, *settings).flatten(1).T
 
     seen = transposed(value.new_ones((cell.shape[0], 1)), torch.ones_like(weight))[:, 0] > 0

@@ -16,7 +16,9 @@ from wball.kernels import dispatch
 Window = tuple[int, int, int, int]
 
 
-def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window) -> Tensor:
+def transposed_convolution(
+    a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window
+) -> Tensor:
     """``(N, K, height, width)``: what falls into the ``window`` (top, left, height, width) of the whole result.
 
     Args:
@@ -27,5 +29,7 @@ def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], w
     """
     recorded = torch.is_grad_enabled() and (a.requires_grad or weight.requires_grad)
     name = "torch" if recorded else dispatch.choose("transposed_convolution", a)
-    found: Tensor = dispatch.load("transposed_convolution", name).transposed_convolution(a, weight, stride, window)
+    found: Tensor = dispatch.load("transposed_convolution", name).transposed_convolution(
+        a, weight, stride, window
+    )
     return found

@@ -15,14 +15,28 @@ _SHARE = 16  # a map has so many cells for each that is not 0, about
 
 def why_not(x: Tensor, moves: Moves | None) -> str | None:
     """Why maps like ``x`` must be refused, or ``None``."""
-    return None if x.device.type == "cpu" else f"the maps are on {x.device}, this kernel runs on the CPU"
+    return (
+        None
+        if x.device.type == "cpu"
+        else f"the maps are on {x.device}, this kernel runs on the CPU"
+    )
 
 
-def transposed_convolution(a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window) -> Tensor:
+def transposed_convolution(
+    a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window
+) -> Tensor:
     """See :func:`wball.kernels.transposed_convolution.transposed_convolution`."""
     top, left, height, width = window
-    given = (a.detach().contiguous().numpy(), weight.detach().permute(0, 2, 3, 1).contiguous().numpy())
-    shape = (a.shape[0], height, width, weight.shape[1])  # kinds last, so that the inner loop is a long one
+    given = (
+        a.detach().contiguous().numpy(),
+        weight.detach().permute(0, 2, 3, 1).contiguous().numpy(),
+    )
+    shape = (
+        a.shape[0],
+        height,
+        width,
+        weight.shape[1],
+    )  # kinds last, so that the inner loop is a long one
     out = np.zeros(shape, dtype=given[0].dtype)
 
     def work(start: int, stop: int) -> None:

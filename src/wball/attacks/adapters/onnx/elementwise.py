@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.attacks.adapters.onnx.table import OPERATORS, TYPES, Node, Operator, listed, operator, together
+from wball.attacks.adapters.onnx.table import (
+    OPERATORS,
+    TYPES,
+    Node,
+    Operator,
+    listed,
+    operator,
+    together,
+)
 
 _ONE: dict[str, Callable[[Tensor], Tensor]] = {
     "Abs": torch.abs,
@@ -54,7 +62,9 @@ _TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or,
     "BitwiseXor": torch.bitwise_xor,
-    "Div": lambda x, y: torch.div(x, y) if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc"),
+    "Div": lambda x, y: (
+        torch.div(x, y) if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
+    ),
     "Equal": torch.eq,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
@@ -122,14 +132,18 @@ def _cast_like(node: Node, x: Tensor, like: Tensor) -> Tensor:
 @operator("Clip", attributes="min max")
 def _clip(node: Node, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     ends: list[Any] = [
-        node[name] if v is None else v if v.requires_grad else v.item() for v, name in ((low, "min"), (high, "max"))
+        node[name] if v is None else v if v.requires_grad else v.item()
+        for v, name in ((low, "min"), (high, "max"))
     ]
     return x if ends == [None, None] else torch.clamp(x, ends[0], ends[1])
 
 
 @operator("IsInf", attributes="detect_negative detect_positive")
 def _is_inf(node: Node, x: Tensor) -> Tensor:
-    up, down = (x == math.inf) & bool(node["detect_positive"]), (x == -math.inf) & bool(node["detect_negative"])
+    up, down = (
+        (x == math.inf) & bool(node["detect_positive"]),
+        (x == -math.inf) & bool(node["detect_negative"]),
+    )
     return up | down
 
 
@@ -169,7 +183,9 @@ def _selu(node: Node, x: Tensor) -> Tensor:
 @operator("Shrink", attributes="bias lambd")
 def _shrink(node: Node, x: Tensor) -> Tensor:
     edge, bias = node["lambd"], node["bias"]
-    return torch.where(x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x))).to(x.dtype)
+    return torch.where(
+        x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x))
+    ).to(x.dtype)
 
 
 @operator("Swish", attributes="alpha")
@@ -210,7 +226,9 @@ def _number(value: Tensor) -> int:
     return int(value.reshape(()).item())
 
 
-def _extreme(run: Callable[..., Tensor], none: float) -> Callable[[Tensor, list[int], bool], Tensor]:
+def _extreme(
+    run: Callable[..., Tensor], none: float
+) -> Callable[[Tensor, list[int], bool], Tensor]:
     def apply(x: Tensor, axes: list[int], keep: bool) -> Tensor:
         if x.dtype == torch.bool:
             return apply(x.to(torch.uint8), axes, keep).to(torch.bool)
@@ -264,7 +282,9 @@ def _position(largest: bool) -> Callable[[Node, Tensor], Tensor]:
     def apply(node: Node, x: Tensor) -> Tensor:
         axis, last = int(node["axis"]) % x.ndim, bool(node["select_last_index"])
         values = x.flip(axis) if last else x
-        found = (torch.argmax if largest else torch.argmin)(values, axis, keepdim=bool(node["keepdims"]))
+        found = (torch.argmax if largest else torch.argmin)(
+            values, axis, keepdim=bool(node["keepdims"])
+        )
         return x.shape[axis] - 1 - found if last else found
 
     return apply

@@ -28,7 +28,9 @@ class Graph(nn.Module):
     for the ``outputs`` that are asked for.
     """
 
-    def __init__(self, proto: onnx.GraphProto, opset: int, outputs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, proto: onnx.GraphProto, opset: int, outputs: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
         self.inputs = [i.name for i in proto.input]
         self.outputs = [o.name for o in proto.output if outputs is None or o.name in outputs]
@@ -60,11 +62,15 @@ class Graph(nn.Module):
         if proto.op_type != "If":
             self.nodes.append(read_node(proto, opset))
             if proto.op_type == "Cast" and self.nodes[-1]["to"] not in TYPES:
-                raise ValueError(f"Cast ({proto.name or proto.output[0]}) to a type that is not known here")
+                raise ValueError(
+                    f"Cast ({proto.name or proto.output[0]}) to a type that is not known here"
+                )
             return
         name = f"if_{len(self._branches)}"
         self._branches[name] = nn.ModuleDict({a.name: Graph(a.g, opset) for a in proto.attribute})
-        self.nodes.append(Node("If", 1, {"branches": name}, tuple(proto.input), tuple(proto.output)))
+        self.nodes.append(
+            Node("If", 1, {"branches": name}, tuple(proto.input), tuple(proto.output))
+        )
 
     def _fold(self, constants: Scope) -> None:
         """Compute what depends on constants alone, and keep of the constants what is still read."""
@@ -76,7 +82,9 @@ class Graph(nn.Module):
             else:
                 left.append(node)
         self.nodes = left
-        read = {name for node in self.nodes for name in node.inputs} | set(self.outputs) | self.outer()
+        read = (
+            {name for node in self.nodes for name in node.inputs} | set(self.outputs) | self.outer()
+        )
         for name, value in constants.items():
             if name in read and value is not None:
                 self.keep(name, value)
@@ -98,19 +106,32 @@ class Graph(nn.Module):
     def outer(self) -> set[str]:
         """The values that branches read from outside."""
         return {
-            name for branches in self._branches.values() for branch in _graphs(branches) for name in branch.wanted()
+            name
+            for branches in self._branches.values()
+            for branch in _graphs(branches)
+            for name in branch.wanted()
         }
 
     def wanted(self) -> set[str]:
         """The values that this graph does not make itself."""
-        made = {name for node in self.nodes for name in node.outputs} | self._small.keys() | self._stored.keys()
-        read = {name for node in self.nodes for name in node.inputs if name} | set(self.outputs) | self.outer()
+        made = (
+            {name for node in self.nodes for name in node.outputs}
+            | self._small.keys()
+            | self._stored.keys()
+        )
+        read = (
+            {name for node in self.nodes for name in node.inputs if name}
+            | set(self.outputs)
+            | self.outer()
+        )
         return read - made
 
     def _read_by(self, node: Node) -> set[str]:
         if node.kind != "If":
             return set(node.inputs)
-        inside = {name for branch in _graphs(self._branches[node["branches"]]) for name in branch.wanted()}
+        inside = {
+            name for branch in _graphs(self._branches[node["branches"]]) for name in branch.wanted()
+        }
         return set(node.inputs) | inside
 
     def keep(self, name: str, value: Tensor) -> None:
@@ -129,7 +150,9 @@ class Graph(nn.Module):
         """A small constant, if that is one."""
         return self._small.get(name)
 
-    def forward(self, given: Mapping[str, Tensor], around: Mapping[str, Tensor | None] | None = None) -> list[Tensor]:
+    def forward(
+        self, given: Mapping[str, Tensor], around: Mapping[str, Tensor | None] | None = None
+    ) -> list[Tensor]:
         """The graph's outputs; ``around``: the values of the graph that this one is a branch of."""
         values: Scope = {**(around or {}), **given, **self._small, "": None}
         values |= {name: getattr(self, own) for name, own in self._stored.items()}

@@ -26,7 +26,11 @@ class _Windows:
 
     def __init__(self, node: Node, image: Sequence[int], size: Sequence[int]) -> None:
         ones = [1] * len(size)
-        self.size, self.steps, self.gaps = list(size), node["strides"] or ones, node["dilations"] or ones
+        self.size, self.steps, self.gaps = (
+            list(size),
+            node["strides"] or ones,
+            node["dilations"] or ones,
+        )
         auto = node["auto_pad"]
         both = node["pads"] or [0] * (2 * len(size))
         self.before, self.after = list(both[: len(size)]), list(both[len(size) :])
@@ -36,7 +40,9 @@ class _Windows:
             if auto in ("SAME_UPPER", "SAME_LOWER"):
                 total = max(0, (math.ceil(length / step) - 1) * step + wide - length)
                 less, more = total // 2, total - total // 2
-                self.before[k], self.after[k] = (less, more) if auto == "SAME_UPPER" else (more, less)
+                self.before[k], self.after[k] = (
+                    (less, more) if auto == "SAME_UPPER" else (more, less)
+                )
             elif auto == "VALID":
                 self.before[k] = self.after[k] = 0
             room = length + self.before[k] + self.after[k] - wide
@@ -57,7 +63,9 @@ class _Windows:
 
     def padded(self, x: Tensor, value: float, after: Sequence[int] | None = None) -> Tensor:
         after = self.reach if after is None else after
-        sides = [s for pair in zip(reversed(self.before), reversed(after), strict=True) for s in pair]
+        sides = [
+            s for pair in zip(reversed(self.before), reversed(after), strict=True) for s in pair
+        ]
         return F.pad(x, sides, value=value) if any(sides) else x
 
     def sums(self, x: Tensor) -> Tensor:
@@ -85,7 +93,9 @@ def _conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     )
 
 
-@operator("MaxPool", attributes="auto_pad ceil_mode dilations kernel_shape pads storage_order strides")
+@operator(
+    "MaxPool", attributes="auto_pad ceil_mode dilations kernel_shape pads storage_order strides"
+)
 def _max_pool(node: Node, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     windows, kind = _Windows(node, x.shape[2:], node["kernel_shape"]), x.dtype
     x = x if x.is_floating_point() else x.float()
@@ -104,13 +114,21 @@ def _max_pool(node: Node, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         else places.view(spatial[::-1]).permute(*reversed(range(len(spatial))))
     )
     places = windows.padded(places[None, None], 0).flatten()
-    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], *[1] * len(spatial))
+    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(
+        *x.shape[:2], *[1] * len(spatial)
+    )
     return values.to(kind), places[index] + planes * math.prod(spatial)
 
 
-@operator("AveragePool", attributes="auto_pad ceil_mode count_include_pad dilations kernel_shape pads strides")
+@operator(
+    "AveragePool",
+    attributes="auto_pad ceil_mode count_include_pad dilations kernel_shape pads strides",
+)
 def _average_pool(node: Node, x: Tensor) -> Tensor:
-    windows, counted = _Windows(node, x.shape[2:], node["kernel_shape"]), bool(node["count_include_pad"])
+    windows, counted = (
+        _Windows(node, x.shape[2:], node["kernel_shape"]),
+        bool(node["count_include_pad"]),
+    )
     plain = windows.plain
     if plain is not None and all(gap == 1 for gap in windows.gaps):
         return _AVERAGES[len(windows.size)](
@@ -120,7 +138,11 @@ def _average_pool(node: Node, x: Tensor) -> Tensor:
     if counted:  # the padding that was asked for counts; what hangs over behind it does not
         inside = F.pad(
             inside,
-            [s for pair in zip(reversed(windows.before), reversed(windows.after), strict=True) for s in pair],
+            [
+                s
+                for pair in zip(reversed(windows.before), reversed(windows.after), strict=True)
+                for s in pair
+            ],
             value=1.0,
         )
         over = [r - a for r, a in zip(windows.reach, windows.after, strict=True)]
@@ -164,7 +186,11 @@ def _gemm(node: Node, left: Tensor, right: Tensor, bias: Tensor | None = None) -
 
 
 def _training(node: Node) -> str | None:
-    return "in training mode is not known here: export the model in evaluation mode" if node["training_mode"] else None
+    return (
+        "in training mode is not known here: export the model in evaluation mode"
+        if node["training_mode"]
+        else None
+    )
 
 
 def _own_statistics(node: Node) -> str | None:
@@ -173,10 +199,18 @@ def _own_statistics(node: Node) -> str | None:
     return _training(node)
 
 
-@operator("BatchNormalization", attributes="epsilon momentum spatial training_mode", refuse=_own_statistics)
-def _batch_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+@operator(
+    "BatchNormalization",
+    attributes="epsilon momentum spatial training_mode",
+    refuse=_own_statistics,
+)
+def _batch_norm(
+    node: Node, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> Tensor:
     # PyTorch has no gradient by running statistics.
-    return F.batch_norm(x, mean.detach(), variance.detach(), scale, bias, training=False, eps=node["epsilon"])
+    return F.batch_norm(
+        x, mean.detach(), variance.detach(), scale, bias, training=False, eps=node["epsilon"]
+    )
 
 
 @operator("Dropout", attributes="ratio seed")
@@ -184,7 +218,9 @@ def _dropout(
     node: Node, x: Tensor, ratio: Tensor | None = None, training: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if training is not None and bool(training):
-        raise ValueError("Dropout in training mode is not known here: export the model in evaluation mode")
+        raise ValueError(
+            "Dropout in training mode is not known here: export the model in evaluation mode"
+        )
     return x, torch.ones_like(x, dtype=torch.bool)
 
 
@@ -202,9 +238,15 @@ def _normalised(x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Ten
 
 
 @operator("LayerNormalization", attributes="axis epsilon stash_type")
-def _layer_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None) -> Sequence[Tensor]:
+def _layer_norm(
+    node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Sequence[Tensor]:
     axis = int(node["axis"]) % x.ndim
-    if not node.wants(1) and scale.shape == x.shape[axis:] and (bias is None or bias.shape == scale.shape):
+    if (
+        not node.wants(1)
+        and scale.shape == x.shape[axis:]
+        and (bias is None or bias.shape == scale.shape)
+    ):
         return (F.layer_norm(x, list(scale.shape), scale, bias, node["epsilon"]),)
     normal, mean, inverse = _normalised(x, range(axis, x.ndim), node["epsilon"])
     y = normal.to(x.dtype) * scale
@@ -215,7 +257,9 @@ def _layer_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor | None = None
 def _rms_norm(node: Node, x: Tensor, scale: Tensor) -> Tensor:
     axes = tuple(range(int(node["axis"]) % x.ndim, x.ndim))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().mean(axes, keepdim=True) + node["epsilon"]).rsqrt()).to(x.dtype) * scale
+    return (wide * (wide.square().mean(axes, keepdim=True) + node["epsilon"]).rsqrt()).to(
+        x.dtype
+    ) * scale
 
 
 @operator("GroupNormalization", attributes="epsilon num_groups stash_type")
@@ -236,7 +280,9 @@ def _mean_variance(node: Node, x: Tensor) -> Tensor:
 @operator("LpNormalization", attributes="axis p")
 def _lp_norm(node: Node, x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, node["p"], int(node["axis"]), keepdim=True)
-    return torch.where(norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm))
+    return torch.where(
+        norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
+    )
 
 
 @operator("LRN", attributes="alpha beta bias size")

@@ -62,14 +62,18 @@ def load(
         raise FileNotFoundError(f"no ONNX file {path}") from None
     except Exception as error:  # protobuf, the checker and files of weights each have their own
         first = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{path} is not a complete ONNX file ({first}): export or download it again") from error
+        raise ValueError(
+            f"{path} is not a complete ONNX file ({first}): export or download it again"
+        ) from error
     if engine != "onnxruntime":
         try:
             return OnnxModel(proto, layout=layout, output=output).eval()
         except NotKnown as error:
             if engine == "torch" or not _has_runtime():
                 raise
-            warnings.warn(f"{error}: the model runs in ONNX Runtime, without gradients", stacklevel=2)
+            warnings.warn(
+                f"{error}: the model runs in ONNX Runtime, without gradients", stacklevel=2
+            )
     return ForwardOnly(proto, layout=layout, output=output).eval()
 
 
@@ -77,7 +81,11 @@ def _check(path: str, proto: onnx.ModelProto) -> None:
     """Ask onnx whether the file is whole. It wants every output to have a shape, which some exporters leave open."""
     if proto.ByteSize() > LARGEST:
         return onnx.checker.check_model(path)
-    kinds = [output.type.tensor_type for output in proto.graph.output if output.type.HasField("tensor_type")]
+    kinds = [
+        output.type.tensor_type
+        for output in proto.graph.output
+        if output.type.HasField("tensor_type")
+    ]
     kinds = [kind for kind in kinds if not kind.HasField("shape")]
     for kind in kinds:
         kind.shape.SetInParent()
@@ -115,7 +123,11 @@ class Ends:
     @property
     def image(self) -> tuple[int | None, ...]:
         """The shape of one image, ``(C, H, W)``."""
-        return self.shape if self.layout == "NCHW" or len(self.shape) != 3 else (self.shape[2], *self.shape[:2])
+        return (
+            self.shape
+            if self.layout == "NCHW" or len(self.shape) != 3
+            else (self.shape[2], *self.shape[:2])
+        )
 
 
 def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None) -> Ends:
@@ -133,12 +145,16 @@ def find_ends(graph: onnx.GraphProto, layout: Layout | None, output: str | None)
     tensors = [o.name for o in graph.output if _may_be_scores(o.type)]
     if not tensors or (output is not None and output not in tensors):
         what = "the graph has no output" if output is None else f"output {output} is no output"
-        raise ValueError(f"{what} of floating-point numbers; scikit-learn's has one with options={{'zipmap': False}}")
+        raise ValueError(
+            f"{what} of floating-point numbers; scikit-learn's has one with options={{'zipmap': False}}"
+        )
     chosen = [output] if output is not None else tensors
     if len(chosen) > 1:
         chosen = [name for name in tensors if name in LOGITS][:1]
     if len(chosen) != 1:
-        raise ValueError(f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME")
+        raise ValueError(
+            f"the graph has the outputs {', '.join(names)}: say which one has the logits, output=NAME"
+        )
     kind = inputs[0].type.tensor_type
     sizes = [d.dim_value if d.dim_value > 0 else None for d in kind.shape.dim]
     shape = tuple(sizes[1:])
@@ -171,9 +187,13 @@ class _Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wanted = self.ends.image
-        if len(wanted) == x.ndim - 1 and any(w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)):
+        if len(wanted) == x.ndim - 1 and any(
+            w not in (None, s) for w, s in zip(wanted, x.shape[1:], strict=True)
+        ):
             sizes = ", ".join("any" if w is None else str(w) for w in wanted)
-            raise ValueError(f"the ONNX model takes images of shape ({sizes}), got {tuple(x.shape[1:])}")
+            raise ValueError(
+                f"the ONNX model takes images of shape ({sizes}), got {tuple(x.shape[1:])}"
+            )
         x = x.to(self.ends.dtype) if x.dtype != self._dtype() else x
         x = x.permute(0, 2, 3, 1) if self.ends.layout == "NHWC" and x.ndim == 4 else x
         if len(wanted) == 1 and x.ndim == 4:
@@ -183,14 +203,18 @@ class _Classifier(nn.Module):
             return self._flat(self._run(x), len(x))
         missing = -len(x) % batch
         filled = torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x
-        return torch.cat([self._flat(self._run(part), batch) for part in filled.split(batch)])[: len(x)]
+        return torch.cat([self._flat(self._run(part), batch) for part in filled.split(batch)])[
+            : len(x)
+        ]
 
     @staticmethod
     def _as_vectors(x: Tensor, length: int | None) -> Tensor:
         """Images for a graph that takes rows of a table, as those of scikit-learn do."""
         if length not in (None, x[:1].numel()):
             shape = tuple(x.shape[1:])
-            raise ValueError(f"the ONNX model takes {length} numbers, and images of shape {shape} have {x[:1].numel()}")
+            raise ValueError(
+                f"the ONNX model takes {length} numbers, and images of shape {shape} have {x[:1].numel()}"
+            )
         return x.flatten(1)
 
     def _dtype(self) -> torch.dtype:
@@ -209,7 +233,9 @@ class _Classifier(nn.Module):
 class OnnxModel(_Classifier):
     """An ONNX graph as a differentiable module. Use :func:`load`."""
 
-    def __init__(self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None) -> None:
+    def __init__(
+        self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
+    ) -> None:
         super().__init__()
         opset = next((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), 0)
         if not OLDEST <= opset <= NEWEST:
@@ -240,9 +266,14 @@ class OnnxModel(_Classifier):
             last = self._made(last.inputs[0])
         if last is None or last.kind != "Softmax" or last["axis"] not in (1, -1):
             return
-        warnings.warn("the ONNX model ends in a softmax, which is left out: attacks see its logits", stacklevel=4)
+        warnings.warn(
+            "the ONNX model ends in a softmax, which is left out: attacks see its logits",
+            stacklevel=4,
+        )
         same = replace(last, kind="Identity", attributes={})
-        self.graph.use([same if node is last else node for node in self.graph.nodes], self.graph.outputs)
+        self.graph.use(
+            [same if node is last else node for node in self.graph.nodes], self.graph.outputs
+        )
 
     def _made(self, name: str) -> Node | None:
         """The node that makes a value."""
@@ -268,7 +299,9 @@ class OnnxModel(_Classifier):
             except (RuntimeError, ValueError, IndexError):
                 continue
             slack = 1e-3 * float(expected.abs().nan_to_num().max())
-            if found.shape == expected.shape and torch.allclose(found, expected, 1e-3, slack, equal_nan=True):
+            if found.shape == expected.shape and torch.allclose(
+                found, expected, 1e-3, slack, equal_nan=True
+            ):
                 self.ends = replace(self.ends, batch=None)
                 return
         self.graph.use(fixed, self.graph.outputs)
@@ -278,7 +311,9 @@ class OnnxModel(_Classifier):
         if shape is None or node["allowzero"] or shape.numel() == 0 or int(shape[0]) != batch:
             return node
         name = f"{node.inputs[1]}:any batch"
-        self.graph.keep(name, torch.cat([torch.zeros_like(shape[:1]), shape[1:]]))  # 0: as many as there are
+        self.graph.keep(
+            name, torch.cat([torch.zeros_like(shape[:1]), shape[1:]])
+        )  # 0: as many as there are
         return replace(node, inputs=(node.inputs[0], name))
 
 
@@ -295,23 +330,35 @@ class ForwardOnly(_Classifier):
 
     fingerprint: Tensor
 
-    def __init__(self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None) -> None:
+    def __init__(
+        self, proto: onnx.ModelProto, *, layout: Layout | None = None, output: str | None = None
+    ) -> None:
         super().__init__()
         try:
             import onnxruntime
         except ImportError as error:
-            raise ImportError("this engine needs ONNX Runtime: pip install wball[onnxruntime]") from error
+            raise ImportError(
+                "this engine needs ONNX Runtime: pip install wball[onnxruntime]"
+            ) from error
         self.ends = find_ends(proto.graph, layout, output)
         content = proto.SerializeToString()
-        self.register_buffer("fingerprint", torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8))
+        self.register_buffer(
+            "fingerprint", torch.tensor(list(hashlib.sha256(content).digest()), dtype=torch.uint8)
+        )
         try:
-            self._session: Any = onnxruntime.InferenceSession(content, providers=onnxruntime.get_available_providers())
+            self._session: Any = onnxruntime.InferenceSession(
+                content, providers=onnxruntime.get_available_providers()
+            )
         except Exception as error:  # it has a class of its own for each kind of failure
-            raise ValueError(f"ONNX Runtime cannot run the model: {str(error).splitlines()[0]}") from error
+            raise ValueError(
+                f"ONNX Runtime cannot run the model: {str(error).splitlines()[0]}"
+            ) from error
 
     def _run(self, x: Tensor) -> Tensor:
         if x.dtype == torch.bfloat16:
-            raise ValueError("ONNX Runtime is given numpy arrays, which have no bfloat16: export the model as float32")
+            raise ValueError(
+                "ONNX Runtime is given numpy arrays, which have no bfloat16: export the model as float32"
+            )
         array = x.detach().cpu().contiguous().numpy()
         (found,) = self._session.run([self.ends.output], {self.ends.input: array})
         return torch.from_numpy(found).to(x.device)

@@ -21,7 +21,9 @@ def constant(value: Any) -> Tensor:
     if value.data_type not in TYPES:
         raise ValueError(f"tensor {value.name!r} has a type that is not known here, {array.dtype}")
     wanted = TYPES[value.data_type]
-    return torch.from_numpy(np.array(array, np.float32 if wanted == torch.bfloat16 else None)).to(wanted)
+    return torch.from_numpy(np.array(array, np.float32 if wanted == torch.bfloat16 else None)).to(
+        wanted
+    )
 
 
 @operator("Constant", attributes="value value_float value_floats value_int value_ints")
@@ -48,7 +50,9 @@ def _eye_like(node: Node, x: Tensor) -> Tensor:
 
 @operator("Range")
 def _range(node: Node, start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
-    return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype, device=start.device)
+    return torch.arange(
+        start.item(), limit.item(), delta.item(), dtype=start.dtype, device=start.device
+    )
 
 
 @operator("Shape", attributes="start end")
@@ -76,7 +80,11 @@ def _reshape(node: Node, x: Tensor, shape: Tensor) -> Tensor:
 def _flatten(node: Node, x: Tensor) -> Tensor:
     axis = int(node["axis"])
     axis = axis + x.ndim if axis < 0 else axis
-    return x.flatten(1) if axis == 1 and x.ndim > 1 else x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+    return (
+        x.flatten(1)
+        if axis == 1 and x.ndim > 1
+        else x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+    )
 
 
 @operator("Squeeze", attributes="axes")
@@ -118,7 +126,9 @@ def _split(node: Node, x: Tensor, given: Tensor | None = None) -> Sequence[Tenso
     axis, count = int(node["axis"]), len(node.outputs)
     size = x.shape[axis]
     part = math.ceil(size / count)
-    sizes = listed(node, "split", given) or [max(0, min(part, size - k * part)) for k in range(count)]
+    sizes = listed(node, "split", given) or [
+        max(0, min(part, size - k * part)) for k in range(count)
+    ]
     return x.split(sizes, axis)
 
 
@@ -144,7 +154,11 @@ def _space_to_depth(node: Node, x: Tensor) -> Tensor:
 
 @operator("Pad", attributes="mode pads value")
 def _pad(
-    node: Node, x: Tensor, pads: Tensor | None = None, fill: Tensor | None = None, given: Tensor | None = None
+    node: Node,
+    x: Tensor,
+    pads: Tensor | None = None,
+    fill: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> Tensor:
     axes = [k % x.ndim for k in numbers(given)] if given is not None else list(range(x.ndim))
     both = listed(node, "pads", pads) or []
@@ -152,7 +166,9 @@ def _pad(
     if node["mode"] == "constant":
         flat = [side for k in reversed(range(x.ndim)) for side in sides.get(k, (0, 0))]
         if fill is not None and fill.requires_grad:
-            return torch.where(F.pad(torch.ones_like(x, dtype=torch.bool), flat), F.pad(x, flat), fill)
+            return torch.where(
+                F.pad(torch.ones_like(x, dtype=torch.bool), flat), F.pad(x, flat), fill
+            )
         return F.pad(x, flat, value=(node["value"] or 0.0) if fill is None else fill.item())
     for axis, (before, after) in sides.items():
         x = _pad_axis(x, axis, before, after, node["mode"])
@@ -207,7 +223,9 @@ def _gather(node: Node, x: Tensor, index: Tensor) -> Tensor:
         place = int(index) % x.shape[axis]
         return x.narrow(axis, place, 1) if index.ndim else x.select(axis, place)
     where = _counted_from_the_end(index.to(x.device), x.shape[axis])
-    return x.index_select(axis, where.flatten()).reshape([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]])
+    return x.index_select(axis, where.flatten()).reshape(
+        [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
+    )
 
 
 @operator("GatherElements", attributes="axis")
@@ -220,7 +238,9 @@ def _gather_elements(node: Node, x: Tensor, index: Tensor) -> Tensor:
 def _gather_nd(node: Node, x: Tensor, index: Tensor) -> Tensor:
     batch, x, index = int(node["batch_dims"]), *together(x, index)
     depth = index.shape[-1]
-    grids = torch.meshgrid(*(torch.arange(n, device=x.device) for n in index.shape[:-1]), indexing="ij")
+    grids = torch.meshgrid(
+        *(torch.arange(n, device=x.device) for n in index.shape[:-1]), indexing="ij"
+    )
     sizes = x.shape[batch : batch + depth]
     where = tuple(_counted_from_the_end(index[..., k], size) for k, size in enumerate(sizes))
     return x[tuple(grids[:batch]) + where]
@@ -257,14 +277,20 @@ def _scatter_elements(node: Node, x: Tensor, index: Tensor, updates: Tensor) -> 
     x, index, updates = together(x, index, updates)
     axis = int(node["axis"]) % x.ndim
     where, how = _counted_from_the_end(index, x.shape[axis]), node["reduction"] or "none"
-    return x.scatter(axis, where, updates) if how == "none" else x.scatter_reduce(axis, where, updates, _REDUCE[how])
+    return (
+        x.scatter(axis, where, updates)
+        if how == "none"
+        else x.scatter_reduce(axis, where, updates, _REDUCE[how])
+    )
 
 
 @operator("ScatterND", attributes="reduction")
 def _scatter_nd(node: Node, x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
     x, index, updates = together(x, index, updates)
     how, depth = node["reduction"] or "none", index.shape[-1]
-    where = tuple(_counted_from_the_end(index[..., k], size) for k, size in enumerate(x.shape[:depth]))
+    where = tuple(
+        _counted_from_the_end(index[..., k], size) for k, size in enumerate(x.shape[:depth])
+    )
     if how == "none":
         return x.index_put(where, updates)
     # Rows of entries, by one number each, so that equal places are reduced.
@@ -282,7 +308,11 @@ def _scatter_nd(node: Node, x: Tensor, index: Tensor, updates: Tensor) -> Tensor
 @operator("Compress", attributes="axis")
 def _compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
     where = condition.flatten().nonzero().squeeze(1).to(x.device)
-    return x.flatten().index_select(0, where) if node["axis"] is None else x.index_select(int(node["axis"]), where)
+    return (
+        x.flatten().index_select(0, where)
+        if node["axis"] is None
+        else x.index_select(int(node["axis"]), where)
+    )
 
 
 @operator("Einsum", attributes="equation")

@@ -94,7 +94,9 @@ def operator(
 def read_node(proto: onnx.NodeProto, opset: int) -> Node:
     """A node with its attributes. Raises ``ValueError`` if something in it is not understood."""
     if proto.domain not in ("", "ai.onnx") or proto.op_type not in OPERATORS:
-        raise ValueError(f"operator {proto.domain + '.' if proto.domain else ''}{proto.op_type} is not known here")
+        raise ValueError(
+            f"operator {proto.domain + '.' if proto.domain else ''}{proto.op_type} is not known here"
+        )
     known = OPERATORS[proto.op_type]
     schema = onnx.defs.get_schema(proto.op_type, opset, "")
     given = {a.name: _plain(onnx.helper.get_attribute_value(a)) for a in proto.attribute}
@@ -104,10 +106,18 @@ def read_node(proto: onnx.NodeProto, opset: int) -> Node:
             f"attribute {unknown[0]!r} of {proto.op_type} ({proto.name or proto.output[0]}) is not known here"
         )
     defaults = {
-        name: _plain(onnx.helper.get_attribute_value(a.default_value)) if a.default_value.name else None
+        name: _plain(onnx.helper.get_attribute_value(a.default_value))
+        if a.default_value.name
+        else None
         for name, a in schema.attributes.items()
     }
-    node = Node(proto.op_type, schema.since_version, {**defaults, **given}, tuple(proto.input), tuple(proto.output))
+    node = Node(
+        proto.op_type,
+        schema.since_version,
+        {**defaults, **given},
+        tuple(proto.input),
+        tuple(proto.output),
+    )
     if said := known.refuse(node):
         raise ValueError(f"{proto.op_type} ({proto.name or proto.output[0]}) {said}")
     return node
@@ -144,7 +154,11 @@ def operator_table() -> str:
     """The table of operators in ``docs/adapters.md``: those that are known here, and those that are not."""
     schemas = onnx.defs.get_all_schemas_with_history()
     every = {s.name for s in schemas if s.domain == "" and s.since_version <= DOCUMENTED}
-    gone = {s.name for s in schemas if s.domain == "" and s.deprecated and s.since_version <= DOCUMENTED}
+    gone = {
+        s.name for s in schemas if s.domain == "" and s.deprecated and s.since_version <= DOCUMENTED
+    }
     known = {*OPERATORS, "If"}
     rows = (("with gradients", known), ("only in ONNX Runtime", every - gone - known))
-    return "\n".join(f"| {said} | {', '.join(f'`{name}`' for name in sorted(names))} |" for said, names in rows)
+    return "\n".join(
+        f"| {said} | {', '.join(f'`{name}`' for name in sorted(names))} |" for said, names in rows
+    )
