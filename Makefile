@@ -10,7 +10,7 @@ SMALL  := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast kernels lint format coverage torture bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
+.PHONY: help demo docs test test-fast kernels lint format coverage torture reproduce bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -59,6 +59,9 @@ coverage: $(STAMP) ## the tests in one process, with a table of what they reach
 
 torture: $(STAMP) ## 100,000 seeded cases of the public API; summary into results/torture.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --jobs $(JOBS) $(ARGS)
+
+reproduce: $(STAMP) ## recipes of the paper: make reproduce ARGS="mnist-curves --quick"
+	$(BIN)/python -m reproduction $(ARGS)
 
 bench: $(STAMP) ## time everything side by side; table, plot and JSON into results/
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wball.paper.workshop import Settings, Workshop
+from reproduction.workshop import Settings, Workshop
 
 ROOT = Path(__file__).parent.parent
 KEPT = sorted(path.name for path in (ROOT / "models").glob("*/"))

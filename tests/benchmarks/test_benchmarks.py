@@ -11,11 +11,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks import oracle, peers, projection, report, targets, warm
 from benchmarks.__main__ import main
 from benchmarks.inputs import Images, cifar10, scenes
 from benchmarks.timing import Machine, Time, measure
-
-from benchmarks import oracle, peers, projection, report, targets, warm
 
 CPU = torch.device("cpu")
 CHIP = Machine(bandwidth=1e10, flops=1e11)

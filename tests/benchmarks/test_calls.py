@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks.calls import main
 from benchmarks.origin import environment
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.masked import MASKS
 
 from benchmarks import masks
+from benchmarks.masked import MASKS
 from wball import load_model, load_sample
 
 

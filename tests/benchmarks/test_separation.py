@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.separation import nearest_rivals, transport
 
+from benchmarks.separation import nearest_rivals, transport
 from wball import WassersteinBall, load_sample
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -382,55 +381,6 @@ def test_lists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, out.strip()) == (0, wball.__version__)
 
 
-def test_reproduce_writes_data_figures_and_a_page(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    code, out, _ = said(capsys, "reproduce")
-    assert code == 0 and "six-pixels" in out and "Figure 1" in out
-    code, out, _ = said(
-        capsys, "reproduce", "six-pixels", "--quick", "--device", "cpu", "--out", "r"
-    )
-    assert code == 0 and "moved by one pixel" in out
-    assert {p.name for p in (here / "r").glob("*.*")} == {
-        "six-pixels.json",
-        "six-pixels.pdf",
-        "six-pixels.png",
-    }
-    (here / "r" / "six-pixels.png").unlink()
-    assert said(capsys, "reproduce", "all", "--figures-only", "--out", "r")[0] == 0
-    assert (here / "r" / "six-pixels.png").is_file()
-    assert said(capsys, "reproduce", "page", "--out", "r", "--page", "page.md")[0] == 0
-    assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in (here / "page.md").read_text(
-        encoding="utf-8"
-    )
-
-
-def test_bench_runs_the_checkouts_benchmarks(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.startswith("benchmarks.")]:
-        monkeypatch.delitem(sys.modules, name)  # that another test has imported
-    monkeypatch.setitem(sys.modules, "benchmarks", None)
-    code, _, err = said(capsys, "bench")
-    assert code == 2 and "clone" in err and err.count("\n") == 1
-    words: list[str] = []
-    fakes = {
-        name: ModuleType(name)
-        for name in ("benchmarks", "benchmarks.__main__", "benchmarks.oracle")
-    }
-    fakes["benchmarks.__main__"].main = words.extend  # type: ignore[attr-defined]
-    for name, fake in fakes.items():
-        monkeypatch.setitem(sys.modules, name, fake)
-    assert said(capsys, "bench", "--device", "cpu", "--quick", "--seed", "3")[0] == 0
-    assert words == ["--device", "cpu", "--seconds", "2.0", "--seed", "3", "--quick"]
-    words.clear()
-    assert (
-        said(capsys, "bench", "--device", "cpu", "--root=elsewhere")[0] == 0
-    )  # the option's old name
-    assert words[-2:] == ["--data", "elsewhere"]
-
-
 @pytest.mark.parametrize(
     "command", [c.name or c.callback.__name__ for c in app.registered_commands]
 )  # type: ignore[union-attr]
@@ -653,11 +603,8 @@ BAD = {
     ),
     "bad data set": (["data", "imagenet"], "imagenet"),
     "bad preset": (["train", "nothing"], "mnist-standard"),
-    "bad recipe": (["reproduce", "everything"], "mnist-curves"),
-    "recipe without data": (["reproduce", "cifar10-curves", "--out", "r"], "wball data cifar10"),
-    "recipe on no device": (["reproduce", "six-pixels", "--device", "tpu"], "tpu"),
     "data below a file": (
-        ["data", "mnist", "--root", "mine.py"],
+        ["data", "mnist", "--data-dir", "mine.py"],
         "mine.py/mnist: is a file, but a folder is needed",
     ),
     "figures below a file": (

@@ -25,11 +25,10 @@ sys.path[:0] = [
     str(ROOT / "src"),
 ]  # `benchmarks` is not installed; a checkout need not be, either
 
-from benchmarks.timing import Time  # noqa: E402
-
 from benchmarks import report  # noqa: E402
-from wball.paper import certificates, curves, leaderboard_page, published  # noqa: E402
-from wball.paper.tables import Table, percent  # noqa: E402
+from benchmarks.timing import Time  # noqa: E402
+from reproduction import certificates, curves, leaderboard_page, published  # noqa: E402
+from reproduction.tables import Table, percent  # noqa: E402
 from wball.storage.atomic import write_whole  # noqa: E402
 
 Row = dict[str, Any]

@@ -25,15 +25,12 @@ ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 BAD_INPUT, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 4, 5, 70, 130
 
-RENAMED = {"--root": "--data-dir"}
-"""Options by their old names."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from wball.cli.commands import app
 
-    line = _renamed(list(sys.argv[1:] if arguments is None else arguments))
+    line = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -57,13 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         return _fail("interrupted; rerun the same command to resume", INTERRUPTED)
     return code
-
-
-def _renamed(line: list[str]) -> list[str]:
-    """The arguments with old names of options replaced by today's."""
-    renamed = {**RENAMED, "--data": "--data-dir"} if line[:1] == ["reproduce"] else RENAMED
-    parts = [word.partition("=") for word in line]
-    return [renamed.get(name, name) + equals + value for name, equals, value in parts]
 
 
 def _one_line(text: str) -> str:

@@ -321,7 +321,7 @@ class TrainConfig:
 
     Attributes:
         name: of the run and of the model it makes; files are called so.
-        dataset: the data set that the command line and :mod:`wball.paper` load; :func:`~wball.training.train`
+        dataset: the data set that the command line and the ``reproduction`` package load; :func:`~wball.training.train`
             takes tensors. ``"own"`` for data that only the caller has.
         architecture: a name of :func:`wball.build_model`, or ``"own"`` for a model that is passed to
             :func:`~wball.training.train`.

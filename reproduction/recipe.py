@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from wball.paper.tables import Table
-from wball.paper.workshop import Data, Workshop
+from reproduction.tables import Table
+from reproduction.workshop import Data, Workshop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

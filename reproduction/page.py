@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from wball.paper.recipe import Recipe
+from reproduction.recipe import Recipe
 from wball.provenance import describe_model
 from wball.zoo import list_models, load_model
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reproduction.workshop import Data, Subject, Workshop
 from wball import provenance
 from wball.attacks import PGD, Attack, StandardAttack
 from wball.attacks.standard import Version
@@ -25,7 +26,6 @@ from wball.certificates import FlowSmoothing, certify
 from wball.certificates.effort import Method
 from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
-from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.config import describe
 
 BATCH = {"cpu": 100, "cuda": 5000}

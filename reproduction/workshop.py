@@ -64,7 +64,7 @@ class Settings:
     models: Path | None = None
     device: str = "auto"
     seed: int = 0
-    out: Path = Path("out/reproduce")
+    out: Path = Path("out/reproduction")
     images: int | None = None
     may_train: bool = True
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from reproduction.measure import certified, curve, evaluated, predicted, smoothed
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, Subject, Workshop
 from wball.ball import WassersteinBall
 from wball.certificates.effort import Method
 from wball.evaluation import Evaluation
-from wball.paper.measure import certified, curve, evaluated, predicted, smoothed
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.presets import preset, presets
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
     from wball.report.figures import COLOURS
 
     styles = {"attack": "--", "proof": "-", "probable": ":"}

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from reproduction import published
+from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled, read
+from reproduction.measure import accuracy_at
+from reproduction.page import template
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data
 from wball.data import dataset_info
-from wball.paper import published
-from wball.paper.leaderboard import BOARD, PROTOCOLS, Protocol, read
-from wball.paper.measure import accuracy_at
-from wball.paper.page import template
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data
 from wball.storage.atomic import write_whole
 from wball.storage.files import read_json
 
@@ -267,10 +267,5 @@ def beside(results: Path) -> tuple[Data | None, Data, Data | None]:
 
 def write_page(board: Path = BOARD, to: Path = PAGE) -> Path:
     """Write the page beside the documentation."""
-    content = read(board)
-    if not content["rows"]:
-        raise FileNotFoundError(
-            f"no rows in {board}; run `wball leaderboard add NAME --data-dir DATA` first"
-        )
-    write_whole(to, page(content, *beside(board.parent)).encode())
+    write_whole(to, page(filled(board), *beside(board.parent)).encode())
     return to

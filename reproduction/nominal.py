@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wball.paper import published
-from wball.paper.measure import predicted
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, MissingModel, Workshop
+from reproduction import published
+from reproduction.measure import predicted
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, MissingModel, Workshop
 from wball.training.measure import verified_accuracy
 from wball.training.presets import preset, presets
 
@@ -94,7 +94,7 @@ def remarks(data: Data) -> list[str]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import bars
+    from reproduction.draw import bars
 
     labels = [f"{TITLES[row['dataset']]}, {row['label']}" for row in data["rows"]]
     paper_says = [None if row["paper"] is None else 100 * row["paper"] for row in data["rows"]]

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from reproduction import published
+from reproduction.curves import papers_attack
+from reproduction.measure import predicted
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, pack
+from reproduction.workshop import Data, Subject, Workshop
 from wball.attacks import PGD, Attack, AttackResult, DualAveraging
 from wball.ball import LinfBall, WassersteinBall
 from wball.cost import GridCost
 from wball.data import dataset_info
 from wball.evaluation import evaluate
-from wball.paper import published
-from wball.paper.curves import papers_attack
-from wball.paper.measure import predicted
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, pack
-from wball.paper.workshop import Data, Subject, Workshop
 from wball.training.config import describe
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _six_tables(data: Data) -> list[Table]:
 
 
 def _draw_six(data: Data) -> Figure:
-    from wball.paper.draw import sums
+    from reproduction.draw import sums
 
     rows = [
         (
@@ -193,7 +193,7 @@ def _versus_tables(data: Data) -> list[Table]:
 
 
 def _draw_versus(data: Data) -> Figure:
-    from wball.paper.draw import sums
+    from reproduction.draw import sums
 
     rows = [
         (
@@ -293,7 +293,7 @@ def _digit_tables(data: Data) -> list[Table]:
 
 
 def _draw_digits(data: Data) -> Figure:
-    from wball.paper.draw import sums
+    from reproduction.draw import sums
 
     rows = []
     for r in data["rows"]:
@@ -377,7 +377,7 @@ def _gallery_tables(data: Data) -> list[Table]:
 
 
 def _draw_gallery(data: Data) -> Figure:
-    from wball.paper.draw import sums
+    from reproduction.draw import sums
 
     rows = [
         (
@@ -496,7 +496,7 @@ def _grid_tables(data: Data) -> list[Table]:
 
 
 def _draw_grid(data: Data) -> Figure:
-    from wball.paper.draw import grid
+    from reproduction.draw import grid
 
     return grid(data["cells"], data["shown"])
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from reproduction.measure import certified, evaluated, smoothed
+from reproduction.workshop import Data, Settings, Subject, Workshop
 from wball import provenance
 from wball.ball import WassersteinBall
 from wball.certificates.effort import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
-from wball.paper.measure import certified, evaluated, smoothed
-from wball.paper.workshop import Data, Settings, Subject, Workshop
 from wball.storage.atomic import locked
 from wball.storage.files import read_json, write_json
 from wball.zoo import model_card
@@ -119,10 +119,15 @@ def run(
     return failed
 
 
-def available(shop: Workshop, names: Iterable[str] = ()) -> list[str]:
-    """The models to run: those named, or else those of the protocols. Quick runs take what needs no download."""
-    every = list(names) or [name for protocol in PROTOCOLS.values() for name in protocol.models]
-    return [name for name in every if shop.has(name)] if shop.quick and not names else every
+def available(shop: Workshop, names: Iterable[str]) -> list[str]:
+    """The models to run: names, cards (``.json``), or ``all`` of the protocols.
+
+    A quick run of all models takes those that need no download.
+    """
+    if list(names) != ["all"]:
+        return [submitted(shop, Path(n)) if n.endswith(".json") else n for n in names]
+    every = [name for protocol in PROTOCOLS.values() for name in protocol.models]
+    return [name for name in every if shop.has(name)] if shop.quick else every
 
 
 def _same(row: Data, subject: Subject, images: int, settings: Settings) -> bool:
@@ -243,9 +248,7 @@ def _about(shop: Workshop, subject: Subject, dataset: str) -> Data:
 
 def _origin(shop: Workshop, name: str, x: Tensor) -> Data:
     words = [
-        "wball",
-        "leaderboard",
-        "add",
+        *("python", "-m", "reproduction", "leaderboard"),
         name,
         "--data-dir",
         "DATA",
@@ -293,6 +296,16 @@ def read(board: Path) -> Data:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{board} is not a leaderboard of this version: expected the format {FORMAT!r}"
+        )
+    return content
+
+
+def filled(board: Path) -> Data:
+    """The board, which must have rows."""
+    content = read(board)
+    if not content["rows"]:
+        raise FileNotFoundError(
+            f"no rows in {board}; run `python -m reproduction leaderboard NAME --data-dir DATA` first"
         )
     return content
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reproduction import published
+from reproduction.curves import SHOWN, papers_attack
+from reproduction.measure import accuracy_at, under_paper_attack
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, Workshop
 from wball.ball import WassersteinBall
-from wball.paper import published
-from wball.paper.curves import SHOWN, papers_attack
-from wball.paper.measure import accuracy_at, under_paper_attack
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, Workshop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     panels = [
         (

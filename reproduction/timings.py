@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from reproduction import published
+from reproduction.nominal import TITLES
+from reproduction.recipe import Recipe
+from reproduction.tables import Table
+from reproduction.workshop import Clock, Data, Workshop
 from wball.ball import WassersteinBall
-from wball.paper import published
-from wball.paper.nominal import TITLES
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table
-from wball.paper.workshop import Clock, Data, Workshop
 from wball.result import ProjectionResult
 from wball.solvers.sinkhorn import paper_projection
 
@@ -124,7 +124,7 @@ def remarks(data: Data) -> list[str]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import bars
+    from reproduction.draw import bars
 
     labels = [f"{TITLES[row['dataset']]} x {row['batch']}, {row['way']}" for row in data["rows"]]
     seconds = [row["seconds"] for row in data["rows"]]

@@ -8,15 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from reproduction import published
+from reproduction.measure import accuracy_at, curve, evaluated, under_paper_attack
+from reproduction.nominal import TITLES
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, MissingModel, Subject, Workshop
 from wball.attacks import PGD
 from wball.ball import WassersteinBall
 from wball.cost import GridCost
-from wball.paper import published
-from wball.paper.measure import accuracy_at, curve, evaluated, under_paper_attack
-from wball.paper.nominal import TITLES
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, MissingModel, Subject, Workshop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def _tried(model: Data, key: str, point: Data) -> float | None:
 
 
 def _draw(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     panels = []
     for key, title in (
@@ -263,7 +263,7 @@ def _defence_remarks(data: Data) -> list[str]:
 
 
 def _draw_defences(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     panels = [
         (
@@ -364,7 +364,7 @@ def _of_authors(row: Data) -> bool:
 
 
 def _draw_windows(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     rows = [r for r in data["rows"] if r["p"] == 1.0 and not _of_authors(r)]
     panels = [
@@ -498,7 +498,7 @@ def _headline_remarks(data: Data) -> list[str]:
 
 
 def _draw_headlines(data: Data) -> Figure:
-    from wball.paper.draw import bars
+    from reproduction.draw import bars
 
     labels = [f"{r['claim'].split(':')[0]}, eps {r['eps']:g}" for r in data["rows"]]
     named = {"paper": "paper", "paper_attack": "its attack, here", "same_ball": "ours, same ball"}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from reproduction import published
+from reproduction.curves import papers_attack
+from reproduction.measure import accuracy_at, under_paper_attack
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, MissingModel, Subject, Workshop
 from wball.ball import WassersteinBall
 from wball.models import Binarized
-from wball.paper import published
-from wball.paper.curves import papers_attack
-from wball.paper.measure import accuracy_at, under_paper_attack
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, MissingModel, Subject, Workshop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     titles = {
         "text": "as in the text (p = 1, 5 x 5)",

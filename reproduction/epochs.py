@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from reproduction import published
+from reproduction.curves import papers_attack
+from reproduction.measure import accuracy_at, curve, evaluated, under_paper_attack
+from reproduction.recipe import Recipe
+from reproduction.tables import Table, percent
+from reproduction.workshop import Data, Workshop
 from wball.ball import WassersteinBall
-from wball.paper import published
-from wball.paper.curves import papers_attack
-from wball.paper.measure import accuracy_at, curve, evaluated, under_paper_attack
-from wball.paper.recipe import Recipe
-from wball.paper.tables import Table, percent
-from wball.paper.workshop import Data, Workshop
 from wball.training.presets import preset
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def tables(about: Trained, data: Data) -> list[Table]:
 
 
 def draw(data: Data) -> Figure:
-    from wball.paper.draw import curves
+    from reproduction.draw import curves
 
     panels = [
         (title, [(f"{r['epochs']} epochs", r[key]["curve"]) for r in data["rows"]])

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import wball
+from reproduction import authors, certificates, curves, epochs, measure, pictures, published, tricks
+from reproduction.measure import accuracy_at
+from reproduction.run import RECIPES
+from reproduction.tables import percent, unpack
+from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.evaluation import Evaluation
 from wball.models import Binarized
-from wball.paper import authors, certificates, curves, epochs, measure, pictures, published, tricks
-from wball.paper.measure import accuracy_at
-from wball.paper.run import RECIPES
-from wball.paper.tables import percent, unpack
-from wball.paper.workshop import Data, MissingModel, Settings, Workshop
 from wball.training import preset
 
 SIDE = 6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wball.paper.tables import unpack
+from reproduction.tables import unpack
 from wball.report.figures import COLOURS, MARKERS, WIDTH, new_figure, style
 
 if TYPE_CHECKING:

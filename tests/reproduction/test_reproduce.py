@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +18,13 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 import wball
-from wball import provenance
-from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
-from wball.cli import main as command_line
-from wball.paper import measure as measuring
-from wball.paper import page, timings, workshop
-from wball.paper.curves import MNIST_CURVES
-from wball.paper.draw import bars, curves
-from wball.paper.page import ASSETS, section
-from wball.paper.run import (
+from reproduction import measure as measuring
+from reproduction import page, timings, workshop
+from reproduction.__main__ import main
+from reproduction.curves import MNIST_CURVES
+from reproduction.draw import bars, curves
+from reproduction.page import ASSETS, section
+from reproduction.run import (
     RECIPES,
     chosen,
     command,
@@ -43,17 +35,14 @@ from wball.paper.run import (
     stored,
     write_page,
 )
-from wball.paper.tables import Table, pack, percent, unpack
-from wball.paper.workshop import Data, MissingModel, Settings, Subject, Workshop, quick_config
-from wball.storage.atomic import locked
+from reproduction.tables import Table, pack, percent, unpack
+from reproduction.workshop import Data, MissingModel, Settings, Subject, Workshop, quick_config
+from wball import provenance
+from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
 from wball.storage.files import read_json, write_json
 from wball.training import TrainConfig, preset, presets
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-def main(words: list[str]) -> int:
-    return command_line(["reproduce", *words])
 
 
 def text(out: Path) -> str:
@@ -294,7 +283,7 @@ def test_a_model_that_is_broken_is_right_nowhere(
     assert measuring.predicted(model, x[:0]).tolist() == []
     assert set(measuring.predicted(lambda z: model(z) * math.nan, x).tolist()) == {-1}  # type: ignore[arg-type]
     monkeypatch.setattr(
-        "wball.paper.pictures.predicted", lambda model, x: torch.full((len(x),), -1)
+        "reproduction.pictures.predicted", lambda model, x: torch.full((len(x),), -1)
     )
     for name in ("wasserstein-vs-linf", "mnist-digits", "lambda-p"):
         with pytest.raises(ValueError, match="none of the images right"):
@@ -318,45 +307,34 @@ def test_words_that_make_no_sense_are_refused(
 ) -> None:
     for words, said in (
         (["page"], "no results in"),
-        (["page", "six-pixels"], "page stands alone"),
-        (["six-pixels", "leaderboard"], "leaderboard stands alone"),
-        (["all", "--figures-only"], "nothing to draw"),
-        (["timings", "--figures-only"], "run `wball reproduce timings"),
+        (["everything"], "mnist-curves"),
+        (["figures", "timings"], "run `python -m reproduction timings"),
         (["timings"], "wball data cifar10"),  # nothing to time
-        (["six-pixels", "--images", "0"], "greater than or equal to 1"),
-        (["six-pixels", "--jobs", "0"], "greater than or equal to 1"),
-        (["six-pixels", "--seed", "-1"], "'--seed'"),
+        (["six-pixels", "--images", "0"], "at least 1"),
+        (["six-pixels", "--seed", "-1"], "at least 0"),
         (["six-pixels", "--models", str(tmp_path / "nowhere")], "is not a folder"),
     ):
-        assert (
-            main(
-                [
-                    *words,
-                    "--device",
-                    "cpu",
-                    "--out",
-                    str(tmp_path),
-                    "--page",
-                    str(tmp_path / "page.md"),
-                ]
-            )
-            == 2
-        )
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path)]) == 2
         err = capsys.readouterr().err
         assert said in err and err.count("\n") == 1
     assert not [p for p in tmp_path.iterdir() if p.is_file()]
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for wrong, said in (
-        ({"images": 0}, "at least 1"),
-        ({"seed": -1}, "at least 0"),
-        ({"seed": 2**64}, "below"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Settings(**wrong)
-    with pytest.raises(ValueError, match="jobs must be at least 1"):
-        run(["six-pixels"], Settings(), jobs=0)
+def test_the_command_writes_data_figures_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([]) == 0 and "Figure 1" in capsys.readouterr().out
+    out = ["--out", str(tmp_path)]
+    assert main(["six-pixels", "--quick", "--device", "cpu", *out]) == 0
+    assert "moved by one pixel" in capsys.readouterr().out
+    files = {p.name for p in tmp_path.glob("*.*")}
+    assert files == {"six-pixels.json", "six-pixels.pdf", "six-pixels.png"}
+    (tmp_path / "six-pixels.png").unlink()
+    assert main(["figures", *out]) == 0 and (tmp_path / "six-pixels.png").is_file()
+    write_page(tmp_path, tmp_path / "page.md")
+    said = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "| moved by one pixel | 1.000 | 1.000 | 1.0 |" in said
 
 
 def test_an_interruption_ends_with_130(
@@ -365,7 +343,7 @@ def test_an_interruption_ends_with_130(
     def interrupted(*arguments: object, **options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("wball.paper.run.run", interrupted)
+    monkeypatch.setattr("reproduction.run.run", interrupted)
     assert main(["six-pixels"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -471,11 +449,11 @@ def test_results_are_data_with_their_origin(results: Path) -> None:
     content = read_json(results / "six-pixels.json")
     assert content["format"] == "wball-reproduction/1" and content["quick"] is True
     origin = content["provenance"]
-    assert origin["command"] == "wball reproduce six-pixels --quick --device cpu --seed 0"
+    assert origin["command"] == "python -m reproduction six-pixels --quick --device cpu --seed 0"
     asked = Settings(images=7, may_train=False, device="cpu")
     assert (
         command("timings", asked)
-        == "wball reproduce timings --images 7 --no-train --device cpu --seed 0"
+        == "python -m reproduction timings --images 7 --no-train --device cpu --seed 0"
     )
     assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
     moved, greyer, grey = content["data"]["rows"]
@@ -505,7 +483,7 @@ def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> 
         f"{ASSETS}/six-pixels.png" in said
         and (tmp_path / "docs" / ASSETS / "six-pixels.png").is_file()
     )
-    with pytest.raises(FileNotFoundError, match="wball reproduce lambda-p"):
+    with pytest.raises(FileNotFoundError, match="python -m reproduction lambda-p"):
         draw(["lambda-p"], results)
 
 
@@ -702,74 +680,11 @@ def test_the_committed_page_is_what_the_committed_results_say() -> None:
     written = ROOT / "docs" / "reproduction.md"
     said = written.read_text(encoding="utf-8")
     assert said == text(ROOT / "results" / "paper"), (
-        "docs/reproduction.md is stale: run `wball reproduce page --out results/paper`"
+        "docs/reproduction.md is stale: run `python -m reproduction page --out results/paper`"
     )
     for line in said.splitlines():
         if line.startswith("!["):
             assert (written.parent / line.split("](")[1].rstrip(")")).is_file()
-
-
-def test_a_killed_process_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Killed(ThreadPoolExecutor):
-        def __init__(self, jobs: int, *context: object) -> None:
-            super().__init__(jobs)
-
-        def map(self, *work: object) -> Iterator[int]:  # type: ignore[override]
-            raise BrokenProcessPool
-
-    monkeypatch.setattr(sys.modules["wball.paper.run"], "ProcessPoolExecutor", Killed)
-    settings = Settings(quick=True, device="cpu", out=tmp_path)
-    assert run(["six-pixels", "windows"], settings, figures=False, jobs=2) == 2
-    assert "fewer --jobs" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="sends signals")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
-    words = [
-        "reproduce",
-        "mnist-curves",
-        "windows",
-        "--quick",
-        "--device",
-        "cpu",
-        "--jobs",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = subprocess.Popen(
-        [sys.executable, "-m", "wball.cli", *words], env=environment, stdout=subprocess.DEVNULL
-    )
-    locks = [tmp_path / "parts" / f".{name}" for name in ("mnist-curves", "windows")]
-    while not all((lock / ".lock").exists() for lock in locks):
-        assert command.poll() is None
-        time.sleep(0.05)
-    command.send_signal(how)
-    assert command.wait(60) == (130 if how is signal.SIGTERM else -how)
-    for lock in locks:  # held until the process ends
-        with locked(lock, wait=True):
-            pass
-    assert not list(tmp_path.glob("*.json"))
-
-
-@pytest.mark.slow
-def test_several_processes_share_the_recipes(tmp_path: Path) -> None:
-    settings = Settings(quick=True, device="cpu", out=tmp_path)
-    assert (
-        run(
-            ["six-pixels", "cifar10-gallery", "wasserstein-vs-linf"],
-            settings,
-            figures=False,
-            jobs=2,
-        )
-        == 2
-    )
-    assert {p.stem for p in tmp_path.glob("*.json")} == {"six-pixels", "wasserstein-vs-linf"}
 
 
 def test_reproduce_is_repeatable(tmp_path: Path) -> None:

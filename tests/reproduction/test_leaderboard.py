@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.cli import main
-from wball.paper import leaderboard
-from wball.paper.leaderboard import (
+from reproduction import leaderboard
+from reproduction.__main__ import main
+from reproduction.leaderboard import (
     PROTOCOLS,
     Protocol,
     available,
@@ -25,8 +25,8 @@ from wball.paper.leaderboard import (
     run,
     submitted,
 )
-from wball.paper.leaderboard_page import beside, claims, page, repeated, tables, write_page
-from wball.paper.workshop import Data, MissingModel, Settings, Workshop
+from reproduction.leaderboard_page import beside, claims, page, repeated, tables, write_page
+from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,7 +66,7 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> Protocol:
     models = ("levine2020-mnist-flow-0.01", "mnist-certified", "absent")
     few = Protocol(12, (0.05, 0.2), (0.01, 0.05), 8, models)
     monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
-    monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
+    monkeypatch.setattr("reproduction.leaderboard_page.PROTOCOLS", {"mnist": few})
     return few
 
 
@@ -74,7 +74,7 @@ def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
     settings: Settings, protocol: Protocol, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shop, board = Small(settings), tmp_path / "board.json"
-    assert run(available(shop, protocol.models), settings, board, shop=shop) == ["absent"]
+    assert run(protocol.models, settings, board, shop=shop) == ["absent"]
     assert "absent is left out: no such weights" in capsys.readouterr().out
     rows = {row["name"]: row for row in read(board)["rows"]}
     assert set(rows) == {"levine2020-mnist-flow-0.01", "mnist-certified"}
@@ -106,7 +106,7 @@ def test_a_row_is_an_evaluation_and_a_certificate_of_the_same_images(
     assert all(smooth["authors"][r] <= smooth["tight"][r] <= 1.0 for r in ("0.01", "0.05"))
     assert (
         row["provenance"]["command"]
-        == "wball leaderboard add mnist-certified --data-dir DATA --quick --seed 0"
+        == "python -m reproduction leaderboard mnist-certified --data-dir DATA --quick --seed 0"
     )
     run(["mnist-certified"], settings, board, shop=shop)  # it is there, and nothing is measured
     assert "mnist-certified is on the board" in capsys.readouterr().out
@@ -160,7 +160,7 @@ def row(name: str, *accuracies: float, **changes: object) -> Data:
         "contradictions": 0,
     }
     origin = {
-        "command": f"wball leaderboard add {name}",
+        "command": f"python -m reproduction leaderboard {name}",
         "device": "cpu",
         "commit": 40 * "a",
         "seconds": 3.0,
@@ -204,7 +204,7 @@ def test_ranks_marks_and_links(tmp_path: Path) -> None:
     said = write_page(board, tmp_path / "page.md").read_text()
     assert (
         "[weights](https://w/net.pth)" in said
-        and "`wball leaderboard add weak` on cpu, commit aaaaaaaaaaaa" in said
+        and "`python -m reproduction leaderboard weak` on cpu, commit aaaaaaaaaaaa" in said
     )
     assert "Certificate not tried: 11,173,962 weights." in said and "## Add a model" in said
     enter(board, row("weak", 0.9, 0.9, 0.9, 0.9, 0.9))  # measured again
@@ -266,22 +266,20 @@ def test_rows_measured_twice_stand_side_by_side() -> None:
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    board = tmp_path / "b.json"
-    assert main(["leaderboard", "--board", str(board)]) == 2
-    assert "wball leaderboard add NAME" in capsys.readouterr().err
-    enter(board, row("some", 0.9, 0.1, 0.0, 0.0, 0.0))
-    assert main(["leaderboard", "--board", str(board)]) == 0
+    file = tmp_path / "b.json"
+    board = ["--board", str(file), "--out", str(tmp_path)]
+    assert main(["leaderboard", *board]) == 2
+    assert "python -m reproduction leaderboard NAME" in capsys.readouterr().err
+    enter(file, row("some", 0.9, 0.1, 0.0, 0.0, 0.0))
+    assert main(["leaderboard", *board]) == 0
     assert "some (A 2020)" in capsys.readouterr().out
-    assert (
-        main(["leaderboard", "page", "--board", str(board), "--page", str(tmp_path / "p.md")]) == 0
-    )
-    assert (tmp_path / "p.md").read_text() == page(read(board))
-    write_json(board, {"format": "other"})
-    assert main(["leaderboard", "--board", str(board)]) == 2
+    assert write_page(file, tmp_path / "p.md").read_text() == page(read(file))
+    write_json(file, {"format": "other"})
+    assert main(["leaderboard", *board]) == 2
     assert "not a leaderboard of this version" in capsys.readouterr().err
     card = tmp_path / "card.json"
     card.write_text(json.dumps({"name": "mine", "sha256": "0"}))
-    assert main(["leaderboard", "add", str(card), "--quick", "--board", str(board)]) == 2
+    assert main(["leaderboard", str(card), "--quick", *board]) == 2
     err = capsys.readouterr().err
     assert "card.json is not a card of a model" in err and "authors" in err and err.count("\n") == 1
 
@@ -299,13 +297,13 @@ def test_quick_runs_take_what_needs_no_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WBALL_MODELS", str(tmp_path))
-    names = available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)))
+    names = available(Workshop(Settings(quick=True, device="cpu", out=tmp_path)), ["all"])
     assert "mnist-standard" in names and not set(names) & set(wball.public_models())
     (tmp_path / "wong2019-mnist-linf.pth").touch()
     assert "wong2019-mnist-linf" in available(
-        Workshop(Settings(quick=True, device="cpu", out=tmp_path))
+        Workshop(Settings(quick=True, device="cpu", out=tmp_path)), ["all"]
     )
-    every = available(Workshop(Settings(device="cpu", out=tmp_path)))
+    every = available(Workshop(Settings(device="cpu", out=tmp_path)), ["all"])
     assert set(wball.public_models()) | set(wball.list_models()) <= set(every)
 
 
@@ -314,7 +312,7 @@ def test_the_committed_page_is_what_the_committed_board_says() -> None:
     content = read(board)
     wanted = page(content, *beside(ROOT / "results"))
     assert written.read_text(encoding="utf-8") == wanted, (
-        "docs/leaderboard.md is stale: run `wball leaderboard page`"
+        "docs/leaderboard.md is stale: run `python -m reproduction leaderboard page`"
     )
     for entry in content["rows"]:
         assert (
@@ -338,24 +336,15 @@ def test_reproduce_leaderboard(
         "theirs": replace(public, name="theirs", sha256=digest),
         "elsewhere": replace(public, name="elsewhere"),
     }
-    monkeypatch.setattr("wball.paper.workshop.public_models", lambda: known)
+    monkeypatch.setattr("reproduction.workshop.public_models", lambda: known)
     few = Protocol(2, (0.05,), (0.01,), 1, ("mnist-certified", "theirs", "elsewhere"))
     monkeypatch.setattr(leaderboard, "PROTOCOLS", {"mnist": few})
-    monkeypatch.setattr("wball.paper.leaderboard_page.PROTOCOLS", {"mnist": few})
-    words = [
-        "reproduce",
-        "leaderboard",
-        "--quick",
-        "--images",
-        "2",
-        "--device",
-        "cpu",
-        "--models",
-        str(models),
-    ]
+    monkeypatch.setattr("reproduction.leaderboard_page.PROTOCOLS", {"mnist": few})
+    words = ["leaderboard", "all", "--quick", "--images", "2", "--device", "cpu"]
+    words += ["--models", str(models), "--board", str(tmp_path / "board.json")]
     assert main([*words, "--out", str(tmp_path)]) == 0
     assert "mnist-certified" in capsys.readouterr().out
-    rows = {row["name"]: row for row in read(tmp_path / "leaderboard.json")["rows"]}
+    rows = {row["name"]: row for row in read(tmp_path / "board.json")["rows"]}
     assert set(rows) == {"mnist-certified", "theirs"}  # quick runs download nothing
     assert all(
         row["images"] == 2 and row["quick"] and row["certificate"]["images"] <= 2
