@@ -28,20 +28,6 @@ def check_box(box: tuple[float, float] | None) -> tuple[float, float] | None:
     return lo, hi
 
 
-def check_ball(ball: object) -> None:
-    """Anything that answers the questions of :class:`wball.ball.Ball`."""
-    missing = [
-        name
-        for name in ("at", "take", "support", "project", "violations", "describe")
-        if not hasattr(ball, name)
-    ]
-    if missing:
-        said = f"; it has no {', '.join(missing)}" if len(missing) < 4 else ""
-        raise TypeError(
-            f"ball must be a threat model such as WassersteinBall or LinfBall, got {type(ball).__name__}{said}"
-        )
-
-
 def check_eps(eps: float | Tensor) -> float | Tensor:
     """A number, or a 1-D tensor with one radius per image."""
     if isinstance(eps, Tensor):

@@ -138,7 +138,7 @@ def test_contains_names_what_is_wrong_with_its_arguments(ball: Any) -> None:
         ball.contains(x, x[:1])
     with pytest.raises(
         TypeError,
-        match=r"^ball must be a threat model such as WassersteinBall or LinfBall, got str",
+        match=r"^ball must be a threat model such as WassersteinBall\(0.1\) or LinfBall\(0.1\), got ",
     ):
         audit("ball", x, x)  # type: ignore[arg-type]
 

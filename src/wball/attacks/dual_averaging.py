@@ -22,7 +22,8 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import GradientAttack, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch, State
-from wball.attacks.oracle import Oracle, oracle_of
+from wball.attacks.oracle import oracle_of
+from wball.ball.base import Oracle
 from wball.batch import per_image
 from wball.plan import FactoredPlan
 
@@ -70,7 +71,7 @@ class DualAveraging(GradientAttack):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self.ball, "oracle"):
+        if not self.ball.has_plans:
             name = type(self.ball).__name__
             raise TypeError(
                 f"ball must have an oracle, as WassersteinBall has, got {name}; PGD serves other balls"

@@ -114,7 +114,7 @@ class _Member:
         return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
-        if hasattr(ball, "oracle"):
+        if ball.has_plans:
             return DualAveraging(
                 ball,
                 objective=self.objective,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wball import inputs
 from wball.auditing.violations import BOX_TOL, DISTANCE_TOL, MASS_TOL, Violations, check_point
-from wball.ball.base import Ball
+from wball.ball.base import Ball, check_ball
 from wball.plan import StoredPlan
 
 
@@ -155,7 +155,7 @@ def audit(
     >>> audit(WassersteinBall(0.1), x, z).reasons
     ('distance 0.25 is 2.5 x eps',)
     """
-    inputs.check_ball(ball)
+    check_ball(ball)
     if exact not in ("all", "needed", "sample"):
         raise ValueError(f'exact must be "all", "needed" or "sample", got {exact!r}')
     inputs.check_count("sample", sample, least=0)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.auditing.violations import DISTANCE_TOL, Violations, box_violation, check_point, half_ulp
-from wball.ball.base import check_tol, radii_of
+from wball.auditing.violations import Violations, box_violation, check_point, half_ulp
+from wball.ball.base import Ball
 from wball.input_sets import IntervalSet, Plans
 from wball.inputs import result_dtype
 from wball.plan import StoredPlan
@@ -19,7 +18,7 @@ from wball.result import ProjectionResult, Status, SupportResult
 
 
 @dataclass(frozen=True)
-class LinfBall:
+class LinfBall(Ball):
     """``{z : |z - x| <= eps in every pixel, lo <= z <= hi}``: the usual threat model, for comparison.
 
     >>> ball = LinfBall(0.1)
@@ -40,13 +39,8 @@ class LinfBall:
         """The unit of ``eps``, for tables and plots."""
         return "pixel value"
 
-    def at(self, eps: float | Tensor) -> LinfBall:
-        """The same ball with another radius."""
-        return replace(self, eps=eps)
-
-    def take(self, index: Tensor) -> LinfBall:
-        """The ball of a subset of the images (``index``: positions or a mask)."""
-        return self.at(radii_of(self.eps, index))
+    def step_size(self, steps: int) -> float | Tensor:
+        return 2.5 * self.eps / steps
 
     def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest and highest value of each pixel. Half precision would round them out of the ball: float32 then."""
@@ -111,23 +105,6 @@ class LinfBall:
             rounding=torch.full_like(change, half_ulp(z)),
             exact=torch.ones_like(change, dtype=torch.bool),
         )
-
-    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
-        """Whether every pixel is within ``eps * (1 + tol)`` and the box, per image: the audit's answer."""
-        check_tol(tol)
-        return self.violations(x, z).within(self.eps, tol)
-
-    def describe(self) -> dict[str, Any]:
-        """The threat model as plain data, without its radius."""
-        return {
-            "kind": "LinfBall",
-            "box": None if self.box is None else list(self.box),
-            "unit": self.unit,
-        }
-
-    def kernel(self, x: Tensor) -> str:
-        """Which implementation serves such images."""
-        return "torch"
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A uniformly random point of the ball for each image."""

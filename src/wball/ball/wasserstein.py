@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from wball import inputs
 from wball.auditing.transport import transport_violations
-from wball.auditing.violations import DISTANCE_TOL, Violations, check_point
-from wball.ball.base import check_tol, radii_of
+from wball.auditing.violations import Violations, check_point
+from wball.ball.base import Ball
 from wball.ball.description import describe_cost
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.input_sets import Plans, TransportSet
@@ -26,7 +26,7 @@ from wball.solvers.support import support
 
 
 @dataclass(frozen=True)
-class WassersteinBall:
+class WassersteinBall(Ball):
     r"""Images reached from ``x`` by moving mass at a total cost of at most ``eps``, with pixels kept in ``box``.
 
     .. math::
@@ -47,6 +47,7 @@ class WassersteinBall:
     cost: GroundCost = field(default_factory=GridCost)
     mass: Literal["relative", "absolute"] = "relative"
     box: tuple[float, float] | None = (0.0, 1.0)
+    has_plans: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", inputs.check_eps(self.eps))
@@ -64,14 +65,6 @@ class WassersteinBall:
     def unit(self) -> str:
         """The unit of ``eps``, for tables and plots."""
         return "mass fraction x px" if self.mass == "relative" else "mass x px"
-
-    def at(self, eps: float | Tensor) -> WassersteinBall:
-        """The same ball with another radius."""
-        return replace(self, eps=eps)
-
-    def take(self, index: Tensor) -> WassersteinBall:
-        """The ball of a subset of the images (``index``: positions or a mask)."""
-        return self.at(radii_of(self.eps, index))
 
     def budget(self, x: Tensor) -> Tensor:
         """How much cost an attacker may spend on each image, in float64.
@@ -161,22 +154,9 @@ class WassersteinBall:
             self.cost, x, z.to(x.device), relative=relative, box=self.box, plan=plan
         )
 
-    def contains(self, x: Tensor, z: Tensor, tol: float = DISTANCE_TOL) -> Tensor:
-        """Whether mass, box and exact distance hold, per image (distance up to a factor ``1 + tol``): the audit's
-        answer."""
-        check_tol(tol)
-        return self.violations(x, z).within(self.eps, tol)
-
     def describe(self) -> dict[str, Any]:
-        """The threat model as plain data, without its radius."""
-        box = None if self.box is None else list(self.box)
-        return {
-            "kind": "WassersteinBall",
-            **describe_cost(self.cost),
-            "mass": self.mass,
-            "box": box,
-            "unit": self.unit,
-        }
+        """The threat model without its radius, as plain data."""
+        return {**super().describe(), **describe_cost(self.cost), "mass": self.mass}
 
     def kernel(self, x: Tensor) -> str:
         """Which implementation serves such images."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack
 from wball.attacks.base import check_labels, out_of_memory
-from wball.ball import Ball
+from wball.ball.base import Ball, check_ball
 from wball.certificates.effort import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
@@ -109,7 +109,7 @@ def evaluate(
         raise TypeError(
             "ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)"
         )
-    inputs.check_ball(ball)
+    check_ball(ball)
     about, run = grouped(about, run, named)
     names = class_names(x)
     x, y, digest, span = _data(model, x, y, ball, about.layout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from wball.input_sets.charges import Charged
 from wball.input_sets.rows import Rows
+
+if TYPE_CHECKING:
+    from wball.input_sets.transport import TransportSet
 
 Array = NDArray[np.float64]
 Plans = Literal["window", "full"]
@@ -47,6 +50,11 @@ class InputSet(ABC):
     compiled = False  # whether a full search costs hardly more than a short one
     small: bool = False  # whether a linear program over the whole set is a matter of milliseconds
     kernel = "torch"  # behind :meth:`maximum`
+
+    @property
+    def transport(self) -> TransportSet | None:
+        """This set, if its images come from transport plans: then relaxations may charge moved mass."""
+        return None
 
     @abstractmethod
     def maximum(

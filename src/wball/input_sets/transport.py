@@ -108,6 +108,10 @@ class TransportSet(InputSet):
         self.kernel = dispatch.choose("row_maximum", x, cost.arcs(height, width, grid))
         self.compiled = self.kernel != "torch"
 
+    @property
+    def transport(self) -> TransportSet:
+        return self
+
     def _list_active(self) -> tuple[Tensor, Tensor] | None:
         """Positions (B, C, n) of the pixels that hold mass and their mass, where that is worth the indexing."""
         flat = self.x.flatten(2)
