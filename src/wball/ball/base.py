@@ -39,6 +39,8 @@ class Ball(Summarised, ABC):
         has_plans: whether points of the ball come from transport plans; then :meth:`problem` returns the problem.
     """
 
+    eps: float | Tensor
+    box: tuple[float, float] | None
     has_plans: ClassVar[bool] = False
 
     @property
@@ -124,7 +126,8 @@ class Ball(Summarised, ABC):
 class Oracle(Protocol):
     """Maps potentials to points of the ball, for one batch of images. ``cost / unit`` is in the unit of ``eps``."""
 
-    unit: Tensor
+    @property
+    def unit(self) -> Tensor: ...
 
     def __call__(self, b: Tensor) -> OraclePoint: ...
 

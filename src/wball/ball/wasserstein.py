@@ -165,19 +165,9 @@ class WassersteinBall(Ball):
         height, width = (int(s) for s in x.shape[-2:]) if x.ndim == 4 else (1, int(x.shape[1]))
         return dispatch.choose("entropic_plan", x[:1], self.cost.arcs(height, width, x))
 
-    def oracle(
-        self,
-        x: Tensor,
-        *,
-        sweeps: int = 3,
-        newton: int = 12,
-        momentum: float = 0.0,
-        roundings: int = ROUNDINGS,
-    ) -> TransportOracle:
-        """Points of the ball from potentials, as attacks accumulate them; see :mod:`wball.solvers.oracle`."""
-        return TransportOracle(
-            self.problem(x), sweeps=sweeps, newton=newton, momentum=momentum, roundings=roundings
-        )
+    def oracle(self, x: Tensor, **options: Any) -> TransportOracle:
+        """Maps the potentials of an attack to points of the ball; options of :class:`~wball.solvers.oracle.TransportOracle`."""
+        return TransportOracle(self.problem(x), **options)
 
     def sample(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random point of the ball for each image: mass follows a random potential, at a random part of the budget.
@@ -193,9 +183,8 @@ class WassersteinBall(Ball):
         part = torch.rand(x.shape[0], generator=generator, dtype=torch.float64, device=device).to(
             x.device
         )
-        oracle = self.oracle(
-            x, roundings=ROUNDINGS + 1
-        )  # who mixes it with other points rounds again
+        # One more rounding is allowed for: callers mix samples with other points.
+        oracle = self.oracle(x, roundings=ROUNDINGS + 1)
         oracle.budget = part * oracle.budget
         return oracle(potential.to(x.device)).z
 
