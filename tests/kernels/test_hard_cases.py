@@ -1,6 +1,6 @@
 """Every named hard case of an operation through every kernel, so that a fix cannot reach one copy only.
 
-Triton's kernels run in the interpreter where there is no GPU, those for large images (``tiles``) on small tiles.
+Triton's kernels run in the interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from wball.kernels.books import Best, Problem, Tolerance
 from wball.kernels.columns import Linear, Quadratic
 from wball.kernels.entropic_path import entropic_path
 from wball.kernels.entropic_plan import EntropicPlan, PlanRequest
+from wball.kernels.entropic_plan.pull_back import pull_back
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
-from wball.kernels.pull_back import PulledBack
 from wball.kernels.row_maximum import row_maximum
 from wball.kernels.sparse_transpose import Geometry
 from wball.plan import Plan
@@ -74,17 +74,14 @@ def test_every_operation_has_hard_cases_for_each_of_its_kernels(operation: str) 
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a kernel; ``tiles`` is triton on images that are too large for one program."""
+def kernel(request: pytest.FixtureRequest) -> str:
+    """The name of a kernel."""
     name: str = request.param
-    if name in ("triton", "tiles"):
+    if name == "triton":
         pytest.importorskip("triton")
     elif name == "cpu" and DEVICE != "cpu":
         pytest.skip("the compiled loops run on a CPU")
-    if name == "tiles":
-        monkeypatch.setattr("wball.kernels.entropic_plan.triton.MAX_ON_CHIP", 0)
-        monkeypatch.setattr("wball.kernels.entropic_plan.triton_tiles.TILE", 16)
-    return "triton" if name == "tiles" else name
+    return name
 
 
 # The entropic plan -----------------------------------------------------------------------------------------------
@@ -173,7 +170,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", [*dispatch.OPERATIONS["entropic_plan"], "tiles"], indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_plan"]), indirect=True)
 @pytest.mark.parametrize("name", PLANS)
 def test_entropic_plan(kernel: str, name: str) -> None:
     case = PLANS[name]
@@ -181,10 +178,11 @@ def test_entropic_plan(kernel: str, name: str) -> None:
     mass = x.double().sum((2, 3))
     budget = case.eps * mass.sum(1)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(PlanRequest(
+    request = PlanRequest(
         x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
         sweeps=case.sweeps, newton=case.newton,
-    ))  # fmt: skip
+    )  # fmt: skip
+    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(request)
     # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes mass.
     assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
@@ -196,33 +194,14 @@ def test_entropic_plan(kernel: str, name: str) -> None:
         (plan.net_cost >= 0).all()
     ), "costs"
     assert case.also(case, plan), "what this case is about"
-
-
-# Pulling back ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["pull_back"]), indirect=True)
-@pytest.mark.parametrize("name", PLANS)
-def test_pull_back(kernel: str, name: str) -> None:
-    """Whatever the plan is like, its point is in the ball."""
-    case = PLANS[name]
-    x, b = case.x.to(DEVICE), case.b.to(DEVICE)
-    mass = x.double().sum((2, 3))
-    budget, one = case.eps * mass.sum(1), torch.ones(len(x), dtype=torch.float64, device=DEVICE)
-    moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    request = PlanRequest(
-        x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
-        sweeps=case.sweeps, newton=case.newton,
-    )  # fmt: skip
-    plan: EntropicPlan = dispatch.load("entropic_plan", "torch").entropic_plan(request)
-    point: PulledBack = dispatch.load("pull_back", kernel).pull_back(request, plan, budget, one)
+    # Whatever the plan is like, its point is in the ball.
+    point = pull_back(request, plan, budget, torch.ones_like(budget))
     assert all(
         bool(torch.isfinite(part).all()) for part in (point.z, point.cost, point.scale, point.kappa)
     )
     assert bool(((point.z.double().sum((2, 3)) - mass).abs() <= 2e-6 * mass).all()), "mass"
-    assert bool((point.cost <= budget).all()) and bool(
-        ((point.scale >= 0) & (point.scale <= 1)).all()
-    ), "budget"
+    assert bool((point.cost <= budget).all()), "budget"
+    assert bool(((point.scale >= 0) & (point.scale <= 1)).all()), "scale"
     ball = WassersteinBall(case.eps, case.cost, box=case.box)
     assert bool(ball.contains(x.double().cpu(), point.z.double().cpu()).all()), "inside"
 

@@ -32,10 +32,6 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "cpu": "wball.kernels.entropic_plan.cpu",
         "torch": "wball.kernels.entropic_plan.reference",
     },
-    "pull_back": {
-        "triton": "wball.kernels.pull_back.triton",
-        "torch": "wball.kernels.pull_back.reference",
-    },
     "projected_sinkhorn": {
         "triton": "wball.kernels.projected_sinkhorn.triton",
         "cpu": "wball.kernels.projected_sinkhorn.cpu",

@@ -38,9 +38,9 @@ from wball.moves import Moves, StencilMoves
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 MAX_ON_CHIP = 4096
-"""Images up to this many values are solved by one program that keeps them in registers."""
-TILE = 1024
-"""Values per program of a larger image."""
+"""Programs of up to this many values keep rings in registers and offsets of moves in the code."""
+MAX_VALUES = 16384
+"""Larger images do not fit in one program, and torch serves."""
 RANGE = 60.0
 """Potentials that differ by no more than this over an image need no logs."""
 MAX_RINGS = 10

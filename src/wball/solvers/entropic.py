@@ -25,8 +25,8 @@ from torch import Tensor
 from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
+from wball.kernels.entropic_plan.pull_back import balanced
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, projected_sinkhorn
-from wball.kernels.pull_back.reference import balanced
 from wball.moves import Moves
 from wball.plan import FactoredPlan
 from wball.result import Duals, ProjectionResult, statuses

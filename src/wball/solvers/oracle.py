@@ -26,8 +26,8 @@ from torch import Tensor
 from wball.batch import largest, per_image
 from wball.inputs import result_dtype
 from wball.kernels.entropic_plan import PlanRequest, entropic_plan
+from wball.kernels.entropic_plan.pull_back import pull_back
 from wball.kernels.linear_maximum import linear_maximum
-from wball.kernels.pull_back import pull_back
 from wball.plan import FactoredPlan
 from wball.solvers.problem import TransportProblem
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from wball.cost import GridCost, GroundCost, StencilCost
-from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, reference, triton_tiles
+from wball.kernels import triton_flows, triton_stencil
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, reference
 from wball.kernels.entropic_plan import triton as triton_plan
 from wball.moves import Moves
 
@@ -80,54 +81,29 @@ ON_CHIP = [
     Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # in logs
     Case((1, 1, 4, 5), GridCost(5), shift=-200.0),  # far below zero, as are gradients of one sign
 ]
-TILED = [
-    Case((2, 1, 5, 7)),
-    Case((1, 2, 4, 9), GridCost(5), scale=5.0),
-    Case((1, 1, 6, 7), ONE_WAY, box=(0.1, 0.9), scale=3.0),
-    Case((1, 1, 7, 5), GridCost(3), box=None, scale=10.0),
-    Case((2, 1, 5, 6), GridCost(3), scale=40.0),  # in logs
-    Case((1, 1, 5, 6), GridCost(9), shift=-200.0),
-]
 
 
 def solve(
     case: Case,
-    kernel: object,
+    kernel: Callable[[PlanRequest], EntropicPlan],
     dtype: torch.dtype,
-    *,
-    sweeps: int = 3,
-    newton: int = 12,
-    momentum: float = 0.0,
+    **options: float,
 ) -> EntropicPlan:
     x, b, budget, moves = case.problem()
-    x, b = x.to(dtype), b.to(dtype)
     psi = torch.full_like(budget, 10.0, dtype=dtype)
-    plan = kernel.entropic_plan(
-        PlanRequest(  # type: ignore[attr-defined]
-            x,
-            b,
-            budget,
-            moves,
-            case.box,
-            psi=psi,
-            q=torch.zeros_like(x),
-            sweeps=sweeps,
-            newton=newton,
-            momentum=momentum,
-        )
-    )
-    assert isinstance(plan, EntropicPlan)
-    return plan
+    x, b = x.to(dtype), b.to(dtype)
+    start: dict[str, Any] = {"psi": psi, "q": torch.zeros_like(x), **options}
+    return kernel(PlanRequest(x, b, budget, moves, case.box, **start))
 
 
 def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
     return float((getattr(plan, name).double() - getattr(exact, name)).abs().max())
 
 
-def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12, momentum: float = 0.0) -> None:
-    exact = solve(case, reference, torch.float64, sweeps=sweeps, newton=newton, momentum=momentum)
-    single = solve(case, reference, torch.float32, sweeps=sweeps, newton=newton, momentum=momentum)
-    ours = solve(case, triton_plan, torch.float32, sweeps=sweeps, newton=newton, momentum=momentum)
+def check_equal(case: Case, **options: float) -> None:
+    exact = solve(case, reference.in_own_precision, torch.float64, **options)
+    single = solve(case, reference.in_own_precision, torch.float32, **options)
+    ours = solve(case, triton_plan.entropic_plan, torch.float32, **options)
     # a GPU's exponential rounds its argument, which grows with the potentials
     for name, atol in {
         "z": 2e-6 + 1e-7 * case.scale,
@@ -137,13 +113,10 @@ def check_equal(case: Case, *, sweeps: int = 3, newton: int = 12, momentum: floa
         "give": 1e-5 + 1e-7 * case.scale,
     }.items():
         assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
-    for name in (
-        ("psi", "q") if case.cost != GridCost(1) else ()
-    ):  # psi is arbitrary where nothing can move
+    for name in () if case.cost == GridCost(1) else ("psi", "q"):  # psi is arbitrary there
         # the larger the potentials, the coarser float32
-        assert error(ours, exact, name) <= 2 * error(single, exact, name) + 2e-5 * (
-            1 + case.scale + abs(case.shift)
-        ), name
+        allowed = 2 * error(single, exact, name) + 2e-5 * (1 + case.scale + abs(case.shift))
+        assert error(ours, exact, name) <= allowed, name
 
 
 def check_consistent(case: Case, plan: EntropicPlan) -> None:
@@ -176,60 +149,33 @@ def test_one_program_per_image_equals_reference(case: Case) -> None:
     check_equal(case)
 
 
-@pytest.mark.parametrize("case", TILED, ids=str)
-def test_tiles_equal_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-    monkeypatch.setattr(triton_tiles, "TILE", 16)
-    check_equal(case, sweeps=1, newton=6)
-
-
 @pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
-@pytest.mark.parametrize("tiled", [False, True])
-def test_momentum_equals_reference(
-    tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tiled:
-        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-        monkeypatch.setattr(triton_tiles, "TILE", 32)
-    check_equal(
-        Case((1, 1, 6, 5), GridCost(3), scale=scale, eps=0.6, seed=3),
-        sweeps=3,
-        newton=6,
-        momentum=0.9,
-    )
+def test_momentum_equals_reference(scale: float) -> None:
+    case = Case((1, 1, 6, 5), GridCost(3), scale=scale, eps=0.6, seed=3)
+    check_equal(case, sweeps=3, newton=6, momentum=0.9)
 
 
-STUBBORN = {
-    False: Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3),
-    True: Case((2, 1, 7, 6), scale=3.0, eps=0.6),
-}
-"""Boxes that only the last sweep of the repair restores, if no potentials help; the smaller one for tiles."""
+def test_programs_of_large_images_equal_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass over a table of moves instead of keeping rings in registers."""
+    monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
+    for module in (triton_stencil, triton_flows):
+        monkeypatch.setattr(module, "ON_CHIP", 0)
+    for scale in (3.0, 40.0):
+        check_equal(Case((1, 2, 5, 6), GridCost(5), scale=scale), sweeps=1, newton=6)
 
 
-@pytest.mark.parametrize("tiled", STUBBORN)
-def test_the_last_sweep_of_a_repair_equals_reference(
-    tiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = STUBBORN[tiled]
-    plan = solve(case, reference, torch.float64, sweeps=0)
+def test_the_last_sweep_of_a_repair_equals_reference() -> None:
+    """No potentials help, so only the last sweep of the repair restores the box."""
+    case = Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3)
+    plan = solve(case, reference.in_own_precision, torch.float64, sweeps=0)
     assert float(plan.z.max()) == pytest.approx(1.0, abs=1e-9), "no further than the box asks"
-    if tiled:
-        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-        monkeypatch.setattr(triton_tiles, "TILE", 32)
     check_equal(case, sweeps=0)
-    check_consistent(case, solve(case, triton_plan, torch.float32, sweeps=0))
+    check_consistent(case, solve(case, triton_plan.entropic_plan, torch.float32, sweeps=0))
 
 
 @pytest.mark.parametrize("case", [*ON_CHIP[:3], ON_CHIP[6]], ids=str)
 def test_plan_is_what_its_description_says(case: Case) -> None:
-    check_consistent(case, solve(case, triton_plan, torch.float32))
-
-
-def test_tiled_plan_is_what_its_description_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-    monkeypatch.setattr(triton_tiles, "TILE", 32)
-    case = Case((1, 2, 5, 6), GridCost(3), scale=4.0)
-    check_consistent(case, solve(case, triton_plan, torch.float32, sweeps=1, newton=5))
+    check_consistent(case, solve(case, triton_plan.entropic_plan, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -249,7 +195,7 @@ def test_half_precision_is_computed_in_single(dtype: torch.dtype) -> None:
 def test_warm_start_is_used() -> None:
     case = Case((1, 1, 5, 5), scale=3.0)
     x, b, budget, moves = case.problem()
-    first = solve(case, triton_plan, torch.float32)
+    first = solve(case, triton_plan.entropic_plan, torch.float32)
     again = triton_plan.entropic_plan(
         PlanRequest(x, b, budget, moves, UNIT, psi=first.psi, q=first.q, sweeps=0, newton=0)
     )
@@ -258,17 +204,11 @@ def test_warm_start_is_used() -> None:
 
 
 @pytest.mark.parametrize("scale", [3.0, 40.0])  # 40: in logs
-@pytest.mark.parametrize("tiled", [False, True])
-def test_without_a_start_it_starts_cold(
-    tiled: bool, scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tiled:
-        monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
-        monkeypatch.setattr(triton_tiles, "TILE", 32)
+def test_without_a_start_it_starts_cold(scale: float) -> None:
     case = Case((2, 1, 5, 5), scale=scale)
     x, b, budget, moves = case.problem()
     cold = triton_plan.entropic_plan(PlanRequest(x, b, budget, moves, UNIT, sweeps=2, newton=6))
-    given = solve(case, triton_plan, torch.float32, sweeps=2, newton=6)
+    given = solve(case, triton_plan.entropic_plan, torch.float32, sweeps=2, newton=6)
     for name in ("z", "cost", "net_cost", "psi", "q", "keep", "give"):
         assert torch.equal(getattr(cold, name), getattr(given, name)), name
 
@@ -306,10 +246,7 @@ def test_memory_is_a_few_batches_at_any_window(
                 Count.total += out.numel() * out.element_size()
             return out
 
-    for module in (triton_plan, triton_tiles):
-        for name in vars(module):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Idle())
+    monkeypatch.setattr(triton_plan, "_plan_kernel", Idle())
     x = torch.rand(shape, device=DEVICE)
     mass, moves = x.sum((1, 2, 3)), GridCost(window).arcs(*shape[2:], x)
     triton_plan.entropic_plan(

@@ -1,8 +1,9 @@
-"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in plain PyTorch: the yardstick of the faster kernels."""
+"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in plain PyTorch, which the faster kernels must match."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,19 @@ from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring
 
 
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
-    """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
+    """See :func:`wball.kernels.entropic_plan.entropic_plan`.
+
+    Computes in float64 for any input: then most sums over moves need no exponentials, and on a GPU they are convolutions.
+    """
+    x, (psi, q) = request.x, request.start()
+    doubled = replace(request, x=x.double(), b=request.b.double(), psi=psi.double(), q=q.double())
+    plan = in_own_precision(doubled)
+    images = {name: getattr(plan, name).to(x.dtype) for name in ("z", "psi", "q", "keep", "give")}
+    return replace(plan, balanced=True, **images)
+
+
+def in_own_precision(request: PlanRequest) -> EntropicPlan:
+    """The plan in the precision of the images, to compare kernels of that precision with."""
     x, b, newton = request.x, request.b, request.newton
     start, q = request.start()
     lo, hi = request.box if request.box is not None else (0.0, math.inf)

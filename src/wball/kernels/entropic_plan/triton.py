@@ -1,10 +1,10 @@
 r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton: the attack step's oracle in one launch.
 
-An image that fits on chip is one program: its rings live in registers from the first Newton step to the last, every
-image stops searching for its own ``psi`` when it has it, stops sweeping when its box potentials stand still, and stops
-repairing when its box holds. Larger images are cut into tiles (:mod:`wball.kernels.entropic_plan.triton_tiles`).
+Each image is one program. Its rings stay in registers from the first Newton step to the last. It stops searching for
+``psi`` when the price is found, stops sweeping when the box potentials no longer change, and stops repairing when the
+box holds.
 
-Arithmetic is float32, whatever the inputs; sums over an image that end up in a result are float64.
+Arithmetic is float32 for any input. Sums over an image that are returned are float64.
 """
 
 # mypy: ignore-errors
@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from wball.kernels.entropic_plan import (
     COLD_PRICE,
@@ -20,14 +21,6 @@ from wball.kernels.entropic_plan import (
     REPAIR_COUNTED,
     EntropicPlan,
     PlanRequest,
-)
-from wball.kernels.entropic_plan.triton_tiles import (
-    Box,
-    Steps,
-    Tensors,
-    ahead_of,
-    limits,
-    plan_by_tiles,
 )
 from wball.kernels.triton_flows import (
     exchange,
@@ -44,63 +37,54 @@ from wball.kernels.triton_flows import (
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
     MAX_ON_CHIP,
+    MAX_VALUES,
     RANGE,
-    Stencil,
     extent,
     pixels,
     ring_fees,
     solve_price,
     stage_halos,
     stencil,
+    too_large,
     warps,
 )
-from wball.kernels.triton_stencil import why_not as why_not
+from wball.kernels.triton_stencil import why_not as _why_not
+from wball.moves import Moves
 
 _REPAIRS, _COLD_PRICE = tl.constexpr(len(REPAIR_COUNTED)), tl.constexpr(COLD_PRICE)
 
 
+def why_not(x: Tensor, moves: Moves) -> str | None:
+    """Why this kernel must refuse such images, or ``None``."""
+    return _why_not(x, moves) or too_large(x, MAX_VALUES)
+
+
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`."""
-    x, box, batch = request.x, request.box, request.x.shape[0]
+    x, box, batch, device = request.x, request.box, request.x.shape[0], request.x.device
     table = stencil(request.moves, x)
-    z, q_out, keep, give = torch.empty((4, *x.shape), dtype=torch.float32, device=x.device).unbind()
-    cost, net_cost = torch.empty((2, batch), dtype=torch.float64, device=x.device).unbind()
-    psi_out = torch.empty(batch, dtype=torch.float32, device=x.device)
-    if batch:
-        fits = table.values <= MAX_ON_CHIP
-        warm = not fits or request.psi is not None or request.q is not None
-        psi, q = (
-            request.start() if warm else (psi_out, q_out)
-        )  # ignored by programs that start cold
-        given = (
-            x.contiguous(),
-            request.b.contiguous(),
-            request.budget.to(torch.float64),
-            psi,
-            q.contiguous(),
-        )
-        out = (z, q_out, keep, give, psi_out, cost, net_cost)
-        steps = Steps(request.sweeps if box is not None else 0, request.newton, request.momentum)
-        if fits:
-            _on_chip(table, given, out, box, steps, warm)
-        else:
-            plan_by_tiles(table, given, out, box, steps)
-    return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
-
-
-def _on_chip(
-    table: Stencil, given: Tensors, out: Tensors, box: Box, steps: Steps, warm: bool
-) -> None:
-    batch, device = given[0].shape[0], given[0].device
+    z, q_out, keep, give = torch.empty((4, *x.shape), dtype=torch.float32, device=device).unbind()
+    cost, net_cost = torch.empty((2, batch), dtype=torch.float64, device=device).unbind()
+    psi_out = torch.empty(batch, dtype=torch.float32, device=device)
+    out = (z, q_out, keep, give, psi_out, cost, net_cost)
+    warm = request.psi is not None or request.q is not None
+    psi, q = request.start() if warm else (psi_out, q_out)  # programs that start cold ignore them
+    lo, hi = box if box is not None else (0.0, float("inf"))
+    slack = 4 * torch.finfo(torch.float32).eps * (max(1.0, hi) if box is not None else 1.0)
     staged = table.stage(2, batch, device)
     wide = torch.empty(batch, dtype=torch.int32, device=device)
-    for linear in (True, False):  # the second solves what the first notes in `wide`
+    for linear in (
+        (True, False) if batch else ()
+    ):  # the second solves what the first marks in `wide`
         _plan_kernel[(batch,)](
-            *given, *out, *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1, int(warm),
-            *limits(box), steps.sweeps, steps.newton, float(steps.momentum), **table.constants(), PAIRS=table.pairs,
-            BOX=box is not None, TOL=COST_TOL, MOMENTUM=steps.momentum > 0, LINEAR=linear, WIDEST=RANGE,
-            BLOCK=table.block, num_warps=warps(table.block), num_stages=1,
+            x.contiguous(), request.b.contiguous(), request.budget.to(torch.float64), psi, q.contiguous(), *out,
+            *staged, wide, table.offset, table.fee, table.pair_offset, table.pair_fee, 1, int(warm), lo, hi, slack,
+            request.sweeps if box is not None else 0, request.newton, float(request.momentum),
+            **table.constants(offsets=table.block <= MAX_ON_CHIP), PAIRS=table.pairs, BOX=box is not None,
+            TOL=COST_TOL, MOMENTUM=request.momentum > 0, LINEAR=linear, WIDEST=RANGE, BLOCK=table.block,
+            num_warps=warps(table.block), num_stages=1,
         )  # fmt: skip
+    return EntropicPlan(z, cost, net_cost, psi_out, q_out, keep, give)
 
 
 @kernel("one", "warm", "sweeps", "newton", "momentum")
@@ -193,7 +177,7 @@ def _plan_kernel(
                 shift = tl.where(real, tl.minimum(shift, q + tl.log(hi / z)), q)
                 still = (tl.max((shift != q).to(tl.int32), 0) == 0) | wide
                 if MOMENTUM:
-                    ahead = tl.where(sweep < sweeps, ahead_of(q, shift, before, momentum), shift)
+                    ahead = tl.where(sweep < sweeps, _ahead(q, shift, before, momentum), shift)
                     before = shift
                     q = ahead
                 else:
@@ -250,6 +234,14 @@ def _plan_kernel(
     tl.store(psi_out + image, psi)
     tl.store(z_out + here, tl.minimum(tl.maximum(z, lo), hi), mask=real)
     tl.store(q_out + here, q, mask=real)
+
+
+@triton.jit
+def _ahead(q, new, before, momentum):
+    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q`` turned back."""
+    ahead = new + momentum * (new - before)
+    ahead = tl.where(new < 0.0, tl.minimum(ahead, 0.0), tl.minimum(tl.maximum(ahead, 0.0), 50.0))
+    return tl.where((new != 0.0) & ((new - q) * (new - before) >= 0.0), ahead, new)
 
 
 @triton.jit

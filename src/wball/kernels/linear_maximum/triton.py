@@ -18,6 +18,7 @@ from torch import Tensor
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
+    MAX_VALUES,
     is_halo,
     ring_fees,
     staged_position,
@@ -28,8 +29,6 @@ from wball.kernels.triton_stencil import (
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
-MAX_VALUES = 16384
-"""Larger images do not fit in one program."""
 _FLAT = tl.constexpr(FLAT[torch.float32])
 
 

@@ -53,6 +53,7 @@ from wball.kernels.proximal_newton.triton_dual import (
 from wball.kernels.proximal_newton.triton_repair import repair
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
+    MAX_VALUES,
     is_halo,
     staged_position,
     stencil,
@@ -63,8 +64,6 @@ from wball.kernels.triton_stencil import (
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
-MAX_VALUES = 16384
-"""Larger images are too much work for one program."""
 TILE = 1024
 """Rows or columns that an evaluation sees to at once, of images that are listed half as many."""
 MAX_LISTED = 1024
