@@ -1,7 +1,6 @@
 """``python -m benchmarks defended``: clean and robust accuracy of trained networks, chunk by chunk, into one file.
 
-Networks are ``NAME=ARCHITECTURE:FILE``, or ``NAME=ARCHITECTURE:FIRST:SECOND:SHARE`` with the weights of two files mixed
-(:func:`wball.training.mixed`). Recipes are compared with ``--attack dual`` on images that are not reported
+Networks are ``NAME=ARCHITECTURE:FILE``. Recipes are compared with ``--attack dual`` on images that are not reported
 (``--first 1000``), the chosen one is measured with ``--attack standard`` on those that are (``--first 0``).
 """
 
@@ -21,7 +20,6 @@ from benchmarks.origin import earlier, environment, keep
 from wball.attacks import Attack, StandardAttack
 from wball.models import architectures, build_model
 from wball.provenance import describe_model
-from wball.training import mixed
 
 
 def attack(kind: str, eps: float) -> Attack:
@@ -34,7 +32,7 @@ def attack(kind: str, eps: float) -> Attack:
 
 @dataclass(frozen=True)
 class Network:
-    """``NAME=ARCHITECTURE:FILE``, or ``NAME=ARCHITECTURE:FIRST:SECOND:SHARE`` for two files mixed.
+    """``NAME=ARCHITECTURE:FILE``.
 
     >>> Network.of("mine=mnist-cnn:out/mine.safetensors").architecture
     'mnist-cnn'
@@ -42,27 +40,18 @@ class Network:
 
     name: str
     architecture: str
-    files: tuple[Path, ...]
-    share: float = 0.0
+    file: Path
 
     @staticmethod
     def of(spec: str) -> Network:
         name, _, rest = spec.partition("=")
-        architecture, *words = rest.split(":")
-        if len(words) not in (1, 3):
-            raise SystemExit(
-                f"a network is NAME=ARCHITECTURE:FILE or NAME=ARCHITECTURE:FIRST:SECOND:SHARE, got {spec!r}"
-            )
-        return Network(
-            name, architecture, tuple(map(Path, words[:2])), float(words[2]) if words[2:] else 0.0
-        )
+        architecture, _, file = rest.partition(":")
+        if not file:
+            raise SystemExit(f"a network is NAME=ARCHITECTURE:FILE, got {spec!r}")
+        return Network(name, architecture, Path(file))
 
     def load(self, device: str) -> nn.Module:
-        models = [
-            wball.load_weights(build_model(self.architecture), file).to(device).eval()
-            for file in self.files
-        ]
-        return mixed(models[0], models[1], self.share) if len(models) == 2 else models[0]
+        return wball.load_weights(build_model(self.architecture), self.file).to(device).eval()
 
 
 @torch.no_grad()
@@ -104,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
         "dataset": dataset, "attack": given.attack, "eps": radii, "first": given.first, "images": given.images
     }  # fmt: skip
     rows: list[dict[str, Any]] = earlier(given.out, **settings).get("rows", [])
-    files = (given.out, *(file for network in networks for file in network.files))
+    files = (given.out, *(network.file for network in networks))
     about = (
         environment(given.device, given.data, *files)
         | {"seed": 0}

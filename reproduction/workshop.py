@@ -362,7 +362,6 @@ def quick_config(config: TrainConfig) -> TrainConfig:
         schedule="one-cycle",
         bf16=False,
         channels_last=False,
-        cuda_graph=False,
         ema=0.0,
     )
     fresh = config.name.endswith("-standard")

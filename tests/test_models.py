@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from wball import WassersteinBall, certify, load_model, load_sample, load_weights, save_weights
 from wball.models import (
     CIFAR10_MEAN,
     CIFAR10_STD,
     Binarized,
-    Mirrored,
     Normalized,
     ResNet18,
     SmallResNet,
     architectures,
     build_model,
-    merge_convolutions,
     mnist_cnn,
 )
 
@@ -87,15 +82,6 @@ def test_small_resnet_halves_the_image_twice() -> None:
     x = torch.rand(1, 3, 32, 32)
     sizes = [tuple(x.shape[1:]) for x in (y for y in _stages(model, x))]
     assert sizes == [(16, 32, 32), (16, 32, 32), (16, 32, 32), (32, 16, 16), (64, 8, 8)]
-
-
-def test_small_resnet_names_each_of_its_parameters_in_public_checkpoints() -> None:
-    names = SmallResNet.public_names()
-    assert sorted(names.values()) == sorted(SmallResNet().state_dict()) and len(names) == 30
-    assert (
-        names["4.Ws.0.weight"] == "blocks.0.shortcut.weight"
-        and names["16.Ws.2.bias"] == "blocks.3.conv2.bias"
-    )
 
 
 def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -179,22 +165,6 @@ def test_normalized_equals_normalising_outside() -> None:
     assert model.double()(x.double()).dtype == torch.float64
 
 
-def test_mirrored_averages_an_image_and_its_mirror_image(tmp_path: Path) -> None:
-    x, y = load_sample("cifar10")
-    plain = load_model("cifar10-small")
-    save_weights(plain, tmp_path / "plain.safetensors")
-    mirrored = load_weights(
-        Mirrored(build_model("cifar10-cnn")), tmp_path / "plain.safetensors"
-    ).eval()
-    logits = mirrored(x[:3])
-    torch.testing.assert_close(logits, (plain(x[:3]) + plain(x[:3].flip(3))) / 2)
-    torch.testing.assert_close(mirrored(x[:3].flip(3)), logits)
-    # Certificates see through it: both halves are bounded.
-    right = logits.argmax(1) == y[:3]
-    assert bool(right.any())
-    assert torch.equal(certify(mirrored, x[:3], y[:3], WassersteinBall(1e-6)).certified, right)
-
-
 def test_normalized_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="std > 0"):
         Normalized(nn.Identity(), 0.5, 0.0)
@@ -216,27 +186,3 @@ def test_binarized_values_are_exact_and_gradients_as_asked(straight_through: boo
     (got,) = torch.autograd.grad(logits[:, 0].sum(), x)
     (through,) = torch.autograd.grad(inner(hard)[:, 0].sum(), hard)
     assert torch.equal(got, through if straight_through else torch.zeros_like(x))
-
-
-def test_merged_convolutions_agree_inside_the_border() -> None:
-    x = torch.rand(4, 1, 28, 28)
-    model = build_model("mnist-cnn")
-    with pytest.raises(ValueError, match="filters of the first convolution switch"):
-        merge_convolutions(model, x)
-    with torch.no_grad():
-        model[0].bias.fill_(9.0)
-        model[0].bias[3] = -9.0
-    whole = merge_convolutions(model, x)
-    with torch.no_grad():
-        ours, theirs = whole[0](x), model[:3](x)
-        torch.testing.assert_close(
-            ours[..., 1:-1, 1:-1], theirs[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4
-        )
-        torch.testing.assert_close(whole[1:](theirs), model[3:](theirs))
-
-
-def test_the_certified_network_has_a_linear_first_layer() -> None:
-    model, (x, y) = load_model("mnist-certified"), load_sample("mnist")
-    whole = merge_convolutions(model, x)
-    with torch.no_grad():
-        assert float((whole(x).argmax(1) == y).double().mean()) > 0.93

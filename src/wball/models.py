@@ -1,7 +1,7 @@
-"""The networks of the paper, by name: :func:`architectures`, :func:`build_model`.
+"""Networks by name: :func:`architectures`, :func:`build_model`.
 
-Images in [0, 1] go in, logits come out. Whatever a network wants its inputs to look like (normalised, binarized)
-happens inside it, so that a radius means the same for every model.
+They map images in [0, 1] to logits. Normalisation and thresholds are part of the network, so that a
+radius means the same for every model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 class Normalized(nn.Module):
     """``model((x - mean) / std)``, channel by channel.
 
-    The constants belong to the architecture, not to the weights: a state dict holds those of ``model`` only.
+    The constants belong to the architecture: a state dict holds the weights of ``model`` only.
 
     >>> net = Normalized(nn.Flatten(), mean=0.5, std=0.25)
     >>> net(torch.ones(1, 1, 1, 2))
@@ -51,7 +51,7 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         channels = self.mean.shape[1]
-        # What is no tensor is a symbol of torch.fx, which has no shape yet.
+        # A symbol of torch.fx is not a tensor and has no shape yet.
         if isinstance(x, Tensor) and channels not in (1, x.shape[1]):
             raise ValueError(f"x has {x.shape[1]} channels, but mean and std are for {channels}")
         return self.model((x - self.mean) / self.std)
@@ -63,8 +63,8 @@ class Normalized(nn.Module):
 class Binarize(nn.Module):
     """``1 where x >= threshold, else 0``.
 
-    The true gradient is 0 almost everywhere, which stops gradient attacks without stopping attackers. With
-    ``straight_through`` the backward pass takes the threshold for the identity, so that such attacks work.
+    The true gradient is 0 almost everywhere, which masks the model from gradient attacks. With
+    ``straight_through`` the backward pass is that of the identity, so that such attacks work.
 
     >>> Binarize()(torch.tensor([0.4, 0.6]))
     tensor([0., 1.])
@@ -96,26 +96,8 @@ class Binarized(nn.Module):
         return self.model(self.binarize(x))
 
 
-class Mirrored(nn.Module):
-    """``(model(x) + model(mirror image of x)) / 2``: as sure of an image as of its mirror image, at twice the cost.
-
-    Its weights are those of ``model``: files of either fit both (:func:`wball.load_weights`).
-
-    >>> Mirrored(nn.Flatten())(torch.tensor([[[[0.0, 1.0]]]]))
-    tensor([[0.5000, 0.5000]])
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x) + self.model(x.flip(-1))
-        return logits / 2
-
-
 def mnist_cnn() -> nn.Sequential:
-    """The paper's MNIST network: two strided convolutions and two linear layers, 166,406 parameters."""
+    """The paper's MNIST network: two strided convolutions and two linear layers."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 4, stride=2, padding=1),
         nn.ReLU(),
@@ -129,9 +111,9 @@ def mnist_cnn() -> nn.Sequential:
 
 
 def cifar10_cnn() -> nn.Sequential:
-    """A CIFAR-10 network that certificates can follow: filters so large and strides so long that it sees a blur.
+    """A CIFAR-10 network for certificates, with large filters and strides.
 
-    Moving mass over short distances hardly changes a blurred image, and few layers leave little to relax.
+    Moving mass over short distances changes its features little, and few layers need relaxing.
     """
     return nn.Sequential(
         nn.Conv2d(3, 64, 8, stride=4, padding=2),
@@ -146,7 +128,7 @@ def cifar10_cnn() -> nn.Sequential:
 
 
 def cifar10_cnn_deep() -> nn.Sequential:
-    """A third convolution and finer strides: six points more accurate than :func:`cifar10_cnn`, harder to certify."""
+    """A third convolution and finer strides: more accurate than :func:`cifar10_cnn`, harder to certify."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 6, stride=2, padding=2),
         nn.ReLU(),
@@ -162,11 +144,7 @@ def cifar10_cnn_deep() -> nn.Sequential:
 
 
 def shallow(channels: int, side: int, filters: int, hidden: int, kernel: int) -> nn.Sequential:
-    """One convolution with large filters and stride 4, and one hidden layer: made for certificates.
-
-    The certified MNIST network of two convolutions keeps all units of the first on one side, so that both are one
-    convolution with 10 x 10 filters. Then it may as well be one.
-    """
+    """One convolution with large filters and stride 4, and one hidden layer, for certificates."""
     cells = side // 4
     return nn.Sequential(
         nn.Conv2d(channels, filters, kernel, stride=4, padding=(kernel - 4) // 2),
@@ -176,38 +154,6 @@ def shallow(channels: int, side: int, filters: int, hidden: int, kernel: int) ->
         nn.ReLU(),
         nn.Linear(hidden, 10),
     )
-
-
-@torch.no_grad()
-def merge_convolutions(model: nn.Sequential, x: Tensor) -> nn.Sequential:
-    """An ``mnist-cnn`` whose first ReLU never switches on the images ``x`` as the one convolution it is.
-
-    The two agree but at the border, where the second convolution reads zeros instead of the first one's bias: train on.
-
-    Raises:
-        ValueError: some unit of the first convolution is active on some images and not on others.
-    """
-    first, second = (layer for layer in model if isinstance(layer, nn.Conv2d))
-    hidden, last = (layer for layer in model if isinstance(layer, nn.Linear))
-    assert first.bias is not None and second.bias is not None
-    active = (first(x) > 0).transpose(0, 1).flatten(1)
-    on = active.all(1)
-    if bool((active.any(1) != on).any()):
-        count = int((active.any(1) != on).sum())
-        raise ValueError(
-            f"{count} of {len(on)} filters of the first convolution switch on these images: not linear"
-        )
-    whole = shallow(x.shape[1], x.shape[2], second.out_channels, hidden.out_features, kernel=10).to(
-        x.device
-    )
-    into = first.weight * on.view(-1, 1, 1, 1)
-    merged, _, _, one, _, two = whole
-    assert isinstance(merged, nn.Conv2d) and merged.bias is not None
-    merged.weight.copy_(F.conv_transpose2d(second.weight, into, stride=2))
-    merged.bias.copy_(second.bias + second.weight.sum((2, 3)) @ (first.bias * on))
-    one.load_state_dict(hidden.state_dict())
-    two.load_state_dict(last.state_dict())
-    return whole
 
 
 class BasicBlock(nn.Module):
@@ -231,7 +177,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 for small images: a stem without pooling, parameter names as in the usual public checkpoints."""
+    """ResNet-18 for small images, without pooling in the stem; parameter names as in public checkpoints."""
 
     def __init__(
         self, classes: int = 10, width: int = 64, channels: int = 3, stem: int = 3
@@ -256,12 +202,12 @@ class ResNet18(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """``relu(conv(relu(conv(x))) + shortcut(x))`` without batch normalisation: what linear relaxations like best.
+    """``relu(conv(relu(conv(x))) + shortcut(x))`` without batch normalisation.
 
-    A block that halves the image uses even kernels (4, and 2 in the shortcut): every pixel is read equally often.
-
-    A fresh block is its shortcut, and that passes channels on (or their means over 2 x 2 pixels). With random kernels
-    in both, intervals would grow 40 times wider from block to block, and no provable training could begin.
+    A block that halves the image uses even kernels (4, and 2 in the shortcut), so that each pixel is
+    read equally often. A fresh block is its shortcut, which copies channels (or their means over
+    2 x 2 pixels). With random kernels, interval bounds would grow about 40 times wider per block,
+    too wide for certified training to begin.
     """
 
     def __init__(self, inputs: int, outputs: int, halve: bool) -> None:
@@ -304,25 +250,6 @@ class SmallResNet(nn.Module):
         out = self.blocks(F.relu(self.stem(x)))
         return self.linear(F.relu(self.hidden(out.flatten(1))))
 
-    @staticmethod
-    def public_names() -> dict[str, str]:
-        """Our name of each parameter by the name it has in the authors' checkpoints, where all layers stand in one row.
-
-        The row reads: stem, ReLU, then per block a convolution, ReLU, the pair (shortcut, second convolution), ReLU;
-        then flatten, linear, ReLU, linear.
-        """
-        modules = {"0": "stem", "19": "hidden", "21": "linear"}
-        for block in range(4):
-            first = 2 + 4 * block
-            modules[f"{first}.Ws.0"] = f"blocks.{block}.conv1"
-            modules[f"{first + 2}.Ws.0"] = f"blocks.{block}.shortcut"
-            modules[f"{first + 2}.Ws.2"] = f"blocks.{block}.conv2"
-        return {
-            f"{theirs}.{leaf}": f"{ours}.{leaf}"
-            for theirs, ours in modules.items()
-            for leaf in ("weight", "bias")
-        }
-
 
 @dataclass(frozen=True)
 class Architecture:
@@ -361,12 +288,6 @@ _ARCHITECTURES = {
             lambda: Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD),
             (3, 32, 32),
             "ResNet-18 with a 3 x 3 stem, normalisation inside",
-        ),
-        Architecture(
-            "cifar10-resnet18-mirrored",
-            lambda: Mirrored(Normalized(ResNet18(), CIFAR10_MEAN, CIFAR10_STD)),
-            (3, 32, 32),
-            "the same, averaged over an image and its mirror image",
         ),
         Architecture(
             "cifar10-resnet-small",

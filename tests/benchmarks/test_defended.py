@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import wball
 from benchmarks import defended
-from wball.training import accuracy, mixed, robust_accuracy
+from wball.training import accuracy, robust_accuracy
 
 
 def test_shares_are_those_of_the_attack_and_a_run_goes_on_where_it_stopped(
@@ -66,14 +65,6 @@ def test_shares_are_those_of_the_attack_and_a_run_goes_on_where_it_stopped(
         defended.main([*words, "--images", "12"])
 
 
-def test_a_network_may_be_two_mixed(tmp_path: Path) -> None:
-    for name in ("mnist-standard", "mnist-certified"):
-        wball.save_weights(wball.load_model(name), tmp_path / f"{name}.safetensors")
-    files = f"{tmp_path / 'mnist-standard.safetensors'}:{tmp_path / 'mnist-certified.safetensors'}"
-    found = defended.Network.of(f"both=mnist-cnn:{files}:0.25").load("cpu")
-    expected = mixed(wball.load_model("mnist-standard"), wball.load_model("mnist-certified"), 0.25)
-    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(a, b)
-    for spec in ("mnist-standard", "both=mnist-cnn:one:two"):
-        with pytest.raises(SystemExit, match="NAME=ARCHITECTURE:FILE"):
-            defended.Network.of(spec)
+def test_a_network_is_a_name_an_architecture_and_a_file() -> None:
+    with pytest.raises(SystemExit, match="NAME=ARCHITECTURE:FILE"):
+        defended.Network.of("mnist-standard")

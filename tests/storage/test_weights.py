@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from wball.models import Binarized, Normalized, ResNet18, SmallResNet, mnist_cnn
+from wball.models import Binarized, Normalized, ResNet18, mnist_cnn
 from wball.storage.weights import load_weights, save_weights
 
 
@@ -111,16 +111,6 @@ def test_resnet_with_and_without_batch_counters(tmp_path: Path) -> None:
         loaded.state_dict()["model.layer4.1.bn2.running_var"], saved.layer4[1].bn2.running_var
     )
     load_weights(loaded, tmp_path / "new.pth")
-    assert equal(saved, loaded.model)
-
-
-def test_small_resnet_under_its_public_names(tmp_path: Path) -> None:
-    saved, loaded = SmallResNet(), Normalized(SmallResNet(), 0.5, 0.2)
-    ours = saved.state_dict()
-    theirs = {public: ours[name] for public, name in SmallResNet.public_names().items()}
-    assert set(SmallResNet.public_names().values()) == set(ours)
-    torch.save({"state_dict": [theirs]}, tmp_path / "w.pth")
-    load_weights(loaded, tmp_path / "w.pth")
     assert equal(saved, loaded.model)
 
 

@@ -62,7 +62,7 @@ def test_adversarial_training_raises_robust_accuracy() -> None:
     options = Optimisation("adamw", lr=5e-3, weight_decay=0.0, schedule="one-cycle")
     plain = small_config(epochs=10, batch_size=32, adversary=None, augment=0, optimisation=options)
     attack = DualAveraging(ball, steps=5, until_success=False, sweeps=1)
-    hard = dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform"))
+    hard = dataclasses.replace(plain, adversary=Adversary(attack, radius="per-image", start=0.15))
     some = tuple(v[:128] for v in data)
     test = DualAveraging(ball, steps=15, objective="margin")
     accuracies = [
@@ -93,9 +93,8 @@ def test_same_seed_same_weights_other_seed_other_weights() -> None:
     ],
     ids=["paper", "frank-wolfe", "linf"],
 )
-@pytest.mark.parametrize("kind", ["cross-entropy", "trades", "mart"])
-def test_any_attack_and_any_loss(attack: PGD, kind: str) -> None:
-    config = small_config(epochs=1, adversary=Adversary(attack), loss=Loss(kind, clean=0.5))  # type: ignore[arg-type]
+def test_any_attack_can_be_the_adversary(attack: PGD) -> None:
+    config = small_config(epochs=1, adversary=Adversary(attack), loss=Loss(clean=0.5))
     before = weights(small_model())
     result = train(config, small_data(16), model=small_model())
     after = weights(result.model)
@@ -445,10 +444,8 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="less than one batch"):
         train(small_config(), small_data(8), model=small_model())
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="adversary and provable exclude each other"):
         small_config(provable=Provable(0.1))
-    with pytest.raises(ValueError, match="give an adversary"):
-        small_config(adversary=None, loss=Loss("trades"))
     with pytest.raises(ValueError, match="low must be"):
         Adversary(DualAveraging(WassersteinBall(0.1)), low=0.2)
     with pytest.raises(TypeError, match="attack must be"):
@@ -468,9 +465,9 @@ def test_settings_that_cannot_work_are_refused() -> None:
         TypeError, match=r"adversary must be a wball.training.Adversary, got DualAveraging"
     ):
         small_config(adversary=attack)
-    with pytest.raises(ValueError, match="goes without an adversary"):
+    with pytest.raises(ValueError, match="is not used with adversary"):
         small_config(noise=0.1)
-    with pytest.raises(ValueError, match="give one, or no radii"):
+    with pytest.raises(ValueError, match="needs an attack"):
         Validation(eps=(0.1,))
     with pytest.raises(TypeError, match=r"tuple of radii such as \(0.1, 0.3\), got 0.3"):
         Validation(attack=attack, eps=0.3)  # type: ignore[arg-type]
@@ -482,8 +479,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
     ("settings", "message"),
     [
         ({"clip": -1.0}, "clip must be > 0"),
-        ({"momentum": 2.0}, "momentum must be"),
-        ({"momentum": 0.0, "nesterov": True}, "nesterov needs"),
         ({"weight_decay": -1.0}, "weight_decay must be"),
         ({"drop_epochs": -1}, "drop_epochs must be"),
     ],

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from training.worker import (
     small_data,
     small_model,
 )
+from wball.storage.files import write_tensors
 from wball.training import TrainConfig, state, train
 
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
@@ -183,49 +183,18 @@ def test_metrics_come_back_whatever_happened_to_their_file(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines] == result.history and len(lines) == 3
 
 
-def test_tensorboard_keeps_what_the_checkpoint_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: dict[int, float] = {}
-
-    class Writer:
-        """What a TensorBoard shows of the loss; what is not flushed is lost."""
-
-        def __init__(self, folder: str, purge_step: int) -> None:
-            self.waiting: dict[int, float] = {}
-            for step in [s for s in shown if s >= purge_step]:
-                del shown[step]
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            if name == "loss":
-                self.waiting[step] = value
-
-        def flush(self) -> None:
-            shown.update(self.waiting)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer)
-    )
-    config = stopped_after_two_epochs(tmp_path)
-    result = train(config, small_data(32), model=small_model(), out=tmp_path)
-    assert shown == {r["step"]: r["loss"] for r in result.history}
-
-
 def test_a_write_that_fails_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c.safetensors"
-    state.save_state(path, {"a": torch.ones(2)}, {"step": 1})
+    write_tensors(path, {"a": torch.ones(2)}, {"step": 1})
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        state.save_state(path, {"a": torch.zeros(2)}, {"step": 2})
+        write_tensors(path, {"a": torch.zeros(2)}, {"step": 2})
     tensors, header = state.load_state(path)
     assert header == {"step": 1} and torch.equal(tensors["a"], torch.ones(2))
 
@@ -253,7 +222,7 @@ def test_a_checkpoint_edited_by_hand_is_refused(tmp_path: Path) -> None:
         ({**tensors, "optimizer.x.y": torch.zeros(3)}, header),
     ]
     for changed, head in edited:
-        state.save_state(path, changed, head)
+        write_tensors(path, changed, head)
         with pytest.raises(
             ValueError,
             match=r"checkpoint\.safetensors is not .*checkpoint.*; delete it to start over",

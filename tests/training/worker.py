@@ -98,7 +98,7 @@ def normalised_model() -> nn.Module:
 
 def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
     """One short run of each kind."""
-    plain, attack = small_config(epochs=1, adversary=None), small_config().adversary.attack  # type: ignore[union-attr]
+    plain = small_config(epochs=1, adversary=None)
     return {
         "idle": (plain, WithIdlePart()),
         "noise": (dataclasses.replace(plain, noise=0.05), small_model()),
@@ -108,10 +108,6 @@ def kinds() -> dict[str, tuple[TrainConfig, nn.Module]]:
         ),
         "provable": (
             dataclasses.replace(plain, provable=Provable(0.05, ramp=(0.0, 0.5))),
-            small_model(),
-        ),
-        "uniform": (
-            dataclasses.replace(plain, adversary=Adversary(attack, radius="uniform", low=0.1)),
             small_model(),
         ),
         "smooth": (

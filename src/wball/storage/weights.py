@@ -58,7 +58,7 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
         )
     complaints = []
     for found in candidates:
-        matched = _match(found, wanted, _aliases(model))
+        matched = _match(found, wanted)
         complaint = _complaint(matched, wanted)
         if not complaint:
             model.load_state_dict(matched, strict=False)  # only batch counters may be absent
@@ -164,18 +164,9 @@ def _state_dicts(content: Any) -> Iterator[StateDict]:
         left.extend(reversed(inside))
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Names that published checkpoints use for the parameters of a network inside ``model``, if it knows any."""
-    for module in model.modules():
-        names = getattr(module, "public_names", None)
-        if callable(names):
-            return names()
-    return {}
-
-
-def _match(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> StateDict:
+def _match(found: StateDict, wanted: StateDict) -> StateDict:
     """``found`` under the names of ``wanted``, if wrappers explain the difference; else ``found`` as it is."""
-    source = _sources(found, wanted, aliases)
+    source = _sources(found, wanted)
     if not source:
         return found
     matched = {key: found[other] for key, other in source.items()}
@@ -188,15 +179,14 @@ def _match(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> S
     return matched
 
 
-def _sources(found: StateDict, wanted: StateDict, aliases: Mapping[str, str]) -> dict[str, str]:
+def _sources(found: StateDict, wanted: StateDict) -> dict[str, str]:
     """Where each tensor of ``wanted`` stands in ``found``; empty if no wrapper explains the difference of the names."""
     mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
     if mine.keys() == theirs.keys():
         return {key: key for key in mine}
-    for names in (theirs, {key: aliases.get(short, short) for key, short in theirs.items()}):
-        if set(names.values()) == set(mine.values()):
-            back = {short: key for key, short in names.items()}
-            return {key: back[short] for key, short in mine.items()}
+    if set(theirs.values()) == set(mine.values()):
+        back = {short: key for key, short in theirs.items()}
+        return {key: back[short] for key, short in mine.items()}
     return _same_row(found, wanted)
 
 

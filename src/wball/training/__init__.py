@@ -13,7 +13,6 @@ from wball.training.config import (
 from wball.training.loop import TrainResult, train
 from wball.training.measure import accuracy, robust_accuracy, verified_accuracy
 from wball.training.presets import preset, presets
-from wball.training.soup import mixed
 
 __all__ = [
     "Adversary",
@@ -26,7 +25,6 @@ __all__ = [
     "TrainResult",
     "accuracy",
     "describe",
-    "mixed",
     "preset",
     "presets",
     "robust_accuracy",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -29,14 +28,13 @@ from wball.model import as_found, ask, check_classes
 from wball.models import build_model
 from wball.progress import bar as progress_bar
 from wball.storage.atomic import clear_parts, locked, write_whole
+from wball.storage.files import write_tensors
 from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
 from wball.training.config import OWN, Adversary, Optimisation, TrainConfig, describe
 from wball.training.losses import Objective
 from wball.training.measure import measure
-from wball.training.opponent import Opponent
-from wball.training.perturbation import perturbed
-from wball.training.radii import Radii
+from wball.training.opponent import Opponent, Radii
 from wball.training.state import (
     Average,
     MetricsLog,
@@ -44,7 +42,6 @@ from wball.training.state import (
     generator,
     load_state,
     pack_optimizer,
-    save_state,
     unpack_optimizer,
 )
 from wball.training.teacher import hired
@@ -123,38 +120,21 @@ def train(
         torch.default_generator.manual_seed(config.seed)
         x, y = to_tensors(data, device=device)
         tests = None if test is None else to_tensors(test, device=device)
-    per_epoch = _batches_per_epoch(config, len(x), world.size)
 
     options, model = config.optimisation, _start(config, model, init, device)
     x = _fitting("data", model, x, y)
     tests = None if tests is None else (_fitting("test", model, *tests), tests[1])
     if world.size > 1 and device.type == "cuda":
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    average = Average(model, copy.deepcopy(model) if options.ema > 0 else model, options.ema)
-    optimizer = _optimizer(model, options)
-    network: Any = torch.compile(model) if options.compile else model
-    objective: nn.Module = Objective(network, config, x)
+    run = _Run(config, model, len(x), folder, world, checkpoint_every, time_limit)
+    average, optimizer, radii = run.average, run.optimizer, run.radii
+    objective: nn.Module = Objective(model, config, x)
     if world.size > 1:
         objective = DistributedDataParallel(objective, find_unused_parameters=_idle(model, x))
     teachers, opponent = hired(teacher, config, x, y), None
     if config.adversary is not None:
-        opponent = Opponent(config.adversary, options, network, config.seed)
-    balls = config.adversary or config.smooth
-    radii = None if balls is None else Radii(balls, len(x), config.seed, device)
-    augmentations = _augmentations(config)
-
-    run = _Run(
-        config,
-        folder,
-        model,
-        average,
-        optimizer,
-        radii,
-        world,
-        checkpoint_every,
-        time_limit,
-        per_epoch,
-    )
+        opponent = Opponent(config.adversary, options, model, config.seed)
+    augmentations, per_epoch = _augmentations(config), run.per_epoch
     with (
         _fast(device, config.adversary),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -189,7 +169,7 @@ def train(
                         images, config.noise, generator(config.seed, "noise", run.step, device)
                     )
                     trained = world.shard(noisy)
-                eps = 0.0 if radii is None else radii.batch(index, run.step, elapsed, world)
+                eps = 0.0 if radii is None else radii.batch(index, elapsed, world)
                 broken = None
                 if opponent is not None:
                     trained, broken = opponent(clean, labels, eps, run.step, world)
@@ -200,10 +180,6 @@ def train(
                     radii.follow(index, ~survived if broken is None else broken, world)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
-                if options.perturbation > 0:
-                    with perturbed(model, options.perturbation):
-                        optimizer.zero_grad(set_to_none=True)
-                        objective(clean, trained, labels, elapsed, eps, targets)[0].backward()
                 if options.clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), options.clip)
                 optimizer.step()
@@ -229,34 +205,35 @@ def train(
 
 
 class _Run:
-    """Where a run stands: steps, clock, totals of the epoch, history; and how that is saved and restored."""
+    """The state of a run (step, clock, totals of the epoch, history) and its checkpoints."""
 
     def __init__(
         self,
         config: TrainConfig,
-        folder: Path | None,
         model: nn.Module,
-        average: Average,
-        optimizer: torch.optim.Optimizer,
-        radii: Radii | None,
+        images: int,
+        folder: Path | None,
         world: distributed.World,
         checkpoint_every: int | None,
         time_limit: float | None,
-        per_epoch: int,
     ) -> None:
         if checkpoint_every is not None:
             inputs.check_count("checkpoint_every", checkpoint_every)
         if time_limit is not None:
             inputs.check_positive("time_limit", time_limit)
-        self.config, self.folder, self.world = config, folder, world
-        self.model, self.average, self.optimizer, self.radii = model, average, optimizer, radii
+        self.config, self.folder, self.world, self.model = config, folder, world, model
         self.checkpoint_every, self.time_limit = checkpoint_every, time_limit
-        self.per_epoch, self.total = per_epoch, per_epoch * config.epochs
+        self.per_epoch = _batches_per_epoch(config, images, world.size)
+        self.total = self.per_epoch * config.epochs
+        device, schedule = next(model.parameters()).device, config.adversary or config.smooth
+        self.average = Average(model, config.optimisation.ema)
+        self.optimizer = _optimizer(model, config.optimisation)
+        self.radii = None if schedule is None else Radii(schedule, images, device)
         self.step, self.images, self.seconds, self.stop = 0, 0, 0.0, False
         self.history: list[Record] = []
         self.data: dict[str, Any] = {}
         self.origin: str | None = None
-        self.totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
         self.log: MetricsLog | None = None
         self._progress, self._tick, self._next_save = 0.0, time.perf_counter(), 0.0
         self._first = True
@@ -358,7 +335,7 @@ class _Run:
         if self.average.decay > 0:
             tensors |= {f"average.{k}": v for k, v in self.average.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in pack_optimizer(self.optimizer).items()}
-        if self.radii is not None and self.radii.values.numel():
+        if self.radii is not None:
             tensors["radii"] = self.radii.values
         tensors["totals"] = self.totals
         header = {
@@ -372,11 +349,11 @@ class _Run:
             "init": self.origin,
             "torch": torch.__version__,
         }
-        save_state(path, tensors, header)
+        write_tensors(path, tensors, header)
 
     def restore(self, x: Tensor, y: Tensor, init: str | None) -> None:
-        """Go on from the checkpoint in the folder, if there is one; open the log."""
-        # Labels stand for the images: those are many bytes, and their last bits depend on the device.
+        """Resume from the checkpoint in the folder, if there is one; open the log."""
+        # Labels identify the data: images are many bytes, and their last bits depend on the device.
         self.data = {
             "images": len(x),
             "shape": list(x.shape[1:]),
@@ -384,48 +361,46 @@ class _Run:
         }
         self.origin = init
         path = None if self.folder is None else self.folder / "checkpoint.safetensors"
-        found = (
-            load_state(path) if path is not None and self.world.main and path.is_file() else None
-        )
+        found: tuple[dict[str, Tensor], Any] | None = None
+        if path is not None and self.world.main and path.is_file():
+            found = load_state(path)
         found = self.world.agreed(found)
         if found is not None:
-            tensors, header = found
-            check_header(str(path), header)
-            _check_same(header["config"], describe(self.config), str(path))
-            _check_same(header.get("data", self.data), self.data, str(path), "data")
-            self.origin = header.get("init", init)
-            _check_same(self.origin, init or self.origin, str(path), "init")
-            part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
-            theirs, ours = (
-                {k: tuple(v.shape) for k, v in m.items()}
-                for m in (part["model"], self.model.state_dict())
-            )
-            for key in {**ours, **theirs}:
-                _check_same(theirs.get(key), ours.get(key), str(path), f"model's {key}")
-            self.model.load_state_dict(part["model"])
-            try:
-                if self.average.decay > 0:
-                    self.average.model.load_state_dict(part["average"])
-                unpack_optimizer(self.optimizer, part["optimizer"])
-                if self.radii is not None and self.radii.values.numel():
-                    self.radii.values.copy_(tensors["radii"])
-                self.totals.copy_(tensors["totals"])
-            except (KeyError, ValueError, RuntimeError) as error:
-                first = str(error).splitlines()[0]
-                raise ValueError(
-                    f"{path} is not a complete checkpoint ({first}); delete it to start over"
-                ) from error
-            self.step, self.images, self.seconds = (
-                header["step"],
-                header["images"],
-                header["seconds"],
-            )
-            self.average.count, self.history = header["averaged"], header["history"]
+            self._resume(found[0], found[1], str(path))
         if self.folder is not None and self.world.main:
             clear_parts(self.folder)
-            self.log = MetricsLog(self.folder, self.history, self.step)
+            self.log = MetricsLog(self.folder, self.history)
         self._tick = time.perf_counter()
         self.progress()
+
+    def _resume(self, tensors: dict[str, Tensor], header: Any, path: str) -> None:
+        check_header(path, header)
+        _check_same(header["config"], describe(self.config), path)
+        _check_same(header["data"], self.data, path, "data")
+        _check_same(header["init"], self.origin or header["init"], path, "init")
+        self.origin = header["init"]
+        part = {prefix: _under(tensors, prefix) for prefix in ("model", "average", "optimizer")}
+        theirs, ours = (
+            {k: tuple(v.shape) for k, v in m.items()}
+            for m in (part["model"], self.model.state_dict())
+        )
+        for key in {**ours, **theirs}:
+            _check_same(theirs.get(key), ours.get(key), path, f"model's {key}")
+        self.model.load_state_dict(part["model"])
+        try:
+            if self.average.decay > 0:
+                self.average.model.load_state_dict(part["average"])
+            unpack_optimizer(self.optimizer, part["optimizer"])
+            if self.radii is not None:
+                self.radii.values.copy_(tensors["radii"])
+            self.totals.copy_(tensors["totals"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(
+                f"{path} is not a complete checkpoint ({first}); delete it to start over"
+            ) from error
+        self.step, self.images, self.seconds = (header[k] for k in ("step", "images", "seconds"))
+        self.average.count, self.history = header["averaged"], header["history"]
 
     def card(self) -> dict[str, Any]:
         """The model card: what it is, what was measured last, how it was trained."""
@@ -572,7 +547,7 @@ def _optimizer(model: nn.Module, options: Optimisation) -> torch.optim.Optimizer
     return torch.optim.SGD(
         model.parameters(),
         lr=options.lr,
-        momentum=options.momentum,
+        momentum=0.9,
         nesterov=options.nesterov,
         weight_decay=options.weight_decay,
         fused=fused,

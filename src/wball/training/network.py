@@ -1,4 +1,4 @@
-"""A network as it is trained: its loss, its adversary and fast attacks on it all see it through this."""
+"""The network in the precision of its training, for its loss and its adversary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ class AsTrained(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.options.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        # Without a cache of casted weights, which a CUDA graph would read for ever; each is used once a pass.
-        with torch.autocast(
-            x.device.type, torch.bfloat16, enabled=self.options.bf16, cache_enabled=False
-        ):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.options.bf16):
             logits: Tensor = self.model(x)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

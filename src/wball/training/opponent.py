@@ -1,4 +1,4 @@
-"""The adversary at work: the attack on the network as it is now."""
+"""The adversary of a training run: the attack on the current network, and the radii of its balls."""
 
 from __future__ import annotations
 
@@ -7,42 +7,60 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from wball.attacks import Attack, StandardAttack
-from wball.training.config import Adversary, Optimisation
+from wball.attacks import StandardAttack
+from wball.training.config import Adversary, Optimisation, RadiusSchedule, Smooth
 from wball.training.distributed import World
 from wball.training.network import AsTrained
-from wball.training.replay import Replay, recorded
 from wball.training.state import generator
 
 
 class Opponent:
-    """Makes training images, each in a ball of the given radius."""
+    """Makes adversarial training images, each in a ball of the given radius."""
 
     def __init__(
         self, settings: Adversary, options: Optimisation, model: nn.Module, seed: int
     ) -> None:
         self.seed = seed
-        # Checks of the model and bars are for one call, not for thousands.
-        self.attack: Attack = replace(settings.attack, progress=False)
+        # Checks of the model and progress bars would repeat at every step.
+        self.attack = replace(settings.attack, progress=False)
         if isinstance(self.attack, StandardAttack):
             self.attack = replace(self.attack, check=False)
         self.victim = AsTrained(model, options)
-        self._record = options.cuda_graph
-        self._replay: Replay | None = None
 
     def __call__(
         self, x: Tensor, y: Tensor, eps: float | Tensor, step: int, world: World
     ) -> tuple[Tensor, Tensor]:
-        """What the attack makes of this process's shard ``x, y`` of the batch, and which of it is broken."""
-        return self._attack(x, y, eps, generator(self.seed, f"attack-{world.rank}", step, x.device))
-
-    def _attack(
-        self, x: Tensor, y: Tensor, eps: float | Tensor, draws: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
-        """Images that the attack makes at radius ``eps``, and which of them succeed."""
-        if self._record:
-            self._record, self._replay = False, recorded(self.attack, self.victim, x, y)
-        if self._replay is not None:
-            return self._replay(x, y, eps, draws.initial_seed())
+        """Adversarial images of this process's shard ``x, y``, and which of them succeed."""
+        draws = generator(self.seed, f"attack-{world.rank}", step, x.device)
         result = self.attack.at(eps)(self.victim, x, y, generator=draws)
         return result.images, result.success
+
+
+class Radii:
+    """The radii of training images: one for all, or one per image that adapts to its robustness.
+
+    Attributes:
+        values: float64, one per training image; empty unless the rule is ``"per-image"``.
+    """
+
+    def __init__(self, settings: Adversary | Smooth, count: int, device: torch.device) -> None:
+        self.settings: RadiusSchedule = settings
+        self.largest = settings.eps
+        first = min(max(settings.low, settings.start), settings.eps)
+        shape = (count if settings.radius == "per-image" else 0,)
+        self.values = torch.full(shape, first, dtype=torch.float64, device=device)
+
+    def batch(self, index: Tensor, progress: float, world: World) -> float | Tensor:
+        """The radii of this process's shard of the training images ``index``."""
+        scale = self.settings.scale(progress)
+        if self.settings.radius == "fixed":
+            return scale * self.largest
+        return scale * world.shard(self.values[index])
+
+    def follow(self, index: Tensor, broken: Tensor, world: World) -> None:
+        """Let the radii of the training images ``index`` grow, or shrink where an image is broken."""
+        if self.settings.radius == "fixed":
+            return
+        shrinks = world.gather(broken.to(self.values.dtype))
+        step = self.settings.grow * (1 - shrinks) - self.settings.shrink * shrinks
+        self.values[index] = (self.values[index] + step).clamp(self.settings.low, self.largest)

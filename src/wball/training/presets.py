@@ -65,7 +65,6 @@ MNIST_ADVERSARIAL_PAPER = TrainConfig(
     "mnist",
     "mnist-cnn",
     epochs=15,
-    optimisation=Optimisation(cuda_graph=True),
     adversary=Adversary(
         PGD.paper("mnist", steps=50, growth=GrowingRadius(1.4, 5), max_iter=50).at(0.1)
     ),
@@ -95,7 +94,6 @@ MNIST_ADVERSARIAL = TrainConfig(
         ema=0.999,
         bf16=True,
         channels_last=True,
-        cuda_graph=True,
     ),
     adversary=Adversary(_FEW_LONG, radius="per-image", low=0.05, start=0.2, grow=0.02, shrink=0.03),
     evaluation=_measured(0.1, 0.3, 0.5, every=20),
@@ -149,45 +147,6 @@ MNIST_CERTIFIED_FAR = dataclasses.replace(
     summary="The paper's MNIST network, made to be certified at larger radii: one per digit, up to 0.35.",
 )
 
-# Starts from mnist-certified, whose two convolutions are one (wball.models.merge_convolutions; docs/certificates.md).
-MNIST_ANCHORED_FAR = dataclasses.replace(
-    MNIST_CERTIFIED,
-    name="mnist-anchored-far",
-    architecture="mnist-shallow",
-    epochs=43,
-    noise=0.0,
-    loss=Loss(clean=0.4),
-    optimisation=dataclasses.replace(
-        MNIST_CERTIFIED.optimisation, lr=2e-3, ema=0.998, bf16=True, cuda_graph=True
-    ),
-    smooth=Smooth(
-        0.3,
-        radius="per-image",
-        low=0.03,
-        start=0.08,
-        grow=0.01,
-        shrink=0.08,
-        ramp=0.02,
-        anchored=True,
-    ),
-    summary="One convolution with large filters and a hidden layer, trained against the bound of its certificate at "
-    "radii up to 0.3; started from mnist-certified.",
-)
-
-# Two epochs to first order give back the clean accuracy and keep most of the bounds.
-MNIST_ANCHORED = dataclasses.replace(
-    MNIST_ANCHORED_FAR,
-    name="mnist-anchored",
-    epochs=2,
-    batch_size=256,
-    loss=Loss(),
-    optimisation=dataclasses.replace(MNIST_CERTIFIED.optimisation, lr=7e-4, ema=0.99),
-    smooth=Smooth(0.2, radius="per-image", low=0.05, start=0.08, grow=0.01, shrink=0.05, ramp=0.02),
-    evaluation=Validation(every=1),
-    summary="One convolution with large filters and a hidden layer, trained against the bound of its certificate, then "
-    "to first order; started from mnist-anchored-far.",
-)
-
 CIFAR10_STANDARD = TrainConfig(
     "cifar10-standard",
     "cifar10",
@@ -237,7 +196,7 @@ CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
     epochs=15,
     augment=4,
     flip=True,
-    optimisation=Optimisation(bf16=True, channels_last=True, cuda_graph=True),
+    optimisation=Optimisation(bf16=True, channels_last=True),
     adversary=Adversary(
         PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)
     ),
@@ -274,7 +233,6 @@ CIFAR10_ADVERSARIAL = TrainConfig(
         ema=0.998,
         bf16=True,
         channels_last=True,
-        cuda_graph=True,
     ),
     adversary=Adversary(
         _SHORTER, radius="per-image", low=0.002, start=0.01, grow=0.003, shrink=0.009
@@ -282,21 +240,6 @@ CIFAR10_ADVERSARIAL = TrainConfig(
     evaluation=_measured(0.005, 0.01, 0.05, 0.1, every=10, images=500),
     summary="ResNet-18 trained against dual averaging, each training image at a radius of its own up to 0.12; best "
     "started from cifar10-standard.",
-)
-
-# Trained on from cifar10-adversarial, which is its teacher, too (docs/training.md).
-CIFAR10_ADVERSARIAL_FLAT = dataclasses.replace(
-    CIFAR10_ADVERSARIAL,
-    name="cifar10-adversarial-flat",
-    epochs=17,
-    cutout=12,
-    loss=Loss(teacher=0.4),
-    optimisation=dataclasses.replace(CIFAR10_ADVERSARIAL.optimisation, perturbation=0.005),
-    adversary=Adversary(
-        _SHORTER, radius="per-image", low=0.002, start=0.014, grow=0.003, shrink=0.009
-    ),
-    summary="ResNet-18 trained on from cifar10-adversarial with perturbed weights and its answers as a share of the "
-    "labels.",
 )
 
 CIFAR10_CERTIFIED = TrainConfig(
@@ -353,14 +296,11 @@ _PRESETS = {
         MNIST_FLOW_NOISE,
         MNIST_CERTIFIED,
         MNIST_CERTIFIED_FAR,
-        MNIST_ANCHORED_FAR,
-        MNIST_ANCHORED,
         CIFAR10_STANDARD,
         CIFAR10_STANDARD_PLAIN,
         CIFAR10_LINF_PROVABLE,
         CIFAR10_ADVERSARIAL_PAPER,
         CIFAR10_ADVERSARIAL,
-        CIFAR10_ADVERSARIAL_FLAT,
         CIFAR10_CERTIFIED,
         CIFAR10_CERTIFIED_DEEP,
         CIFAR10_SMALL,

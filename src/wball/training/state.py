@@ -1,14 +1,16 @@
-"""What an interrupted run needs to resume, in one file that is always complete.
+"""The state of a run, in one checkpoint file that is always complete.
 
-Tensors and a JSON header go into one safetensors file, written beside the old one, flushed to the disk and renamed over
-it: at any moment there is exactly one complete checkpoint, the old one or the new one. Nothing is pickled.
+Tensors and a JSON header go into one safetensors file. It is written beside the old one and renamed
+over it, so that there is always exactly one complete checkpoint. Nothing is pickled.
 
-Random numbers need no state: permutations, augmentation, radii and attacks are drawn from generators seeded by the
-run's seed and the number of the epoch or step (:func:`generator`), so that a repeated step repeats its numbers.
+Random numbers need no state: permutations, augmentation and attacks are drawn from generators seeded
+by the run's seed and the number of the epoch or step (:func:`generator`), so that a repeated step
+repeats its numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -18,24 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from wball.storage.atomic import write_whole
-from wball.storage.files import DamagedFile, read_tensors, write_tensors
+from wball.storage.files import DamagedFile, read_tensors
 
 
 def generator(
     seed: int, purpose: str, number: int, device: torch.device | str = "cpu"
 ) -> torch.Generator:
-    """A generator of its own for a purpose and an epoch or step.
+    """A generator for one purpose and one epoch or step.
 
     >>> generator(0, "order", 3).initial_seed() == generator(0, "order", 3).initial_seed()
     True
     """
     digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def save_state(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Replace the checkpoint at ``path``, all or nothing."""
-    write_tensors(path, tensors, header)
 
 
 def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -52,19 +49,21 @@ def load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_header(path: str, header: Any) -> None:
-    """Raise unless a checkpoint's header has what a run goes on from: files may be edited by hand."""
+    """Raise unless a checkpoint's header has all that a run resumes from: files may be edited."""
     kinds: dict[str, Any] = {
         "config": dict,
         "history": list,
-        "step": int,
-        "images": int,
-        "averaged": int,
+        "data": dict,
+        "init": (str, type(None)),
     }
-    for name, kind in {**kinds, "seconds": (int, float)}.items():
-        value = header.get(name) if isinstance(header, dict) else None
-        if not isinstance(value, kind) or (not isinstance(value, (dict, list)) and not value >= 0):
+    numbers = ("step", "images", "averaged", "seconds")
+    for name in (*kinds, *numbers):
+        value: Any = header.get(name) if isinstance(header, dict) else None
+        fits = isinstance(value, kinds.get(name, (int, float)))
+        if not fits or (name in numbers and not value >= 0):
             raise ValueError(
-                f"{path} is not a checkpoint of a training run (its {name} is {value!r}); delete it to start over"
+                f"{path} is not a checkpoint of a training run (its {name} is {value!r}); delete "
+                "it to start over"
             )
 
 
@@ -96,17 +95,14 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor
 
 
 class Average:
-    """Exponential moving average of a model's weights and statistics. With decay 0 it is the model itself."""
+    """Exponential moving average of a model's weights. With decay 0 it is the model itself."""
 
-    def __init__(self, model: nn.Module, copy: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.count = decay, 0
-        self.model = copy if decay > 0 else model
-        if decay > 0:
-            self.model.load_state_dict(model.state_dict())
-            self.model.requires_grad_(False).eval()
-            pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
-            self._moving = [pair for pair in pairs if pair[0].is_floating_point()]
-            self._counting = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self.model = copy.deepcopy(model).requires_grad_(False).eval() if decay > 0 else model
+        pairs = list(zip(_tensors(self.model), _tensors(model), strict=True))
+        self._moving = [pair for pair in pairs if pair[0].is_floating_point()]
+        self._counting = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -127,42 +123,24 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 class MetricsLog:
-    """Metrics as JSON lines, and in TensorBoard where that is installed.
+    """Metrics as JSON lines.
 
-    The file only grows; a run that goes on from a checkpoint first writes it anew from the checkpoint's ``history``, so
-    that no epoch appears twice or not at all, whatever happened to the file.
+    The file only grows. A run that resumes first rewrites it from the checkpoint's ``history``, so
+    that each epoch appears once, whatever happened to the file.
     """
 
-    def __init__(self, folder: Path, history: list[dict[str, Any]], step: int) -> None:
+    def __init__(self, folder: Path, history: list[dict[str, Any]]) -> None:
         path = folder / "metrics.jsonl"
         write_whole(path, b"".join(map(_line, history)))
         self._file = path.open("ab")
-        self._board = _tensorboard(folder, step)
 
     def write(self, record: dict[str, Any]) -> None:
         self._file.write(_line(record))
         self._file.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._board.add_scalar(name, value, record["step"])
-            self._board.flush()  # before the checkpoint that counts on it
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record) + "\n").encode()
-
-
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(
-        str(folder / "tensorboard"), purge_step=step + 1
-    )  # what was written at this step stays
