@@ -60,7 +60,7 @@ def test_certificates_are_proved_again(name: str, ball: str) -> None:
     at = BALLS[ball].at(0.9 * certified_radius(net, x, y, BALLS[ball], rounds=6))
     proof = certify(net, x, y, at)
     assert bool(proof.certified.all())
-    found = verify(proof, net, x, y, at)
+    found = verify(net, x, y, at, proof)
     assert bool(found.confirmed.all()) and found.disagreements == 0
     assert bool((found.margin > 0).all())
 
@@ -69,7 +69,7 @@ def test_plans_of_the_window_alone_are_proved_as_such() -> None:
     net, x = dense_net(1, 4, (8,), 3, 3), images(2, 1, 4, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.1, wball.GridCost(3))
     at = ball.at(0.95 * certified_radius(net, x, y, ball, plans="window", rounds=6))
-    assert bool(verify(certify(net, x, y, at, plans="window"), net, x, y, at).confirmed.all())
+    assert bool(verify(net, x, y, at, certify(net, x, y, at, plans="window")).confirmed.all())
 
 
 @pytest.mark.parametrize("seed", range(1, 5))
@@ -79,9 +79,9 @@ def test_claims_are_confirmed_where_they_are_true(seed: int) -> None:
     y, ball = net(x).argmax(1), wball.WassersteinBall(2.0)
     proof = certify(net, x, y, ball, "interval")
     assert not bool(proof.certified.any())
-    assert set(verify(proof, net, x, y, ball).status) == {VerificationStatus.NOTHING}
+    assert set(verify(net, x, y, ball, proof).status) == {VerificationStatus.NOTHING}
     forged = replace(proof, certified=torch.ones_like(proof.certified))
-    found, exact = verify(forged, net, x, y, ball), _exact(net, x[0], int(y), ball)
+    found, exact = verify(net, x, y, ball, forged), _exact(net, x[0], int(y), ball)
     assert bool(found.confirmed) == (exact > 0) and found.disagreements == int(exact <= 0)
     assert float(found.margin) <= exact + 1e-7
 
@@ -118,7 +118,7 @@ def test_a_black_image_has_one_point() -> None:
     net = dense_net(1, 3, (6,), 3, 1)
     x = torch.zeros(1, 1, 3, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.5)
-    assert bool(verify(certify(net, x, y, ball), net, x, y, ball).confirmed.all())
+    assert bool(verify(net, x, y, ball, certify(net, x, y, ball)).confirmed.all())
 
 
 @pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, nn.Hardtanh])
@@ -131,7 +131,7 @@ def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
     y = net(x).argmax(1)
     for ball in (wball.WassersteinBall(0.05), wball.LinfBall(0.02)):
         at = ball.at(0.99 * certified_radius(net, x, y, ball, rounds=6))
-        assert bool(verify(certify(net, x, y, at), net, x, y, at).confirmed.all())
+        assert bool(verify(net, x, y, at, certify(net, x, y, at)).confirmed.all())
 
 
 @pytest.mark.parametrize("curve", ["sigmoid", "tanh", "gelu", "silu", "clamp"])
@@ -184,7 +184,7 @@ def test_layers_that_work_in_place_or_wrap_around_are_proved_again() -> None:
     plain = nn.Sequential(net.conv, nn.ReLU(), nn.Flatten(), net.head)
     y, ball = plain(x).argmax(1), wball.WassersteinBall(0.05)
     at = ball.at(0.95 * certified_radius(plain, x, y, ball, rounds=6))
-    assert bool(verify(certify(plain, x, y, at), plain, x, y, at).confirmed.all())
+    assert bool(verify(plain, x, y, at, certify(plain, x, y, at)).confirmed.all())
 
 
 def _answers(net: nn.Module, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_proofs_by_branch_and_bound_are_proved_again(
     at = ball.at(1.3 * certified_radius(net, x, y, ball, rounds=8))
     proof = certify(net, x, y, at, "complete", time_limit=20.0)
     assert any(parts is not None and len(parts) > 1 for parts in proof.leaves)
-    found = verify(proof, net, x, y, at)
+    found = verify(net, x, y, at, proof)
     assert bool(proof.certified.any()) and torch.equal(found.confirmed, proof.certified)
 
 
@@ -216,7 +216,7 @@ def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     broken = ball.at(4.0 * radius)
     assert not bool(certify(net, x, y, broken, "complete", time_limit=1.0).certified.any())
     forged = replace(proof, leaves=one, certified=torch.ones_like(proof.certified))
-    assert not bool(verify(forged, net, x, y, broken).confirmed.any())
+    assert not bool(verify(net, x, y, broken, forged).confirmed.any())
 
 
 class Looped(nn.Module):
@@ -245,7 +245,7 @@ def test_curves_and_pooling_are_cut_until_they_are_proved(method: str) -> None:
     at = at.at(at.eps * (1.05 if method == "complete" else 1.0))
     proof = certify(net, x, y, at, method, time_limit=5.0)  # type: ignore[arg-type]
     assert bool(proof.certified.any())
-    assert torch.equal(verify(proof, net, x, y, at).confirmed, proof.certified)
+    assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
 
 
 def test_a_model_without_gradients_is_decided_by_bounds() -> None:
@@ -267,7 +267,7 @@ def test_a_model_without_gradients_is_decided_by_bounds() -> None:
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
     at = ball.at(1.1 * certified_radius(net, x, y, ball, "crown", rounds=6))
     proof = certify(net, x, y, at, "complete", time_limit=5.0)
-    assert torch.equal(verify(proof, net, x, y, at).confirmed, proof.certified)
+    assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
 
 
 def test_large_layers_are_proved_again() -> None:
@@ -279,7 +279,7 @@ def test_large_layers_are_proved_again() -> None:
     x[0, 0, 3:5, 3:5] = 1.0
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
     proof = certify(net, x, y, ball)
-    assert bool(proof.certified.all()) and bool(verify(proof, net, x, y, ball).confirmed.all())
+    assert bool(proof.certified.all()) and bool(verify(net, x, y, ball, proof).confirmed.all())
 
 
 def test_what_the_checker_does_not_know_is_named() -> None:
@@ -289,10 +289,10 @@ def test_what_the_checker_does_not_know_is_named() -> None:
     net, x = dense_net(1, 4, (8,), 3, 0), images(1, 1, 4, 0)
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-3)
     proof = certify(net, x, y, ball)
-    found = verify(proof, net, x, y, Own(1e-3))
+    found = verify(net, x, y, Own(1e-3), proof)
     assert found.status == (VerificationStatus.UNFOLLOWED,) and "Own" in found.reason
     strange = nn.Sequential(nn.Flatten(), nn.Linear(16, 3), nn.Softmax(1))
-    found = verify(proof, strange, x, y, ball)
+    found = verify(strange, x, y, ball, proof)
     assert found.status == (VerificationStatus.UNFOLLOWED,) and "softmax" in found.reason
     with pytest.raises(ValueError, match="same images"):
-        verify(proof, net, x.expand(2, -1, -1, -1), y, ball)
+        verify(net, x.expand(2, -1, -1, -1), y, ball, proof)

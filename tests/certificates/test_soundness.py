@@ -357,7 +357,7 @@ def test_leaks_are_not_rounded_to_single_precision(leak: float, method: Method) 
     for ball in (wball.WassersteinBall(1e-14), wball.LinfBall(1e-14)):
         proof = certify(net, x, y, ball, method)
         assert bool((proof.margin <= margin + 1e-15).all())
-        assert bool((verify(proof, net, x, y, ball).margin <= margin + 1e-15).all())
+        assert bool((verify(net, x, y, ball, proof).margin <= margin + 1e-15).all())
 
 
 def test_a_linear_network_is_decided_completely() -> None:

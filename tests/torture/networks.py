@@ -251,7 +251,7 @@ class Counts:
         self.numbers[f"certificates, {dtype}".replace("torch.", "")] += int(proof.certified.sum())
         self.numbers[f"certificates, {method}"] += int(proof.certified.sum())
         self._attack(seed, net, x, y, at, proof)
-        found = verify(proof, net, x, y, at)
+        found = verify(net, x, y, at, proof)
         for status in found.status:
             if status is not VerificationStatus.NOTHING:
                 self.numbers[status.name.lower()] += 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
+from wball.certificates import trust
 from wball.certificates.bounds import Bounds
 from wball.certificates.collector import LIMIT, gain_bytes
 from wball.certificates.complete import Leaf, Search, splittable
@@ -154,7 +155,10 @@ def certify(
     """
     x, y = _check(x, y, ball)
     effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
-    return _certify(model, trace(model, x, ball), x, y, ball, effort)
+    graph = trace(model, x, ball)
+    batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
+    with trust.steady(model, batches):
+        return _certify(model, graph, x, y, ball, effort)
 
 
 def _certify(

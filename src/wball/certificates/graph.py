@@ -353,9 +353,18 @@ class MaxPool(Op):
 
 @dataclass(frozen=True)
 class Graph:
-    """Operations in the order they run; the last one gives the logits."""
+    """Operations in the order they run; the last one gives the logits.
+
+    ``slack``: what each logit that the model computes may be off by, compared with exact arithmetic
+    (:func:`wball.certificates.trust.compare`). Margins are lowered by that of both logits.
+    """
 
     ops: tuple[Op, ...]
+    slack: Tensor | None = None
+
+    def slack_of(self, y: Tensor, other: Tensor) -> Tensor | float:
+        """What the difference of two logits may be off by."""
+        return 0.0 if self.slack is None else self.slack[y] + self.slack[other]
 
     def relaxed(self) -> list[int]:
         """Positions of the operations that need bounds on what they read, in order."""
@@ -381,10 +390,14 @@ class Graph:
         """
 
         def spoil(op: Op, sources: list[Tensor], value: Tensor) -> Tensor:
-            if not isinstance(op, Affine) or isinstance(op, Reshape):
+            if isinstance(op, Curved):
+                summed: Interval | None = (value, sources[0].abs())
+            elif not isinstance(op, Affine) or isinstance(op, Reshape):
                 return value
-            summed = op.interval(*((torch.zeros_like(h), h.abs()) for h in sources))
+            else:
+                summed = op.interval(*((torch.zeros_like(h), h.abs()) for h in sources))
             if summed is None:  # with absolute coefficients unknown
+                assert isinstance(op, Affine)
                 size = op.forward(*(h.abs() for h in sources)).abs() + value.abs()
             else:
                 size = summed[0].abs() + summed[1]

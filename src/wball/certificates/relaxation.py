@@ -668,5 +668,6 @@ class Relaxation:
                     target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds
                 )
                 value = torch.maximum(value, boxed.value)
-            out[image[index], other[index]] = value
+            slack = self.graph.slack_of(y[image[index]], other[index])
+            out[image[index], other[index]] = value - slack
         return out

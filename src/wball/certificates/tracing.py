@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from wball.ball import Ball
@@ -70,26 +72,36 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
                 f"{type(inner).__name__}.forward runs something else from call to call: what it does depends on the "
                 "values of its input, the batch size, gradients, or state of its own"
             )
-        trust.compare(model, graph, points)
-    return graph
+        slack = trust.compare(model, graph, points)
+    return replace(graph, slack=slack)
 
 
 def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]) -> Graph:
     recorder = _Recorder(model, x)
+    if isinstance(x, Valueless):
+        x.watch = recorder.watch
     try:
-        with gradients, torch.autocast(x.device.type, enabled=False), recorder:
+        with gradients, torch.autocast(x.device.type, enabled=False), _Watcher(recorder), recorder:
             logits = model(x)
-    except UnsupportedModule:
-        raise
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from None
-        raise UnsupportedModule(
-            f"{type(model).__name__}.forward cannot be followed without the values of the image "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); write it without branches "
-            "that depend on the values of tensors"
-        ) from error
+        raise _unfollowed(f"{type(model).__name__}.forward", error) from error
+    if recorder.refusal is not None:  # whatever the model caught
+        raise recorder.refusal
     return recorder.graph(logits)
+
+
+def _unfollowed(title: str, error: Exception) -> UnsupportedModule:
+    said = (str(error).splitlines() or [""])[0]
+    return UnsupportedModule(
+        f"{title} cannot be followed without the values of the image ({type(error).__name__}: "
+        f"{said}); write the model without branches that depend on the values of tensors"
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [part for part in tree_flatten(tree)[0] if isinstance(part, Tensor)]
 
 
 def _same(first: Graph, second: Graph) -> bool:
@@ -115,8 +127,33 @@ def _equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
+class _Watcher(TorchDispatchMode):
+    """Shows a recorder every operation that PyTorch runs, also those that no function call shows."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.recorder.watch(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self.recorder.made(func, args, result)
+        return result
+
+
 class _Recorder(TorchFunctionMode):
-    """Turns the calls that one run makes into operations."""
+    """Turns the calls that one run makes into operations.
+
+    A refusal is remembered, so that a model cannot catch it. Operations that run outside a recorded
+    call (scripts, custom operators, other threads) must not touch what depends on the image, and
+    nothing may write into memory that the run did not allocate.
+    """
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -127,7 +164,10 @@ class _Recorder(TorchFunctionMode):
         self.held: dict[int, Tensor] = {}  # tensors that depend on the image, by their identity
         self.place: dict[int, int] = {}
         self.stale: set[int] = set()  # changed under another name
+        self.depends: set[int] = set()  # memory of tensors that depend on the image
         self.constants: list[tuple[Tensor, int]] = []  # with the version that was read
+        self.inside: int | None = None  # the thread that is in a recorded call
+        self.memory: dict[int, Tensor] = {memory(x): x}  # allocated in this run
         self._append(Input("image", (), tuple(x.shape[1:])), x)
 
     def graph(self, logits: Any) -> Graph:
@@ -154,18 +194,54 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        outer, self.inside = self.inside, get_ident()
         try:
             return self._call(func, args, kwargs or {})
         except UnsupportedModule as refusal:
-            self.refusal = (
-                self.refusal or refusal
-            )  # a model that catches exceptions does not get away with it
-            raise
+            raise self.refuse(refusal) from None
+        finally:
+            self.inside = outer
+
+    def refuse(self, refusal: UnsupportedModule) -> UnsupportedModule:
+        """Remember the first refusal: a model may catch the exception, the end of the run does not."""
+        self.refusal = self.refusal or refusal
+        return self.refusal
+
+    def watch(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool = False
+    ) -> None:
+        """Check one operation before it runs; one that ``reads`` values is refused."""
+        if reads:
+            raise self.refuse(UnsupportedModule(f"{self.title(func)} reads the values of a tensor"))
+        tensors = _tensors((args, kwargs))
+        if self.inside != get_ident() and any(memory(t) in self.depends for t in tensors):
+            raise self.refuse(
+                UnsupportedModule(
+                    f"{self.title(func)} runs where no function call of PyTorch shows it (a script, "
+                    "a custom operator, another thread): no bound follows it"
+                )
+            )
+        for given, argument in zip(args, func._schema.arguments, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            if writes and any(memory(t) not in self.memory for t in _tensors(given)):
+                raise self.refuse(
+                    UnsupportedModule(
+                        f"{self.title(func)} changes the model's own buffers or attributes: its "
+                        "next answer may differ from the one that is certified"
+                    )
+                )
+
+    def made(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Remember memory that an operation allocated."""
+        known = {memory(t) for t in _tensors(args)}
+        for tensor in _tensors(result):
+            if memory(tensor) not in known or func is torch.ops.aten.lift_fresh.default:
+                self.memory[memory(tensor)] = tensor
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.refusal is not None:
             raise self.refusal
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        tensors = _tensors((args, kwargs))
         sources = list({id(t): t for t in tensors if id(t) in self.place}.values())
         title = self.title(func)
         if any(isinstance(t, Valueless) and id(t) not in self.place for t in tensors):
@@ -181,7 +257,12 @@ class _Recorder(TorchFunctionMode):
             return func(*plain, **named)  # a constant
         before = [_version(t) for t in tensors]
         shapes = [tuple(t.shape) for t in sources]
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if sources:  # it may have asked for values
+                self.refuse(_unfollowed(title, error))
+            raise
         if not sources:
             return result
         changed = [t for t, version in zip(tensors, before, strict=True) if _version(t) != version]
@@ -240,6 +321,7 @@ class _Recorder(TorchFunctionMode):
             self.ops.append(op)
             op = len(self.ops) - 1
         self.held[id(result)], self.place[id(result)] = result, op
+        self.depends.add(memory(result))
 
     def constant(self, tensor: Tensor) -> None:
         """Remember a tensor that does not depend on the image: it must keep its values."""

@@ -8,10 +8,14 @@ precision.
 
 from __future__ import annotations
 
+import hashlib
+import math
+import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from wball.ball import Ball
 from wball.certificates.graph import Graph
-from wball.model import ask
+from wball.model import ask, evaluating
 
 HARMLESS_HOOKS: tuple[type, ...] = (
     WeightNorm,
@@ -49,10 +53,6 @@ NATS, SWEEPS, MOMENTUM = 10.0, 60, 0.95
 
 SAFETY = 16.0
 """How many times the simulated rounding of a logit is forgiven: some ten random errors estimate it within a few."""
-
-
-OWN = frozenset(vars(nn.Module()))
-"""What every module has: modules are visited one by one, parameters and buffers by their versions."""
 
 
 class UnsupportedModule(TypeError):
@@ -140,37 +140,47 @@ def check_module(name: str, module: nn.Module) -> None:
 # ---- values
 
 
-def state(model: nn.Module) -> list[Any]:
-    """What a model holds besides its modules: tensors with their versions, and plain attributes."""
-    held: list[Any] = []
-    for module in model.modules():
-        for name, value in [*module._parameters.items(), *module._buffers.items()]:
-            if value is not None:
-                held.append((id(module), name, id(value), value._version))
-        held += [
-            (id(module), name, _plain(value))
-            for name, value in vars(module).items()
-            if name not in OWN
-        ]
-    for kind in {type(module) for module in model.modules()}:
-        if not kind.__module__.startswith("torch."):
-            held += [
-                (id(kind), name, _plain(value))
-                for name, value in vars(kind).items()
-                if name[:2] != "__"
-            ]
-    return held
+class _Digest(pickle.Pickler):
+    """A hash of everything that can be reached from a model and from the globals that its code names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self, protocol=4)
+        self.hash, self.seen = hashlib.sha256(), set[int]()
+        homes = {type(module).__module__ for module in model.modules()}
+        self.code = {name for name in homes if not name.startswith("torch.")}
+        try:
+            self.dump(model)
+        except (RecursionError, pickle.PicklingError, RuntimeError, ValueError) as error:
+            self.write(type(error).__name__.encode())
+
+    def write(self, data: Any) -> None:
+        self.hash.update(data)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Tensors enter by their numbers, the model's own classes and functions by what they hold."""
+        if isinstance(value, Tensor):
+            return str(value.dtype), _bytes(value)
+        if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            return None
+        name = getattr(value, "__qualname__", value.__name__)
+        if id(value) in self.seen or getattr(value, "__module__", None) not in self.code:
+            return name
+        self.seen.add(id(value))
+        if not isinstance(value, FunctionType):
+            return name, dict(vars(value))
+        named = [value.__globals__.get(part) for part in value.__code__.co_names]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return name, named, cells, value.__defaults__, vars(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        try:
+            return value.__reduce_ex__(4)
+        except (TypeError, AttributeError, pickle.PicklingError):  # such as a lock
+            return str, (type(value).__name__,)
 
 
-def _plain(value: Any, depth: int = 3) -> Any:
-    """Numbers and texts themselves, also in small containers; of anything else only its type."""
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    if depth and isinstance(value, dict) and len(value) <= 1000:
-        return tuple((_plain(k, depth - 1), _plain(v, depth - 1)) for k, v in value.items())
-    if depth and isinstance(value, (list, tuple, set)) and len(value) <= 1000:
-        return tuple(_plain(v, depth - 1) for v in value)
-    return type(value).__name__
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @torch.no_grad()
@@ -217,13 +227,13 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Refuse a model that changes its buffers or attributes, or draws random numbers, between start and end."""
-    before, random = state(model), torch.get_rng_state()
+    before, random = _Digest(model).hash.digest(), torch.get_rng_state()
     yield
     if not torch.equal(random, torch.get_rng_state()):
         raise UnsupportedModule(
             f"{type(model).__name__}.forward draws random numbers: its answers are not certain"
         )
-    if state(model) != before:
+    if _Digest(model).hash.digest() != before:
         raise UnsupportedModule(
             f"{type(model).__name__}.forward changes the model's own buffers or attributes: its next answer may differ "
             "from the one that is certified"
@@ -231,14 +241,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def compare(model: nn.Module, graph: Graph, points: Tensor) -> None:
+def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
     """Refuse a graph that does not answer as the model does, logit by logit, up to the rounding of the points' dtype.
 
-    Each logit has its own tolerance: one that is huge does not hide the others.
+    Each logit has its own tolerance: one that is huge does not hide the others. The result is what
+    each logit may be off by in the points' dtype, ``(classes,)``: every operation is given random
+    errors in proportion to the magnitudes that enter it, so terms that cancel later count as well.
     """
     unit, wide = unit_roundoff(points.dtype, points.device), points.to(torch.float64)
     found = graph.logits(wide)
     noise = graph.rounded(wide, unit, torch.Generator().manual_seed(0)) - found
+    slack = SAFETY * noise.square().mean(0).sqrt() * (torch.finfo(points.dtype).eps / 2 / unit)
     allowed = SAFETY * torch.where(torch.isfinite(noise), noise, 0.0).square().mean(0).sqrt()
     for way, expected in _answers(model, points):
         answer = found.repeat(MANY, 1)[: len(expected)]
@@ -250,6 +263,28 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> None:
             raise UnsupportedModule(
                 f"{type(model).__name__}.forward computes something else than the functions it calls{way}: look for "
                 "tensors that are changed in place (+=, inplace=True) and read again, and for code outside PyTorch"
+            )
+    return slack.nan_to_num(math.inf, math.inf)
+
+
+@contextmanager
+def steady(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[None]:
+    """Refuse a model that gives other logits for the same batches at the end than at the start."""
+
+    @torch.no_grad()
+    def answers() -> list[Tensor]:
+        with evaluating(model):
+            return [ask(model, batch).to(torch.float64) for batch in batches]
+
+    first = answers()
+    yield
+    for before, after, batch in zip(first, answers(), batches, strict=True):
+        unit = unit_roundoff(batch.dtype, batch.device)
+        same = (after - before).abs() <= SAFETY * unit * (1 + before.abs())
+        if not bool((same | ~torch.isfinite(before)).all()):
+            raise UnsupportedModule(
+                f"{type(model).__name__}.forward gave different logits for the same images at the start and at the "
+                "end: its answers depend on state that calls change"
             )
 
 

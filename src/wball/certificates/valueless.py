@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+
+READERS = frozenset(
+    {"numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__", "__dlpack__"}
+)
+"""Attributes that read values in ways that no operation of PyTorch shows."""
 
 
 class Valueless(Tensor):
@@ -16,6 +22,7 @@ class Valueless(Tensor):
     """
 
     behind: Tensor
+    watch: Callable[..., None] | None = None  # told of every operation, in any thread
 
     @staticmethod
     def __new__(cls, behind: Tensor) -> Valueless:
@@ -30,11 +37,21 @@ class Valueless(Tensor):
         made.behind = behind
         return made
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in READERS and self.watch is not None:
+            self.watch(name, (), {}, reads=True)
+        return super().__getattribute__(name)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given: dict[int, Valueless] = {}
+        watch = next(
+            (t.watch for t in tree_flatten((args, kwargs))[0] if isinstance(t, Valueless)), None
+        )
+        if watch is not None:
+            watch(func, args, kwargs or {})
 
         def strip(value: Any) -> Any:
             if isinstance(value, Valueless):
@@ -43,9 +60,11 @@ class Valueless(Tensor):
             return value
 
         def wrap(value: Any) -> Any:
-            return (
-                given[id(value)] if id(value) in given else cls(value)
-            )  # what works in place returns what it got
+            if id(value) in given:  # what works in place returns what it got
+                return given[id(value)]
+            made = cls(value)
+            made.watch = watch
+            return made
 
         args, kwargs = tree_map(strip, (args, dict(kwargs or {})))
         found = func(*args, **kwargs)

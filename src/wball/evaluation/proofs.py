@@ -56,9 +56,8 @@ def check_certificates(
     images, labels, at = x[here], y[here], ball.at(smallest.to(x.device))
     method = result.settings["certify"]["method"]
     proof = certify(model, images, labels, at, method)  # made again for what it leaves behind
-    found = verify(
-        replace(proof, certified=torch.ones_like(proof.certified)), model, images, labels, at
-    )
+    claims = replace(proof, certified=torch.ones_like(proof.certified))
+    found = verify(model, images, labels, at, claims)
     for k, status, again in zip(
         index.tolist(), found.status, proof.certified.tolist(), strict=True
     ):

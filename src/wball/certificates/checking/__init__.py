@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.ball import Ball, Plans
+from wball.certificates import trust
 from wball.certificates.certificate import CertificateResult
 from wball.certificates.checking.bounds import Checker
 from wball.certificates.checking.cases import Cases
 from wball.certificates.checking.network import Network, Unfollowed, read
 from wball.certificates.checking.plans import Transport, domain
 from wball.certificates.complete import Leaf
-from wball.model import ask, evaluating
+from wball.certificates.tracing import trace
+from wball.certificates.trust import UnsupportedModule
+from wball.model import evaluating
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
 
@@ -70,7 +73,7 @@ class VerificationResult:
 
 
 def verify(
-    certificate: CertificateResult, model: nn.Module, x: Tensor, y: Tensor, ball: Ball
+    model: nn.Module, x: Tensor, y: Tensor, ball: Ball, certificate: CertificateResult
 ) -> VerificationResult:
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
@@ -80,11 +83,11 @@ def verify(
     and on l-infinity balls.
 
     Args:
-        certificate: what :func:`wball.certify` returned for ``x``, ``y`` and ``ball``.
         model: the model, run in evaluation mode.
         x: images ``(B, C, H, W)``, or histograms ``(B, n)``.
         y: labels ``(B,)``.
         ball: the threat model.
+        certificate: what :func:`wball.certify` returned for them.
     """
     if not isinstance(certificate, CertificateResult):
         raise TypeError(
@@ -100,22 +103,20 @@ def verify(
     status = [VerificationStatus.NOTHING] * x.shape[0]
     claimed = certificate.certified.nonzero()[:, 0].tolist()
     reason = ""
-    if claimed:
-        with evaluating(model):
-            try:
-                network, clean = read(model, x[:1]), _clean(model, x, y)
-            except Unfollowed as error:
-                reason = str(error)
-                status = [
-                    VerificationStatus.UNFOLLOWED if c else s
-                    for c, s in zip(certificate.certified, status, strict=True)
-                ]
-                claimed = []
+    try:
+        reading = _readings(model, x, ball) if claimed else None
+    except (Unfollowed, UnsupportedModule) as error:
+        reading, reason = None, str(error)
+        for k in claimed:
+            status[k] = VerificationStatus.UNFOLLOWED
+    if reading is None:
+        claimed = []
     for k in claimed:
         one = ball.take(torch.tensor([k], device=x.device))
         try:
             leaves = certificate.leaves[k] if certificate.leaves else None
-            margin[k] = _margin(network, one, x[k], int(y[k]), certificate.plans, clean[k], leaves)
+            assert reading is not None
+            margin[k] = _margin(*reading, one, x[k], int(y[k]), certificate.plans, leaves)
         except Unfollowed as error:
             reason, status[k] = str(error), VerificationStatus.UNFOLLOWED
             continue
@@ -127,26 +128,38 @@ def verify(
 
 
 @torch.no_grad()
-def _clean(model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
-    """The margins of the images themselves."""
-    logits = ask(model, x).to("cpu", torch.float64)
-    own = y.to("cpu")[:, None]
-    found: list[float] = (
-        logits.gather(1, own)[:, 0] - logits.scatter(1, own, -math.inf).amax(1)
-    ).tolist()
-    return found
+def _readings(model: nn.Module, x: Tensor, ball: Ball) -> tuple[Network, Tensor]:
+    """The checker's own reading of the model, and what each logit may be off by as the model computes it.
+
+    :func:`trace` refuses what it refuses for certificates. Its graph is not used, except that both
+    readings must give the same logits at points of the ball, as the model does.
+    """
+    graph = trace(model, x, ball)
+    with evaluating(model):
+        network = read(model, x[:1])
+    points = trust.probes(x, ball).to("cpu", torch.float64)
+    assert graph.slack is not None
+    slack = graph.slack.cpu()
+    for point, expected in zip(points, graph.logits(points.to(x.device)).cpu(), strict=True):
+        if not bool(((network.logits(point.flatten()) - expected).abs() <= slack).all()):
+            raise Unfollowed("two readings of the model give different logits")
+    return network, slack
 
 
 def _margin(
     network: Network,
+    slack: Tensor,
     ball: Ball,
     x: Tensor,
     label: int,
     plans: Plans,
-    clean: float,
     leaves: tuple[Leaf, ...] | None,
 ) -> float:
     """A lower bound of the margin of one image: the first that is above 0, or the best that is found."""
+    others = [k for k in range(len(slack)) if k != label]
+    off = slack[others] + slack[label]
+    logits = network.logits(x.to("cpu", torch.float64).flatten())
+    clean = float((logits[label] - logits[others]).amin())
     best, before = torch.tensor(-math.inf, dtype=torch.float64), None
     for near in LENGTHS:
         images = domain(ball, x, plans, near)
@@ -154,20 +167,22 @@ def _margin(
         if told_apart == before:
             continue
         whole, before = Checker(network, images), told_apart
-        best = torch.maximum(best, whole.margins(label))
+        best = torch.maximum(best, whole.margins(label) - off)
         if bool((best > 0).all()):
             return float(best.amin())
     if not clean > 0 or bool(best.amin() < -HOPELESS * clean):
         return float(best.amin())
-    return float(_by_cases(whole, label, best, leaves or ()).amin())
+    return float(_by_cases(whole, label, best, off, leaves or ()).amin())
 
 
-def _by_cases(whole: Checker, label: int, best: Tensor, leaves: tuple[Leaf, ...]) -> Tensor:
+def _by_cases(
+    whole: Checker, label: int, best: Tensor, off: Tensor, leaves: tuple[Leaf, ...]
+) -> Tensor:
     """Better bounds of the classes whose bound is not above 0, up to the first that stays there."""
     others = [k for k in range(len(best) + 1) if k != label]
     best = best.clone()
     for place in (best <= 0).nonzero()[:, 0].tolist():
-        found = Cases(whole, label, others[place]).margin(leaves)
+        found = Cases(whole, label, others[place], float(off[place])).margin(leaves)
         if not found > 0:  # the bound of one part: that of the ball stays
             break
         best[place] = found

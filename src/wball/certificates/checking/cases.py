@@ -45,6 +45,7 @@ class Cases:
     whole: Checker
     label: int
     other: int
+    slack: float = 0.0  # what the margin may be off by as the model computes it
     left: int = CUTS
 
     def margin(self, leaves: Sequence[Leaf]) -> float:
@@ -110,6 +111,11 @@ class Cases:
         return case, best.value, worst
 
     def _margin(self, case: Checker, start: Leaf | None) -> tuple[Margin, Solution | None]:
+        found, worst = self._exact_margin(case, start)
+        row = replace(found.row, const=found.row.const - self.slack)
+        return replace(found, value=found.value - self.slack, row=row), worst
+
+    def _exact_margin(self, case: Checker, start: Leaf | None) -> tuple[Margin, Solution | None]:
         program = Program.of(case)
         found = None if program is None else program.solve(self.row)
         if found is not None:

@@ -221,6 +221,7 @@ def trace_back(
         + rows.coeff.detach().abs().flatten(1).sum(1)
     )
     rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
+    rounding = rounding + graph.slack_of(problems.y[problem], problems.other[problem])
     return Traced(constant - largest - rounding, rows, constant - rounding, charged, lines)
 
 

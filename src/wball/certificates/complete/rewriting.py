@@ -31,7 +31,7 @@ def splittable(graph: Graph, like: Tensor) -> Graph:
             place[position] = _clamp(ops, op, like.device)
         else:
             place[position] = _added(ops, op)
-    return graph if len(ops) == len(graph.ops) else Graph(tuple(ops))
+    return graph if len(ops) == len(graph.ops) else Graph(tuple(ops), graph.slack)
 
 
 def _added(ops: list[Op], op: Op) -> int:

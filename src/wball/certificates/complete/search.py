@@ -536,6 +536,8 @@ class Search:
         found = [program.solve(nodes, n) for n in range(len(nodes))]
         device = nodes.bound.device
         bound = torch.tensor([f.bound for f in found], dtype=torch.float64, device=device)
+        problems, of = program.problems, nodes.problem
+        bound = bound - self.graph.slack_of(problems.y[of], problems.other[of])
         nodes = Nodes(nodes.problem, torch.maximum(nodes.bound, bound), nodes.state)
         z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(
             -1, *self.x.shape[1:]
