@@ -41,7 +41,7 @@ def command() -> str:
         return "an interactive Python session"
     program, spec = Path(sys.argv[0]), getattr(sys.modules.get("__main__"), "__spec__", None)
     module = "" if spec is None else spec.name.removesuffix(".__main__")
-    if module == "wball.cli" or program.name in ("wball", "wball.exe"):
+    if module == "wball" or program.name in ("wball", "wball.exe"):
         return shlex.join(["wball", *sys.argv[1:]])
     return shlex.join(["python", *(["-m", module] if module else [program.name]), *sys.argv[1:]])
 

@@ -73,7 +73,7 @@ def test_sample_is_the_start_of_the_test_set() -> None:
 
 
 def test_missing_files_say_where_and_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="wball data mnist --root"):
+    with pytest.raises(FileNotFoundError, match="wball data mnist --data-dir"):
         load_dataset("mnist", tmp_path / "nowhere")
     with pytest.raises(
         FileNotFoundError, match=r"t10k-images-idx3-ubyte of MNIST.*MNIST/raw.*wball data mnist"

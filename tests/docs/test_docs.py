@@ -46,14 +46,11 @@ def test_commands_in_the_documentation_exist() -> None:
         ):
             lines = block.replace("\\\n", " ")
             for words in re.findall(
-                r"^(?:torchrun .*? -m wball\.cli|wball) ([a-z].*)", lines, re.MULTILINE
+                r"^(?:torchrun .*? -m wball|wball) ([a-z].*)", lines, re.MULTILINE
             ):
                 given = words.split("#")[0].split()
                 shown = top.commands.get(given[0])
                 assert shown is not None, f"{page.name} shows `wball {given[0]}`"
-                shown = getattr(shown, "commands", {}).get(
-                    given[1] if len(given) > 1 else "", shown
-                )
                 known = {
                     name
                     for option in shown.params

@@ -101,11 +101,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     run(slice(8, 16), tmp_path / "b")
     run(slice(8, 16), tmp_path / "c", seed=1)
     parts, out = [str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "all")
-    assert main(["merge", *parts, "--out", out]) in (0, 6)
+    assert main(["report", "--merge", *parts, "--out", out]) in (0, 6)
     assert "16 images" in capsys.readouterr().out and (tmp_path / "all" / "report.html").is_file()
-    assert main(["merge", *parts, "--out", out]) == 2
+    assert main(["report", "--merge", *parts, "--out", out]) == 2
     assert "contains results" in capsys.readouterr().err
-    assert main(["merge", parts[0], str(tmp_path / "c"), "--out", out, "--overwrite"]) == 2
+    other = ["--out", str(tmp_path / "other")]
+    assert main(["report", "--merge", parts[0], str(tmp_path / "c"), *other]) == 2
     assert "different seed" in capsys.readouterr().err
 
 

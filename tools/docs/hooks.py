@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,14 @@ def _commands() -> str:
     from wball.cli.commands import app
 
     group: Any = typer.main.get_command(app)
-    return "\n\n".join(_section(name, command) for name, command in _leaves(group))
-
-
-def _leaves(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    """The commands by name, those of groups behind the group's."""
-    for name, command in group.commands.items():
-        yield above + name, command
-        if hasattr(command, "commands"):
-            yield from _leaves(command, f"{above}{name} ")
+    return "\n\n".join(_section(name, command) for name, command in group.commands.items())
 
 
 def _section(name: str, command: Any) -> str:
     lines = [
         f"## wball {name}",
         "",
-        inspect.cleandoc(command.help or ""),
+        inspect.cleandoc((command.help or "").replace("\b\n", "")),
         "",
         "| | default | |",
         "|---|---|---|",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,82 +16,72 @@ from wball.storage.names import printable
 @command
 def certify(
     *,
-    model: options.OneModel,
-    files: options.ModelFiles,
-    pictures: options.DataChoice,
-    eps: Annotated[
-        str,
-        options.threat_option("--eps", "-e", metavar="X,...", help="radii, separated by commas"),
-    ] = "0.005,0.01,0.02",
-    cost: options.GroundCost,
-    method: options.Certificate = "anchored",
-    plans: Annotated[
+    models: options.Models,
+    eps: options.Eps = "0.005,0.01,0.02",
+    method: Annotated[
         str,
         typer.Option(
+            "--method",
             metavar="NAME",
-            help="full (any transport plan) or window (moves within the window only)",
+            help="interval, dual, crown, anchored, alpha-crown or complete",
         ),
-    ] = "full",
+    ] = "anchored",
+    window: options.Window = 5,
+    pictures: options.DataChoice,
+    files: options.ModelFiles,
     device: options.Device = "auto",
     seed: options.Seed = 0,
     out: Annotated[
-        Path | None,
-        options.output_option("--out", "-o", help="file for accuracies and margins, .json"),
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="write the result as .json")
     ] = None,
-    quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> int:
-    """Prove that no image in the ball changes the model's prediction.
+    """Certify that no image in the ball changes the prediction, for any transport plan.
 
-    Certified accuracy of a few images (default: 10) at each radius, for any transport plan
-    unless --plans window is given:
-
+    \b
         wball certify mnist-standard --limit 4 --eps 0.005,0.01
+
+    MODEL is as for `wball evaluate`. Ten images are used unless --limit is given.
     """
     from rich.markup import escape
     from rich.table import Table
 
     from wball.certificates import certify as prove
-    from wball.storage.atomic import write_whole
+    from wball.storage.files import write_json
 
     if out is not None and out.suffix != ".json":
         raise typer.BadParameter(f"--out {out}: the file must end in .json")
-    console = open_console(quiet, as_json)
-    points, where = choices.radii(eps), choices.device(device)
-    threat = choices.ball(points[-1], cost)
+    console, radii = open_console(as_json), choices.radii(eps or "")
+    threat, where = choices.ball(radii[-1], window), choices.device(device)
     with choices.prints_aside(as_json):
-        ((net, name),) = load_models([model], files, where)
-        images = choices.load_images(pictures.or_first(10), where, seed)
-    heading = f"{method} on {name}, {len(images.x)} images of {images.name}, {plans} plans"
-    table = Table(title=escape(heading), title_justify="left")
-    table.add_column(f"eps ({threat.unit})", justify="right")
-    table.add_column("certified accuracy", justify="right")
-    rows = []
-    for r in points:
-        with choices.prints_aside(as_json):
-            proof = prove(net, images.x, images.y, threat.at(r), method, plans)  # type: ignore[arg-type]
-        accuracy = float(proof.certified.double().mean())
-        rows.append(
-            {
-                "eps": r,
-                "certified": accuracy,
-                "images": proof.certified.tolist(),
-                "margin": proof.margin.tolist(),
-            }
-        )
-        table.add_row(f"{r:g}", f"{100 * accuracy:.1f} %")
-    console.print(table)
-    content: dict[str, Any] = {
-        "model": name,
-        "data": images.name,
-        "label": images.y.tolist(),
-        "unit": threat.unit,
-        "method": method,
-        "plans": plans,
-        "radii": rows,
-    }
+        made = load_models(models, files, where)
+        images = choices.load_images(pictures, where, seed, default_limit=10)
+    contents = []
+    for net, name in made:
+        heading = f"{method} on {name}, {len(images.x)} images of {images.name}"
+        table = Table(title=escape(heading), title_justify="left")
+        table.add_column(f"eps ({threat.unit})", justify="right")
+        table.add_column("certified accuracy", justify="right")
+        rows = []
+        for r in radii:
+            with choices.prints_aside(as_json):
+                proof = prove(net, images.x, images.y, threat.at(r), method)  # type: ignore[arg-type]
+            accuracy = float(proof.certified.double().mean())
+            rows.append(
+                {
+                    "eps": r,
+                    "certified": accuracy,
+                    "images": proof.certified.tolist(),
+                    "margin": proof.margin.tolist(),
+                }
+            )
+            table.add_row(f"{r:g}", f"{100 * accuracy:.1f} %")
+        console.print(table)
+        about = {"model": name, "data": images.name, "label": images.y.tolist()}
+        contents.append({**about, "unit": threat.unit, "method": method, "radii": rows})
+    content: Any = contents[0] if len(contents) == 1 else contents
     if out is not None:
-        write_whole(out, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+        write_json(out, content)
         console.print(printable(f"written: {out}"), markup=False)
     if as_json:
         print_json(content)

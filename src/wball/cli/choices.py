@@ -1,23 +1,24 @@
-"""What words on the command line stand for: data, devices, radii, threat models, attacks.
+"""What words on the command line mean: data, devices, radii, threat models, attacks.
 
-Modules that take long to import are imported inside the functions, so that ``wball --help`` answers at once.
+Slow modules are imported inside the functions, so that ``wball --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from wball.cli.models import called, find, said
-from wball.cli.options import ATTACKS, DataChoice, GroundCost
+from wball.cli.options import ATTACKS, DataChoice
 from wball.storage.names import printable
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ SAMPLES = {"sample": "mnist", "mnist-sample": "mnist", "cifar10-sample": "cifar1
 """Bundled images by name."""
 
 IN_MEMORY = 10**9
-"""Images of no more bytes than this are all held in memory."""
+"""Data sets of more bytes than this are streamed."""
 
 SEARCHED = 12
-"""Images per model that a search for sensible radii attacks."""
+"""Images per model that the search for radii attacks."""
 
 
 def device(name: str) -> torch.device:
@@ -55,10 +56,9 @@ def device(name: str) -> torch.device:
     if chosen.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
         index = chosen.index if chosen.index is not None else local
-        if index >= torch.cuda.device_count():
-            raise typer.BadParameter(
-                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices"
-            )
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise typer.BadParameter(f"--device {name}: there are {count} CUDA devices")
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen
@@ -66,9 +66,9 @@ def device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Images:
-    """Images with labels, a name for them, and the names of the classes if they have any.
+    """Images with labels, their name, and the names of the classes if known.
 
-    Many images are a view of a stream, which reads them when they are asked for; the labels are all there.
+    A large data set is a view of a stream, which reads images on demand; all labels are read.
     """
 
     x: Any
@@ -76,84 +76,86 @@ class Images:
     name: str
     classes: Sequence[str] | None
 
+    def take(self, index: Sequence[int], name: str) -> Images:
+        """A subset of the images."""
+        import torch
+
+        chosen = list(index)
+        x = self.x[chosen] if isinstance(self.x, torch.Tensor) else self.x.only(chosen)
+        return Images(x, self.y[chosen], name, self.classes)
+
 
 def load_images(
-    request: DataChoice, where: torch.device, seed: int = 0, *, streamed: bool = False
+    request: DataChoice,
+    where: torch.device,
+    seed: int = 0,
+    *,
+    split: str = "test",
+    default_limit: int | None = None,
+    streamed: bool = False,
 ) -> Images:
-    """The images, or the sample of them that was asked for; ``streamed``: not in memory, if they are many."""
+    """Load the images, or a sample of ``--limit`` of them.
+
+    With ``streamed``, a data set that is too large for memory is read on demand.
+    """
+    from wball.data import read_items, to_tensors
+
+    limit = default_limit if request.limit is None else request.limit
+    if limit is not None and limit < 1:
+        raise typer.BadParameter(f"--limit {limit}: expected at least 1")
+    data, name, classes = _find_data(request, split)
+    items = _is_map(data)
+    try:
+        large = _stream(data, where) if streamed and items else None
+        x, y = large or (read_items(data, range(len(data))) if items else to_tensors(data))
+    except (ValueError, TypeError, OSError):
+        raise
+    except Exception as error:
+        spec = request.data
+        raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
+    names = None if classes is None else [printable(c) for c in classes]
+    images = Images(x, y, printable(name), names)
+    if limit is not None and limit < len(y):
+        name = f"{images.name}, a stratified sample of {limit} of {len(y)} (seed {seed})"
+        images = images.take(stratified_sample(y, limit, seed).tolist(), name)
+    return Images(images.x.to(where), images.y.to(where), images.name, names)
+
+
+def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str] | None]:
+    """The data that ``--data`` names, a name for results, and the names of the classes."""
     from wball.data import (
         ImageFolder,
         dataset_info,
         datasets,
         load_dataset,
         load_sample,
-        read_items,
         to_tensors,
-        without_bad,
     )
     from wball.evaluation.stream import channels_last, read_npz
 
-    spec, split = request.data, _split(request.split)
-    if request.limit is not None and request.first is not None:
-        raise typer.BadParameter("--limit and --first exclude each other")
-    classes: Sequence[str] | None = None
-    known = {name.replace("-", "") for name in datasets()}
-    data: Any
-    x: Any
+    spec = request.data
     if spec in SAMPLES:
         info = dataset_info(SAMPLES[spec])
-        data, name, classes = (
-            load_sample(info.name),
-            f"the bundled {info.title} sample",
-            info.classes,
-        )
-    elif spec.lower().replace("-", "").replace("_", "") in known:
+        return load_sample(info.name), f"the bundled {info.title} sample", info.classes
+    if spec.lower().replace("_", "-") in datasets():
         info = dataset_info(spec)
-        data, name, classes = (
-            load_dataset(info.name, request.data_dir, split),
-            f"{info.title} ({split})",
-            info.classes,
-        )
-    elif Path(spec).is_dir():
-        data = ImageFolder(
-            spec, size=request.size, resize=request.resize, crop=request.crop, grey=request.grey
-        )
-        name, classes = Path(spec).name, data.classes
-    elif spec.endswith(".npz"):
-        images, labels = read_npz(Path(spec))
+        data = load_dataset(info.name, request.data_dir, split)  # type: ignore[arg-type]
+        return data, f"{info.title} ({split})", info.classes
+    path = Path(spec)
+    if path.is_dir():
+        folder = ImageFolder(path, resize=request.resize, crop=request.crop, grey=request.grey)
+        return folder, path.name, folder.classes
+    if path.suffix == ".npz":
+        images, labels = read_npz(path)
         if images.ndim == 4 and channels_last(images.shape):
             images = images.transpose(0, 3, 1, 2)
-        data, name = to_tensors((images, labels)), Path(spec).stem
-    elif ":" in spec:
+        return to_tensors((images, labels)), path.stem, None
+    if ":" in spec:
         made = find(spec)
-        data, name = called(spec, made) if callable(made) else made, spec.rsplit(":", 1)[1]
-    else:
-        raise typer.BadParameter(
-            f"--data {spec}: neither a folder nor a data set; use {', '.join(SAMPLES)}, {', '.join(datasets())}, "
-            "a folder of images, an .npz file, or mine.py:function"
-        )
-    try:
-        if request.skip_bad and _is_map(data):
-            data = without_bad(data)
-        many = _many(data, where) if streamed and _is_map(data) else None
-        x, y = many or (
-            read_items(data, range(len(data)))
-            if _is_map(data)
-            else to_tensors(data, limit=request.first)
-        )
-    except (ValueError, TypeError, OSError):
-        raise
-    except Exception as error:
-        raise typer.BadParameter(f"--data {spec}: reading it raised {said(error)}") from error
-    name = printable(name)
-    if request.first is not None:
-        x, y = _chosen(x, y, range(min(request.first, len(y))))
-        name = f"{name}, the first {len(y)}"
-    elif request.limit is not None and request.limit < len(y):
-        name = f"{name}, a stratified sample of {request.limit} of {len(y)} (seed {seed})"
-        x, y = _chosen(x, y, stratified_sample(y, request.limit, seed).tolist())
-    return Images(
-        x.to(where), y.to(where), name, None if classes is None else [printable(c) for c in classes]
+        return called(spec, made) if callable(made) else made, spec.rsplit(":", 1)[1], None
+    raise typer.BadParameter(
+        f"--data {spec}: neither a folder nor a data set; use {', '.join(SAMPLES)}, "
+        f"{', '.join(datasets())}, a folder of images, an .npz file, or mine.py:function"
     )
 
 
@@ -161,15 +163,12 @@ def _is_map(data: Any) -> bool:
     """Whether items can be read one by one, by their numbers."""
     from torch.utils.data import Dataset, IterableDataset
 
-    return (
-        isinstance(data, Dataset)
-        and hasattr(data, "__len__")
-        and not isinstance(data, IterableDataset)
-    )
+    sized = isinstance(data, Dataset) and hasattr(data, "__len__")
+    return sized and not isinstance(data, IterableDataset)
 
 
-def _many(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
-    """A stream of a data set that is too large to be held in memory, and all of its labels."""
+def _stream(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
+    """A stream of a data set that is too large for memory, and all of its labels."""
     import torch
 
     from wball.data import labels_of
@@ -180,24 +179,24 @@ def _many(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
         return None
     known = labels_of(data)
     if known is None:
-        known = torch.cat(
-            [stream.labels[k : k + AT_ONCE].cpu() for k in range(0, len(data), AT_ONCE)]
-        )
+        starts = range(0, len(data), AT_ONCE)
+        known = torch.cat([stream.labels[k : k + AT_ONCE].cpu() for k in starts])
     return stream.images, known
 
 
-def _chosen(x: Any, y: Tensor, index: Sequence[int]) -> tuple[Any, Tensor]:
-    """Some of the images."""
-    import torch
-
-    index = list(index)
-    return x[index] if isinstance(x, torch.Tensor) else x.only(index), y[index]
+def other_classes(images: Images, target: int) -> Images:
+    """The images that are not of the target class."""
+    index = (images.y.cpu() != target).nonzero().squeeze(1).tolist()
+    if not target >= 0 or not index:
+        raise typer.BadParameter(f"--target {target}: expected a class that some images are not of")
+    return images.take(index, f"{images.name}, without class {target}")
 
 
 def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
-    """Numbers of ``count`` images, ascending, with classes in proportion; the same for the same seed.
+    """Indices of ``count`` images, ascending, with classes in proportion.
 
-    Each class gets its share rounded down; what is left goes to the largest remainders, ties in random order.
+    Each class gets its share rounded down; the rest goes to the largest remainders, ties in random
+    order.
     """
     import torch
 
@@ -216,48 +215,46 @@ def stratified_sample(y: Tensor, count: int, seed: int) -> Tensor:
     return torch.cat(parts).sort().values
 
 
-def _split(text: str) -> Literal["train", "test"]:
-    if text == "train":
-        return "train"
-    if text == "test":
-        return "test"
-    raise typer.BadParameter(f"--split {text}: expected test or train")
-
-
 def radii(text: str) -> list[float]:
-    """``0.1,0.2,0.5`` as numbers."""
+    """Read ``0.1,0.2,0.5`` as numbers."""
     try:
         values = sorted({float(part) for part in text.replace(" ", ",").split(",") if part})
     except ValueError:
+        values = []
+    if not values or values[0] <= 0 or not values[-1] < math.inf:
         raise typer.BadParameter(
-            f"--eps {text}: expected numbers separated by commas, such as 0.1,0.2,0.5"
-        ) from None
-    if not values or values[0] <= 0 or not values[-1] < float("inf"):
-        raise typer.BadParameter(f"--eps {text}: radii must be above 0 and finite")
+            f"--eps {text}: expected numbers above 0, separated by commas, such as 0.1,0.2,0.5"
+        )
     return values
+
+
+def _few_right(model: Model, images: Images, count: int, seed: int) -> tuple[Tensor, Tensor, int]:
+    """Indices of at most ``count`` sampled images, which are classified correctly, and classes."""
+    import torch
+
+    from wball.model import as_found, ask, top_class
+
+    with torch.no_grad(), as_found(model, images.x.device):
+        some = stratified_sample(images.y, min(len(images.y), count), seed).to(images.x.device)
+        logits = ask(model, images.x[some])
+    return some, top_class(logits) == images.y[some], logits.shape[1]
 
 
 def sensible_radii(
     models: Sequence[Model], images: Images, ball: WassersteinBall, seed: int
 ) -> list[float]:
-    """Five round radii in the range where the accuracy of the models falls, by a quick attack on a few images."""
+    """Up to five round radii where the accuracy falls, found by a quick attack on a few images."""
     import torch
 
     from wball.attacks import DualAveraging, minimal_radius
-    from wball.model import as_found, ask, top_class
 
     found = []
     for model in models:
-        with torch.no_grad(), as_found(model, images.x.device):
-            some = stratified_sample(images.y, min(len(images.y), 4 * SEARCHED), seed).to(
-                images.x.device
-            )
-            right = some[top_class(ask(model, images.x[some])) == images.y[some]][:SEARCHED]
-        if len(right):
+        some, right, _ = _few_right(model, images, 4 * SEARCHED, seed)
+        if len(some := some[right][:SEARCHED]):
             attack = DualAveraging(ball.at(8.0), objective="margin", steps=10, progress=False)
-            radius = minimal_radius(
-                model, images.x[right], images.y[right], attack, hi=8.0, rounds=3
-            ).radius
+            x, y = images.x[some], images.y[some]
+            radius = minimal_radius(model, x, y, attack, hi=8.0, rounds=3).radius
             found.append(radius[radius.isfinite() & (radius > 0)].cpu())
     known = torch.cat(found) if found else torch.zeros(0)
     if len(known) == 0:
@@ -272,55 +269,46 @@ def round_numbers(low: float, high: float, count: int = 5) -> list[float]:
     >>> round_numbers(0.04, 0.6)
     [0.05, 0.07, 0.15, 0.3, 0.5]
     """
-    import math
-
     low = max(low, high / 100)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     grid = [float(f"{digit * 10.0**power:.2g}") for power in powers for digit in ROUND]
-    inside = [r for r in grid if low <= r <= high] or [
-        min(grid, key=lambda r: abs(math.log(r / high)))
-    ]
-    wanted = [low * (high / low) ** (k / max(1, count - 1)) for k in range(count)]
-    return sorted({min(inside, key=lambda r: abs(math.log(r / w))) for w in wanted})
+
+    def nearest(numbers: list[float], value: float) -> float:
+        return min(numbers, key=lambda r: abs(math.log(r / value)))
+
+    inside = [r for r in grid if low <= r <= high] or [nearest(grid, high)]
+    wanted = [low * (high / low) ** (k / (count - 1)) for k in range(count)]
+    return sorted({nearest(inside, w) for w in wanted})
 
 
-def ball(eps: float, cost: GroundCost) -> WassersteinBall:
+def ball(eps: float, window: int) -> WassersteinBall:
+    """The threat model: moves within a window cost their length."""
     from wball.ball import WassersteinBall
     from wball.cost import GridCost
 
-    if cost.mass not in ("relative", "absolute"):
-        raise typer.BadParameter(
-            f"--mass {cost.mass}: expected relative (eps x the image's mass) or absolute"
-        )
-    return WassersteinBall(
-        eps, GridCost(cost.window, cost.p), "absolute" if cost.mass == "absolute" else "relative"
-    )
+    return WassersteinBall(eps, GridCost(window))
 
 
-def attack(name: str, threat: WassersteinBall, steps: int | None) -> Attack:
-    """An attack by name. ``steps`` is for those that have a number of steps."""
+def attack(name: str, threat: WassersteinBall, target: int | None) -> Attack:
+    """An attack by name, towards the class ``target`` if there is one."""
     from wball.attacks import PGD, DualAveraging, FrankWolfe, StandardAttack
+    from wball.cli.targeted import Targeted
 
-    if name not in ATTACKS:
-        raise typer.BadParameter(f"--attack {name}: expected one of {', '.join(ATTACKS)}")
-    if name in ("standard", "fast"):
-        if steps is not None:
-            raise typer.BadParameter(
-                f"--steps does not apply to the fixed protocol {name!r}; use --attack dual-averaging"
-            )
-        return StandardAttack(threat, version="fast" if name == "fast" else "standard")
-    settings: dict[str, Any] = {} if steps is None else {"steps": steps}
     makers: dict[str, Any] = {
+        "standard": StandardAttack,
+        "fast": lambda threat: StandardAttack(threat, version="fast"),
         "dual-averaging": DualAveraging,
         "pgd": PGD,
         "frank-wolfe": FrankWolfe,
     }
-    made: Attack = makers[name](threat, **settings)
-    return made
+    if name not in makers:
+        raise typer.BadParameter(f"--attack {name}: expected one of {', '.join(ATTACKS)}")
+    made: Attack = makers[name](threat)
+    return made if target is None else Targeted(threat, attack=made, target=target)
 
 
 def setting(assignment: str) -> tuple[str, Any]:
-    """``path=value`` with a JSON value, one of Python's ``True``, ``False``, ``None``, or a plain string."""
+    """Read ``PATH=VALUE``, with a JSON value, ``True``, ``False``, ``None``, or a plain string."""
     path, equals, text = assignment.partition("=")
     if not equals:
         raise typer.BadParameter(f"expected PATH=VALUE, got {assignment!r}")
@@ -330,44 +318,28 @@ def setting(assignment: str) -> tuple[str, Any]:
         return path, text
 
 
-def clean_accuracy_hint(model: Model, images: Images, expected: float | None) -> str | None:
-    """What to check if the model classifies far fewer images correctly than expected; ``None`` if all is well."""
-    import torch
-
-    from wball.model import as_found, ask, top_class
-
-    with torch.no_grad(), as_found(model, images.x.device):
-        some = stratified_sample(images.y, min(len(images.y), 100), 0).to(images.x.device)
-        logits = ask(model, images.x[some])
-    accuracy, classes = (
-        float((top_class(logits) == images.y[some]).double().mean()),
-        logits.shape[1],
-    )
-    chance = 1 / classes
-    if len(some) < 10 or accuracy >= (
-        expected - 0.2 if expected is not None else max(2 * chance, 0.3)
-    ):
-        return None
-    usual = (
-        f"{100 * expected:.0f} % is expected"
-        if expected is not None
-        else f"chance is {100 * chance:.0f} %"
-    )
-    return (
-        f"clean accuracy is only {100 * accuracy:.0f} % ({usual}): does the model expect normalised images (--mean, "
-        "--std), other image sizes, or other class numbers?"
-    )
+def check_clean_accuracy(model: Model, name: str, images: Images) -> None:
+    """Warn if the model classifies so few images correctly that something must be wrong."""
+    some, right, classes = _few_right(model, images, 100, 0)
+    accuracy, chance = float(right.double().mean()), 1 / classes
+    if len(some) >= 10 and accuracy < max(2 * chance, 0.3):
+        print(
+            f"wball: warning: {name}: clean accuracy is only {100 * accuracy:.0f} % (chance is "
+            f"{100 * chance:.0f} %): does the model expect normalised images (--mean, --std), "
+            "other image sizes, or other class numbers?",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager
 def prints_aside(aside: bool) -> Iterator[None]:
-    """What the user's own code prints goes to stderr, where stdout is for JSON alone."""
+    """Send what the user's own code prints to stderr if stdout is for JSON alone."""
     with contextlib.redirect_stdout(sys.stderr) if aside else contextlib.nullcontext():
         yield
 
 
 def main_process() -> bool:
-    """Whether this process speaks for all of those that ``torchrun`` started."""
+    """Whether this process writes for all of those that ``torchrun`` started."""
     from wball.processes import rank_and_size
 
     return rank_and_size()[0] == 0

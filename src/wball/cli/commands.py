@@ -2,6 +2,6 @@
 
 from wball.cli.app import app
 
-from wball.cli import evaluate, attack, certify, train, merge, shown, lists  # isort: skip  # noqa: F401 (registers)
+from wball.cli import evaluate, certify, train, report, lists  # isort: skip  # noqa: F401 (registers)
 
 __all__ = ["app"]

@@ -1,8 +1,7 @@
-"""What a model is called on the command line: a bundled name, a file, or Python code.
+"""Models on the command line: a bundled name, a file, or Python code.
 
-=========================  =========================================================================================
+=========================  =======================================================================
 name                       a bundled model, or a public one that is downloaded (``wball models``)
-architecture               with ``--weights FILE``
 ``.pt``, ``.pth``          TorchScript, or a state dict with ``--architecture``
 ``.safetensors``           weights, with ``--architecture``
 ``.pt2``                   ``torch.export``
@@ -10,10 +9,10 @@ architecture               with ``--weights FILE``
 ``mine.py``                the one obvious model in it
 ``mine.py:name``           a model, or a function or class that returns one
 ``package.module:name``    the same
-=========================  =========================================================================================
+=========================  =======================================================================
 
-State dicts cannot execute code. TorchScript, exported programs and Python files are programs: load only those that you
-trust.
+State dicts cannot execute code. TorchScript, exported programs and Python files can: load only
+files that you trust.
 """
 
 from __future__ import annotations
@@ -40,146 +39,81 @@ if TYPE_CHECKING:
     from wball.model import Model
 
 FILES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
-OBVIOUS = (
-    "model",
-    "net",
-    "network",
-    "classifier",
-    "get_model",
-    "load_model",
-    "build_model",
-    "make_model",
-)
+OBVIOUS = ("model", "net", "get_model", "load_model", "build_model", "make_model")
 """Names that mark the model of a Python file which has several."""
 
 
 def load_models(
-    given: Sequence[str], how: ModelFiles, where: torch.device, names: Sequence[str] = ()
+    given: Sequence[str], how: ModelFiles, where: torch.device
 ) -> list[tuple[Model, str]]:
-    """The models on ``where``, in evaluation mode, each with a name; no two names are equal."""
-    specs, weights = list(given), list(how.weights or ())
-    if len(weights) > 1 and len(specs) == 1:
-        specs = specs * len(weights)
-    files: list[Path | None] = (
-        [*weights] if len(weights) == len(specs) else [weights[0] if weights else None] * len(specs)
-    )
-    if len(weights) > 1 and len(weights) != len(specs):
-        raise typer.BadParameter(f"--weights is given {len(weights)} times for {len(specs)} models")
-    if names and len(names) != len(specs):
-        raise typer.BadParameter(f"--name is given {len(names)} times for {len(specs)} models")
+    """Load the models onto a device, in evaluation mode, each with a name of its own."""
     made = []
-    for k, (spec, file) in enumerate(zip(specs, files, strict=True)):
-        model, name = _load(spec, file, how.architecture)
+    for spec in given:
+        model, name = _load(spec, how.architecture)
         model = _normalized(model, how.mean, how.std)
         if hasattr(model, "eval") and hasattr(model, "to"):
             model = model.to(where).eval()
-        made.append((model, printable(names[k] if names else name)))
-    return _distinct(made, specs, bool(names))
+        made.append((model, printable(name)))
+    names = [name for _, name in made]
+    if len(set(names)) < len(names):  # files of one name in different folders
+        names = [printable("-".join(Path(s).with_suffix("").parts[-2:])) for s in given]
+    if len(set(names)) < len(names):
+        raise typer.BadParameter(f"two models are called {max(names, key=names.count)}")
+    return [(model, name) for (model, _), name in zip(made, names, strict=True)]
 
 
 def named_model(spec: str) -> nn.Module:
-    """A trained network: a bundled or public name, or ``ARCHITECTURE=FILE`` for weights of your own."""
+    """A trained network: a bundled or public name, or ``ARCHITECTURE=FILE`` for your own weights."""
     name, _, file = spec.partition("=")
-    made: nn.Module = _load(name, Path(file) if file else None, None)[0]
+    made: nn.Module = _load(file, name)[0] if file else _load(name, None)[0]
     return made
 
 
-def _distinct(
-    made: list[tuple[Model, str]], specs: list[str], chosen: bool
-) -> list[tuple[Model, str]]:
-    """Two files of one name in different folders are called by folder and name."""
-    names = [name for _, name in made]
-    if len(set(names)) == len(names):
-        return made
-    longer = [printable("-".join(Path(s).with_suffix("").parts[-2:])) for s in specs]
-    if chosen or len(set(longer)) < len(names):
-        raise typer.BadParameter(
-            f"two models are called {max(names, key=names.count)}: give each one a --name"
-        )
-    return [(model, name) for (model, _), name in zip(made, longer, strict=True)]
-
-
-def _load(spec: str, weights: Path | None, architecture: str | None) -> tuple[Any, str]:
-    from torch import nn
-
-    from wball.models import architectures
-    from wball.storage.weights import load_weights
+def _load(spec: str, architecture: str | None) -> tuple[Any, str]:
     from wball.zoo import list_models, load_model, public_models
 
-    made: Any
     suffix = Path(spec).suffix.lower()
     if suffix in FILES and ":" not in spec.removeprefix(Path(spec).anchor):
         return _from_file(Path(spec), suffix, architecture), Path(spec).stem
     if architecture is not None:
         raise typer.BadParameter(
-            f"--architecture is for files of weights, but {spec} is not one ({', '.join(FILES)})"
+            f"--architecture is for weights files, but {spec} is not one ({', '.join(FILES)})"
         )
     if suffix == ".py" and ":" not in spec:
-        made, name = _obvious_model(Path(spec)), Path(spec).stem
-    elif ":" in spec:
-        made, name = _model_from(spec, find(spec)), spec.rsplit(":", 1)[1]
-    elif spec in architectures():
-        if weights is None:
-            raise typer.BadParameter(
-                f"{spec} is an architecture without weights: add --weights FILE"
-            )
-        made, name = _built(spec), weights.stem
-    elif spec in list_models() or spec in public_models():
-        if weights is not None:
-            raise typer.BadParameter(
-                f"{spec} comes with weights; to use --weights, name an architecture instead"
-            )
-        made, name = load_model(spec), spec
-    else:
-        near = difflib.get_close_matches(
-            spec, [*list_models(), *public_models(), *architectures()], 1, 0.5
-        )
-        hint = f"did you mean {near[0]}?" if near else f"bundled are {', '.join(list_models())}."
-        raise typer.BadParameter(
-            f"unknown model {spec!r}: {hint} Or give a file ({', '.join(FILES)}), mine.py or package.module:function"
-        )
-    if weights is not None:
-        if not isinstance(made, nn.Module):
-            raise typer.BadParameter(
-                f"{spec} is not a torch.nn.Module, so --weights cannot be loaded into it"
-            )
-        load_weights(made, weights)
-        name = weights.stem
-    return made, name
+        return _obvious_model(Path(spec)), Path(spec).stem
+    if ":" in spec:
+        return _model_from(spec, find(spec)), spec.rsplit(":", 1)[1]
+    known = [*list_models(), *public_models()]
+    if spec in known:
+        return load_model(spec), spec
+    near = difflib.get_close_matches(spec, known, 1, 0.5)
+    hint = f"did you mean {near[0]}?" if near else f"bundled are {', '.join(list_models())}."
+    raise typer.BadParameter(
+        f"unknown model {spec!r}: {hint} Or give a file ({', '.join(FILES)}; weights with "
+        "--architecture), mine.py or package.module:function"
+    )
 
 
-def own_network(spec: str) -> nn.Module:
+def own_network(option: str, spec: str) -> nn.Module:
     """A network from Python code, ``mine.py`` or ``mine.py:function``, as it is made."""
     from torch import nn
 
     if Path(spec).suffix != ".py" and ":" not in spec:
-        raise typer.BadParameter(
-            f"--model {spec}: expected mine.py or mine.py:function, which makes a torch.nn.Module"
-        )
+        raise typer.BadParameter(f"{option} {spec}: expected mine.py or mine.py:function")
     made = _obvious_model(Path(spec)) if ":" not in spec else _model_from(spec, find(spec))
     if not isinstance(made, nn.Module):
-        raise typer.BadParameter(
-            f"--model {spec}: expected a torch.nn.Module to train, got {type(made).__name__}"
-        )
+        kind = type(made).__name__
+        raise typer.BadParameter(f"{option} {spec}: expected a torch.nn.Module, got {kind}")
     return made
 
 
 def _built(architecture: str) -> nn.Module:
-    """A network without weights: of the paper by name, or the user's own."""
-    from torch import nn
-
+    """A network without weights: one of ours by name, or the user's own."""
     from wball.models import architectures, build_model
 
     if architecture in architectures():
         return build_model(architecture)
-    if ":" not in architecture:
-        raise typer.BadParameter(
-            f"--architecture {architecture}: expected one of {', '.join(architectures())}, or mine.py:function"
-        )
-    made = _model_from(architecture, find(architecture))
-    if not isinstance(made, nn.Module):
-        raise typer.BadParameter(f"--architecture {architecture} is not a torch.nn.Module")
-    return made
+    return own_network("--architecture", architecture)
 
 
 def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
@@ -187,7 +121,9 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
         raise typer.BadParameter(f"no model file {path}")
     try:
         if suffix == ".onnx":
-            return _onnx(path)
+            from wball.attacks.adapters import onnx
+
+            return onnx.load(path)
         if suffix == ".pt2":
             return _exported(path)
         if suffix != ".safetensors" and _is_torchscript(path):
@@ -207,24 +143,11 @@ def _from_file(path: Path, suffix: str, architecture: str | None) -> Any:
     return load_weights(_built(architecture), path)
 
 
-def _onnx(path: Path) -> Any:
-    try:
-        from wball.attacks.adapters import onnx
-    except ImportError:
-        raise typer.BadParameter(
-            f"{path}: ONNX models need the onnx package: pip install wball[onnx]"
-        ) from None
-    return onnx.load(path)
-
-
 def _exported(path: Path) -> Any:
     import torch
 
     module: Any = torch.export.load(str(path)).module()
-    for method in (
-        "train",
-        "eval",
-    ):  # export replaces them by methods that raise; such a module has one mode only
+    for method in ("train", "eval"):  # export replaces them by methods that raise
         vars(module).pop(method, None)
     return module
 
@@ -261,38 +184,29 @@ def _numbers(option: str, text: str) -> list[float]:
 
 
 def _obvious_model(path: Path) -> Any:
-    """The one model of a Python file: a module object, or what makes one."""
+    """The one model that a Python file defines: an ``nn.Module``, or a function that makes one."""
     from torch import nn
 
     loaded = _imported_file(path, str(path))
     own = {
         name: value
         for name, value in vars(loaded).items()
-        if not name.startswith("_")
-        and (isinstance(value, nn.Module) or getattr(value, "__module__", "") == loaded.__name__)
+        if isinstance(value, nn.Module)
+        or (callable(value) and getattr(value, "__module__", "") == loaded.__name__)
     }
-    kinds = (
-        {name: value for name, value in own.items() if isinstance(value, nn.Module)},
-        {name: value for name, value in own.items() if name in OBVIOUS and callable(value)},
-        {
-            name: value
-            for name, value in own.items()
-            if isinstance(value, type) and issubclass(value, nn.Module)
-        },
-        {name: value for name, value in own.items() if callable(value)},
+    found = (
+        [name for name, value in own.items() if isinstance(value, nn.Module)]
+        or [name for name in own if name in OBVIOUS]
+        or [name for name in own if not name.startswith("_")]
     )
-    for found in kinds:
-        if len(found) == 1:
-            name, value = next(iter(found.items()))
-            return _model_from(f"{path}:{name}", value)
-    if not any(kinds):
-        raise typer.BadParameter(
-            f"{path} defines no model: expected a torch.nn.Module, or a function that returns one"
+    if len(found) != 1:
+        several = (
+            f"several models: say which one ({path}:{found[0]}, ...)"
+            if found
+            else ("no model: expected a torch.nn.Module, or a function that returns one")
         )
-    several = ", ".join(
-        f"{path}:{name}" for name in list(next(found for found in kinds if found))[:4]
-    )
-    raise typer.BadParameter(f"{path} defines several models: say which one ({several})")
+        raise typer.BadParameter(f"{path} defines {several}")
+    return _model_from(f"{path}:{found[0]}", own[found[0]])
 
 
 def _model_from(spec: str, value: Any) -> Any:
@@ -321,16 +235,9 @@ def find(spec: str) -> Any:
         except (Exception, SystemExit) as error:
             raise typer.BadParameter(f"{spec}: cannot import {module} ({said(error)})") from error
     if not hasattr(loaded, attribute):
-        own = [
-            name
-            for name, value in vars(loaded).items()
-            if name[0] != "_" and not isinstance(value, ModuleType)
-        ]
-        near = difflib.get_close_matches(attribute, own, 1, 0.5)
-        raise typer.BadParameter(
-            f"{spec}: {module} has no {attribute!r}"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
+        near = difflib.get_close_matches(attribute, vars(loaded), 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise typer.BadParameter(f"{spec}: {module} has no {attribute!r}{hint}")
     return getattr(loaded, attribute)
 
 
@@ -342,9 +249,7 @@ def _imported_file(path: Path, spec: str) -> ModuleType:
         assert found is not None and found.loader is not None
         loaded = importlib.util.module_from_spec(found)
         sys.modules.setdefault(path.stem, loaded)
-        sys.path.insert(
-            0, str(path.resolve().parent)
-        )  # as `python file.py` does: modules beside the file
+        sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
         found.loader.exec_module(loaded)
     except (Exception, SystemExit) as error:
         raise typer.BadParameter(f"{spec}: cannot import {path} ({said(error)})") from error

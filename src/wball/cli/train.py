@@ -17,60 +17,52 @@ from wball.storage.names import printable
 
 @command
 def train(
-    preset: Annotated[
-        str, typer.Argument(metavar="PRESET", help="a training recipe; an unknown name lists them")
-    ],
+    preset: Annotated[str, typer.Argument(metavar="PRESET", hidden=True)],
     model: Annotated[
         str | None,
-        options.data_option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            help="your own network, mine.py or mine.py:function, instead of the preset's",
+        typer.Option(
+            "--model", "-m", metavar="MODEL", help="your own network: mine.py or mine.py:function"
         ),
     ] = None,
     data: Annotated[
         str | None,
-        options.data_option(
+        typer.Option(
             "--data",
             "-d",
-            help="your own training images instead of the preset's: a folder with one folder per class, an .npz file, "
-            "or mine.py:function",
+            metavar="NAME",
+            help="your own training images: a folder of class folders, an .npz file, or "
+            "mine.py:function",
         ),
     ] = None,
     test_data: Annotated[
         str | None,
-        options.data_option(
-            "--test-data",
-            help="images to measure accuracy on, named as in --data (default: nothing is measured on your own data)",
-        ),
+        typer.Option("--test-data", metavar="NAME", help="your own test images, as in --data"),
     ] = None,
-    size: options.Size = None,
+    resize: options.Resize = None,
+    crop: options.Crop = None,
     grey: options.Grey = False,
     data_dir: options.DataDir = Path("data"),
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="folder for weights, card, metrics and checkpoint")
-    ] = Path("out/train"),
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
+    limit: options.Limit = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="number of epochs, instead of the preset's")
+        int | None, typer.Option("--epochs", metavar="N", help="number of epochs")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", metavar="N", help="images per step")
     ] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=0.0, help="stop after this many seconds; schedules follow the clock"),
+        typer.Option("--time-limit", metavar="SECONDS", help="stop in time; schedules adapt"),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="name of the model, instead of the preset's")
+    init: Annotated[
+        Path | None, typer.Option("--init", metavar="FILE", help="weights to fine-tune")
     ] = None,
-    limit: options.Limit = None,
-    init: Annotated[Path | None, typer.Option(help="weights to fine-tune")] = None,
     teacher: Annotated[
         list[str] | None,
         typer.Option(
+            "--teacher",
             metavar="MODEL",
-            help="network whose answers are a share of the labels (--set loss.teacher=0.5): a bundled one, or "
-            "ARCHITECTURE=FILE; may be repeated",
+            help="network that gives soft labels (--set loss.teacher=0.5): a bundled one, or "
+            "ARCHITECTURE=FILE; repeatable",
         ),
     ] = None,
     change: Annotated[
@@ -78,20 +70,28 @@ def train(
         typer.Option(
             "--set",
             metavar="PATH=VALUE",
-            help="change a setting, such as adversary.attack.steps=10; may be repeated",
+            help="change a setting, such as adversary.attack.steps=10; repeatable",
         ),
     ] = None,
-    quiet: options.Quiet = False,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="name of the trained model")
+    ] = None,
+    device: options.Device = "auto",
+    seed: options.Seed = 0,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="folder for weights, card and metrics"),
+    ] = Path("out/train"),
 ) -> int:
-    """Train a model: standard, adversarial in a Wasserstein ball, or certified.
+    """Train a model by a preset: standard, adversarial in a Wasserstein ball, or certified.
 
-    If interrupted, rerun the same command to resume.
-
+    \b
         wball train mnist-adversarial --data-dir data --out out/mnist-adversarial
+        wball train mnist-adversarial --model mine.py:net --data photos/train
 
-    Your own network and images, trained as a preset does it:
-
-        wball train mnist-adversarial --model mine.py:net --data photos/train --test-data photos/test --name mine
+    An unknown PRESET lists those there are. The second command trains your own network on your own
+    images. If interrupted,
+    rerun the same command to resume.
     """
     from wball.data import load_dataset
     from wball.training import distributed, presets
@@ -108,11 +108,12 @@ def train(
         )
     config = find(preset, seed=seed)
     config = config if data is None else replace(config, dataset=OWN)
-    network = None if model is None else own_network(model)
+    network = None if model is None else own_network("--model", model)
     config = config if model is None else replace(config, architecture=OWN)
     guides = [named_model(name) for name in teacher or []]
     given = [choices.setting(c) for c in change or []]
-    given += [(k, v) for k, v in (("epochs", epochs), ("name", name)) if v is not None]
+    options_given = (("epochs", epochs), ("batch_size", batch_size), ("name", name))
+    given += [(path, value) for path, value in options_given if value is not None]
     for path, value in given:
         config = override(config, path, value)
     with distributed.launched(str(choices.device(device).type)) as here:
@@ -121,58 +122,45 @@ def train(
             x, y = load_dataset(config.dataset, data_dir, "train", device=here)
             tests = load_dataset(config.dataset, data_dir, "test", device=here)
         else:
-            read = partial(options.DataChoice, data_dir=data_dir, size=size, grey=grey)
-            images = choices.load_images(read(data, split="train"), here)
+            read = partial(
+                options.DataChoice, data_dir=data_dir, resize=resize, crop=crop, grey=grey
+            )
+            images = choices.load_images(read(data), here, split="train")
             x, y = images.x, images.y
             if test_data is not None:
                 measured = choices.load_images(read(test_data), here)
                 _same_classes(images, measured)
                 tests = measured.x, measured.y
 
-        def say(record: dict[str, Any]) -> None:
-            if not quiet:
-                print(_epoch(record), flush=True)
-
-        chosen = (
-            slice(None)
-            if limit is None
-            else choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
-        )
-        bars = False if quiet else None
+        if limit is not None:
+            some = choices.stratified_sample(y, min(limit, len(y)), seed).to(y.device)
+            x, y = x[some], y[some]
         run(
-            config, (x[chosen], y[chosen]), tests, model=network, init=init, teacher=guides, out=out, device=here,
-            time_limit=time_limit, progress=bars, on_epoch=say,
+            config, (x, y), tests, model=network, init=init, teacher=guides, out=out, device=here,
+            time_limit=time_limit, on_epoch=_print_epoch,
         )  # fmt: skip
-        if distributed.current().main and not quiet:
+        if distributed.current().main:
             print(printable(f"written: {out / config.name}.safetensors"), flush=True)
     return 0
 
 
 def _same_classes(train: choices.Images, test: choices.Images) -> None:
-    """Folders number their classes in the order of their names: both must have the same ones."""
-    if (
-        train.classes is not None
-        and test.classes is not None
-        and list(train.classes) != list(test.classes)
-    ):
+    """Check that both folders have the same classes, which are numbered in the order of names."""
+    ours, theirs = train.classes, test.classes
+    if ours is not None and theirs is not None and ours != theirs:
         raise typer.BadParameter(
-            f"--test-data has the classes {', '.join(test.classes)}, but --data has {', '.join(train.classes)}"
+            f"--test-data has the classes {', '.join(theirs)}, but --data has {', '.join(ours)}"
         )
 
 
-def _epoch(record: dict[str, Any]) -> str:
-    """One line about an epoch."""
+def _print_epoch(record: dict[str, Any]) -> None:
+    """Print one line about an epoch."""
     shown = [f"epoch {record['epoch']:3d}", f"{record['seconds']:7.1f} s"]
-    shown += [f"loss {record['loss']:.4f}", f"train {100 * record['train_accuracy']:.2f} %"]
-    if "clean_accuracy" in record:
-        shown.append(f"clean {100 * record['clean_accuracy']:.2f} %")
-    if "verified_accuracy" in record:
-        shown.append(f"verified {100 * record['verified_accuracy']:.2f} %")
-    shown += [
-        f"eps {k.rsplit('_', 1)[1]}: {100 * v:.1f} %"
-        for k, v in record.items()
-        if k.startswith("robust_accuracy")
-    ]
+    shown.append(f"loss {record['loss']:.4f}")
+    for name, value in record.items():
+        kind, found, eps = name.partition("_accuracy")
+        if found:
+            shown.append(f"{kind}{eps.replace('_', ' at eps ')} {100 * value:.2f} %")
     if "mean_radius" in record:
         shown.append(f"mean radius {record['mean_radius']:.3f}")
-    return "  ".join(shown)
+    print("  ".join(shown), flush=True)

@@ -209,7 +209,7 @@ def _other_shape(here: tuple[int, ...], there: tuple[int, ...], first: str) -> s
             'such as image.convert("RGB")'
         )
     size, other = (" x ".join(map(str, shape[1:])) for shape in (here, there))
-    remedy = "pass size=(height, width) (--size), or resize and crop, to make them equal"
+    remedy = "pass size=(height, width), or resize and crop (--resize, --crop), to make them equal"
     return f"is {size}, but {first} is {other}; {remedy}"
 
 

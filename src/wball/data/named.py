@@ -295,4 +295,4 @@ def _find(info: DatasetInfo, root: PathLike, names: Sequence[str]) -> Path:
 
 
 def _remedy(info: DatasetInfo, root: PathLike) -> str:
-    return f"get it with `wball data {info.name} --root {os.fspath(root)}` or wball.download({info.name!r}, root)"
+    return f"get it with `wball data {info.name} --data-dir {os.fspath(root)}` or wball.download({info.name!r}, root)"

@@ -1,4 +1,4 @@
-"""``python -m wball.cli``."""
+"""``python -m wball``: the command line."""
 
 from wball.cli import entry
 

@@ -1,0 +1,68 @@
+"""``wball report``: evaluations as a page, as figures, or joined into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wball.cli.app import command, open_console
+from wball.storage.names import printable
+
+
+@command
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", hidden=True)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="file to write, or folder of the merge"),
+    ] = None,
+    title: Annotated[
+        str | None, typer.Option("--title", metavar="TEXT", help="heading of the report")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="join evaluations of parts of a data set into one")
+    ] = False,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--figures", metavar="DIR", help="also draw figures for papers"),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--format", metavar="NAME", help="of the figures: pdf, png or svg")
+    ] = "pdf",
+) -> int:
+    """Write one HTML file that shows and ranks evaluations (folders that `wball evaluate` wrote).
+
+    \b
+        wball report out/a out/b --out both.html
+        wball report out/a --figures figures --format png
+
+    Join evaluations of parts of a data set, made with the same settings, into one:
+
+    \b
+        wball report out/part-1 out/part-2 --merge --out out/all
+    """
+    from wball.evaluation import exit_code, load_evaluation, merge_evaluations
+    from wball.report import write_csv, write_report
+
+    console, code, written = open_console(), 0, list[Path]()
+    if merge:
+        folder = out or Path("out/merged")
+        if (folder / "results.json").exists():
+            raise typer.BadParameter(f"{folder} contains results: choose another folder (--out)")
+        results = [merge_evaluations(folders)]
+        results[0].save(folder)
+        console.print(results[0].table())
+        console.print(printable(results[0].verdict()), markup=False)
+        written = [folder, write_csv(results, folder / "results.csv")]
+        out, code = folder / "report.html", exit_code(results, [])
+    else:
+        results = [load_evaluation(folder) for folder in folders]
+    written.append(write_report(results, out or Path("report.html"), title=title))
+    if figures is not None:
+        from wball.report.figures import save_figures
+
+        written += save_figures(results, figures, kind)
+    console.print(printable(f"written: {', '.join(map(str, written))}"), markup=False)
+    return code
