@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     line = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = _warn  # type: ignore[assignment]
             code = app(args=line, standalone_mode=False, prog_name="wball")
     except typer.Exit as done:
         code = done.exit_code

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wball.attacks import Attack, AttackResult
 from wball.model import Model
-from wball.progress import Bar
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Targeted(Attack):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        progress: Bar | None = None,
+        progress: Any = None,
         start: Tensor | None = None,
     ) -> AttackResult:
         """Attack the images at this attack's radius."""
