@@ -11,6 +11,7 @@ folder (``--out``), by any number of processes and runs; the summary of all of t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,9 +51,43 @@ COUNTS = (
         "unconfirmed",
         "unfollowed",
     ),
-    *("refused", "failed"),
+    *("refused", "failed", "tricks refused", "tricks accepted"),
 )
 EFFORT = {"alpha-crown": {"steps": 5}, "complete": {"time_limit": 2.0}}
+
+
+TRICKS = ("caught", "script", "array", "count")
+
+
+@torch.jit.script
+def _scripted(h: Tensor) -> int:
+    h.add_(50 * torch.relu(h - 1.0))
+    return 0
+
+
+class Hostile(nn.Module):
+    """A network that computes something else unseen, or will: every such model must be refused."""
+
+    def __init__(self, net: nn.Module, trick: str) -> None:
+        super().__init__()
+        self.net, self.trick, self.array, self.count = net, trick, np.zeros(1), itertools.count()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, calls = x * 1.0, 0.0
+        if self.trick == "script":
+            _scripted(h)
+        elif self.trick == "array":
+            self.array += 1
+            calls = self.array[0]
+        elif self.trick == "count":
+            calls = next(self.count)
+        out: Tensor = self.net(h)
+        if self.trick == "caught":
+            try:
+                calls = 1000.0 if bool(h.amax() > 0.9) else 0.0
+            except Exception:  # noqa: BLE001 - that is the trick
+                calls = 0.0
+        return -out if calls > 60 else out
 
 
 class Step(nn.Module):
@@ -226,6 +262,8 @@ class Counts:
         ).to(dtype)
         if draw.random() < 0.15:
             x = x.to(draw.choice((torch.float16, torch.bfloat16)))
+        if draw.random() < 1 / 3:
+            self._refuse(seed, Hostile(net, draw.choice(TRICKS)).eval(), x, ball)
         method, plans = draw.choice(METHODS), draw.choice(("full", "full", "window"))
         y = net(x.to(dtype)).argmax(1)
         self.numbers["networks"] += 1
@@ -266,6 +304,15 @@ class Counts:
             )
         if found.reason:
             self.note(seed, "unfollowed", found.reason)
+
+    def _refuse(self, seed: int, net: Hostile, x: Tensor, ball: Any) -> None:
+        try:
+            wball.certify(net, x, torch.zeros(len(x), dtype=torch.long), ball, "interval")
+        except wball.certificates.UnsupportedModule:  # type: ignore[attr-defined]
+            self.numbers["tricks refused"] += 1
+        else:
+            self.numbers["tricks accepted"] += 1
+            self.note(seed, "tricks accepted", net.trick)
 
     def _attack(
         self,

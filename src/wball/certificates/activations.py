@@ -14,9 +14,11 @@ from wball.input_sets.rows import Rows
 def anchored_line(
     low: Tensor, up: Tensor, centre: Tensor, leak: float, slope: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where there is one.
+    """The bend, slope and shift of the interpolation at ``low``, ``centre`` and ``up``, and where
+    there is one.
 
-    Where the unit is stable or its centre is not strictly inside, the given line stays, without a bend.
+    Where the unit is stable or its centre is not strictly inside, the given line stays, without a
+    bend.
     """
     inside = (low < 0) & (up > 0) & (low < centre) & (centre < up)
     at = torch.where(inside, centre, 0.5 * (low + up))
@@ -33,7 +35,8 @@ def anchored_line(
 
 
 def either(steep: Tensor, leak: float, like: Tensor) -> Tensor:
-    """1 or the leak, in the precision of ``like``: ``torch.where`` of two plain numbers rounds them to float32."""
+    """1 or the leak, in the precision of ``like``: ``torch.where`` of two plain numbers rounds them
+    to float32."""
     return torch.where(steep, torch.ones_like(like), leak)
 
 
@@ -47,7 +50,8 @@ def upper_line(low: Tensor, up: Tensor, leak: float) -> tuple[Tensor, Tensor]:
 
 
 def relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tuple[Tensor, Rows]:
-    """``max >= the entry with the largest lower bound``; ``max <= largest upper bound``, or that entry if it wins."""
+    """``max >= the entry with the largest lower bound``; ``max <= largest upper bound``, or that
+    entry if it wins."""
     whole = rows.dense(op.shape)
     dtype, image = whole.coeff.dtype, whole.image
     low, up = op.windows(lower), op.windows(upper)
@@ -68,7 +72,8 @@ def relax_max_pool(op: MaxPool, rows: Rows, lower: Tensor, upper: Tensor) -> tup
 def relax_curve(
     op: Curved, rows: Rows, lower: Tensor, upper: Tensor
 ) -> tuple[Tensor, Rows, Tensor]:
-    """The line below a curve where a row's coefficient is positive, the one above where it is negative.
+    """The line below a curve where a row's coefficient is positive, the one above where it is
+    negative.
 
     The last one is the sum of the magnitudes that entered the constant.
     """

@@ -1,10 +1,11 @@
-"""One call of a PyTorch function as an operation of the graph: what it is, and whether its arguments are understood."""
+"""One call of a PyTorch function as an operation of the graph: what it is, and whether its
+arguments are understood."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,30 +27,10 @@ from wball.certificates.graph import (
 )
 from wball.certificates.trust import UnsupportedModule
 
+if TYPE_CHECKING:
+    from wball.certificates.tracing import Recorder
+
 _INDEXED = functions.known("__getitem__")
-
-
-class Recording(Protocol):
-    """What a call must know about the run it is part of.
-
-    Attributes:
-        batch: images of the run.
-        device: where they are.
-        place: which operation a tensor that depends on the image is the value of, by its identity.
-    """
-
-    batch: int
-    device: torch.device
-    place: dict[int, int]
-
-    def constant(self, tensor: Tensor) -> None:
-        """Remember a tensor that does not depend on the image: it must keep its values."""
-
-    def module(self) -> tuple[str, str]:
-        """Name and type of the innermost module of the model that is running."""
-
-    def title(self, func: Any) -> str:
-        """The call, as an error names it."""
 
 
 class Call:
@@ -57,7 +38,7 @@ class Call:
 
     def __init__(
         self,
-        recorder: Recording,
+        recorder: Recorder,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -98,10 +79,9 @@ class Call:
 
     def refuse(self, why: str = "") -> UnsupportedModule:
         return UnsupportedModule(
-            f"no bound is known for {self.title}{why and ': ' + why}. Supported: Linear, Conv2d, ReLU, LeakyReLU, "
-            "Sigmoid, Tanh, GELU, SiLU, clamp, average and max pooling, BatchNorm (evaluation mode), Flatten, sums, "
-            "arithmetic with constants, Dropout, "
-            "Identity"
+            f"no bound is known for {self.title}{why and ': ' + why}. Supported: Linear, Conv2d, "
+            "ReLU, LeakyReLU, Sigmoid, Tanh, GELU, SiLU, clamp, average and max pooling, BatchNorm "
+            "(evaluation mode), Flatten, sums, arithmetic with constants, Dropout, Identity"
         )
 
     def bound(self, *names: str, **defaults: Any) -> dict[str, Any]:
@@ -344,7 +324,8 @@ class Call:
         )
 
     def function(self, absolute: bool = False) -> Callable[..., Tensor]:
-        """The call as a function of its sources, in their precision, or that with its constants' absolute values."""
+        """The call as a function of its sources, in their precision, or that with its constants'
+        absolute values."""
         func, args, kwargs = self.func, self.args, self.kwargs
         keys = [id(t) for t in self.sources]
         kept = tree_map(

@@ -233,7 +233,7 @@ def _decide(
 ) -> CertificateResult:
     """Branch and bound for the images that are not certified yet, of whose units bounds are ``known``.
 
-    Parts of a tree name units of the network as it was traced, so there are none if it had to be written otherwise.
+    The parts of a tree name units of the graph that :func:`splittable` returns.
     """
     same, graph = graph, splittable(graph, x)
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
@@ -253,7 +253,7 @@ def _decide(
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] = answer.seconds
         for n, k in enumerate(index.tolist()):
-            leaves[k] = answer.leaves[n] if graph is same else None
+            leaves[k] = answer.leaves[n]
             if answer.proved[n] or answer.broken[n]:
                 status[k] = (
                     CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED

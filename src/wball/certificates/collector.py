@@ -31,7 +31,8 @@ class Bound:
 
 
 class Collector:
-    """The gains of the units of one layer of shape ``shape``, for ``images`` images; at most ``limit`` per pixel."""
+    """The gains of the units of one layer of shape ``shape``, for ``images`` images; at most
+    ``limit`` per pixel."""
 
     def __init__(
         self,
@@ -49,13 +50,15 @@ class Collector:
         self._chosen = torch.ones_like(self._centre, dtype=torch.bool)
 
     def choose(self, lower: Tensor, upper: Tensor) -> Tensor:
-        """``(images, units)``: if not all unstable units fit, some are left out and keep the usual lines."""
+        """``(images, units)``: if not all unstable units fit, some are left out and keep the usual
+        lines."""
         found = chosen(lower, upper, self.source, self.limit)
         self._chosen = torch.ones_like(self._centre, dtype=torch.bool) if found is None else found
         return self._chosen
 
     def add(self, image: Tensor, unit: Tensor, bound: Bound) -> None:
-        """Rows that bound ``-v`` from below: their values at the image and their gains, if ``v`` may be above 0."""
+        """Rows that bound ``-v`` from below: their values at the image and their gains, if ``v``
+        may be above 0."""
         keep = ((bound.value <= 0) & self._chosen[image, unit]).nonzero()[:, 0]
         if keep.shape[0] == 0:
             return
@@ -88,7 +91,8 @@ def gain_bytes(source: TransportSet) -> int:
 
 
 def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Tensor | None:
-    """``(images, units)``: each image's most unstable units, as many as there is room for; ``None`` if all fit."""
+    """``(images, units)``: each image's most unstable units, as many as there is room for; ``None``
+    if all fit."""
     low, up = lower.flatten(1), upper.flatten(1)
     most = limit * math.prod(source.shape) // source.gain_size
     if most >= low.shape[1]:

@@ -120,7 +120,8 @@ FITTED = known("to", "type_as", "expand_as")
 MADE_LIKE = known(
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"
 )
-"""Functions that take the form of a tensor for a constant: of their second argument, of their first."""
+"""Functions that take the form of a tensor for a constant: of their second argument, of their
+first."""
 
 SUPPORTED = {
     "linear layers": (

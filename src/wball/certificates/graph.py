@@ -1,9 +1,9 @@
 """A network as a graph of operations that know how to carry a linear bound backwards.
 
-Sequential and residual networks, wrappers that normalise, and functional code all end up as the same few operations
-(:mod:`wball.certificates.tracing`). Every operation is either *affine* in the values it reads (its rows go back
-exactly: ``<a, W h + b> = <W^T a, h> + <a, b>``) or a :class:`Activation` or :class:`MaxPool`, which are relaxed
-elsewhere.
+Sequential and residual networks, wrappers that normalise, and functional code all end up as the
+same few operations (:mod:`wball.certificates.tracing`). Every operation is either *affine* in the
+values it reads (its rows go back exactly: ``<a, W h + b> = <W^T a, h> + <a, b>``) or a
+:class:`Activation` or :class:`MaxPool`, which are relaxed elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ Interval = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Op(ABC):
-    """One operation: ``inputs`` are positions of the operations it reads, ``shape`` its value without the batch."""
+    """One operation: ``inputs`` are positions of the operations it reads, ``shape`` its value
+    without the batch."""
 
     name: str
     inputs: tuple[int, ...]
@@ -50,14 +51,16 @@ class Affine(Op):
 
     @abstractmethod
     def back(self, rows: Rows) -> tuple[Tensor, list[Rows]]:
-        """``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k, h_k>``: the constant (N,) and the rows."""
+        """``<rows, f(h_1, h_2, ...)> = constant + sum_k <rows_k, h_k>``: the constant (N,) and the
+        rows."""
 
     @abstractmethod
     def forward(self, *values: Tensor) -> Tensor:
         """The operation itself, in the values' precision."""
 
     def interval(self, *values: Interval) -> Interval | None:
-        """What intervals become, coordinate by coordinate; ``None`` if the operation does not know."""
+        """What intervals become, coordinate by coordinate; ``None`` if the operation does not
+        know."""
         return None
 
 
@@ -91,7 +94,8 @@ class Linear(Affine):
 
 @dataclass(frozen=True)
 class Conv2d(Affine):
-    """A convolution with zero padding. ``weight`` gives the kernel, so that average pooling is one, too."""
+    """A convolution with zero padding. ``weight`` gives the kernel, so that average pooling is one,
+    too."""
 
     before: Shape
     weight: Tensor
@@ -137,7 +141,8 @@ class Conv2d(Affine):
         return constant, [trim(Rows(out, rows.image, corner), self.before)]
 
     def _product(self, a: Tensor, weight: Tensor, settings: dict[str, Any]) -> Tensor:
-        """The transposed convolution as one matrix product: in float64 GPUs have fast products, not convolutions."""
+        """The transposed convolution as one matrix product: in float64 GPUs have fast products, not
+        convolutions."""
         if not self.matrices:
             every = torch.eye(a[0].numel(), dtype=a.dtype, device=a.device).reshape(-1, *self.shape)
             self.matrices.append(F.conv_transpose2d(every, weight, **settings).flatten(1))
@@ -159,7 +164,8 @@ class Conv2d(Affine):
 
 @dataclass(frozen=True)
 class Diagonal(Affine):
-    """``scale * h + shift`` in every coordinate: batch norm, normalisation, arithmetic with constants."""
+    """``scale * h + shift`` in every coordinate: batch norm, normalisation, arithmetic with
+    constants."""
 
     scale: Tensor  # (1, *shape), or (1, C, 1, 1) where the same all over the map
     shift: Tensor
@@ -268,7 +274,8 @@ class Activation(Op):
 
 @dataclass(frozen=True)
 class Curved(Op):
-    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate, or ``clamp`` to ``ends``."""
+    """A curve of :data:`wball.certificates.curves.CURVES` in every coordinate, or ``clamp`` to
+    ``ends``."""
 
     kind: str
     ends: tuple[float, float] = (-math.inf, math.inf)
@@ -285,7 +292,8 @@ class Curved(Op):
         )
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
-        """The interval of the output when the input is between ``low`` and ``up``, with room for rounding."""
+        """The interval of the output when the input is between ``low`` and ``up``, with room for
+        rounding."""
         least, most = self.value(low), self.value(up)
         if self.kind in DIPS:  # not monotone: lowest between the ends
             least = torch.minimum(least, most)
@@ -305,7 +313,8 @@ class MaxPool(Op):
     ceil_mode: bool
 
     def windows(self, layer: Tensor) -> Tensor:
-        """``(B, *before) -> (B, *shape, k)``: what each maximum is taken over (``-inf`` in the padding)."""
+        """``(B, *before) -> (B, *shape, k)``: what each maximum is taken over (``-inf`` in the
+        padding)."""
         rows, columns = (self._reach(k) for k in (0, 1))
         padded = F.pad(
             layer, (self.padding[1], columns, self.padding[0], rows), value=-float("inf")
@@ -327,22 +336,13 @@ class MaxPool(Op):
         return torch.stack(taps, -1)
 
     def places(self, device: torch.device) -> Tensor:
-        """``(*shape[1:], k)``: the flat position in the map that each entry of :meth:`windows` came from."""
+        """``(*shape[1:], k)``: the flat position in the map that each entry of :meth:`windows` came
+        from."""
         height, width = self.before[1:]
         index = torch.arange(height * width, dtype=torch.float64, device=device).reshape(
             1, 1, height, width
         )
-        alone = MaxPool(
-            self.name,
-            self.inputs,
-            (1, *self.shape[1:]),
-            (1, height, width),
-            self.kernel,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.ceil_mode,
-        )
+        alone = replace(self, shape=(1, *self.shape[1:]), before=(1, height, width))
         return alone.windows(index)[0, 0].clamp(min=0).long()
 
     def _reach(self, k: int) -> int:
@@ -372,7 +372,8 @@ class Graph:
 
     @torch.no_grad()
     def values(self, x: Tensor) -> dict[int, Tensor]:
-        """What each relaxed operation reads when the network is given ``x``, in the precision of ``x``."""
+        """What each relaxed operation reads when the network is given ``x``, in the precision of
+        ``x``."""
         wanted = {self.ops[k].inputs[0] for k in self.relaxed()}
         found = {position: value for position, value in self._run(x) if position in wanted}
         return {k: found[self.ops[k].inputs[0]] for k in self.relaxed()}
@@ -384,7 +385,8 @@ class Graph:
 
     @torch.no_grad()
     def rounded(self, x: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-        """What the network answers when every operation makes random errors of the size of its rounding.
+        """What the network answers when every operation makes random errors of the size of its
+        rounding.
 
         A sum of ``n`` products is off by about ``log2(n)`` units of the sum of their magnitudes.
         """
@@ -416,7 +418,8 @@ class Graph:
     def _run(
         self, x: Tensor, spoil: Callable[[Op, list[Tensor], Tensor], Tensor] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The value of every operation, in order; each is forgotten once nothing reads it any more."""
+        """The value of every operation, in order; each is forgotten once nothing reads it any
+        more."""
         last = {source: position for position, op in enumerate(self.ops) for source in op.inputs}
         held: dict[int, Tensor] = {0: x}
         yield 0, x
@@ -442,7 +445,8 @@ class Graph:
 def back(
     graph: Graph, target: int, rows: Rows, relax: Callable[[int, Rows], tuple[Tensor, Rows]]
 ) -> tuple[Tensor, Rows]:
-    """Carry rows over operation ``target`` back to the image: ``<rows, h> >= constant + <result, x>``.
+    """Carry rows over operation ``target`` back to the image: ``<rows, h> >= constant + <result,
+    x>``.
 
     ``relax(position, rows)`` bounds an activation's rows from below by rows over what it reads.
     """

@@ -1,11 +1,12 @@
 """A model's graph, recorded from what it runs.
 
-Every call of a PyTorch function goes through :class:`_Recorder`, wherever it is made from: a module, a hook, a patched
-method, a loop. The first run gets tensors without values (:mod:`wball.certificates.valueless`), so nothing it does can
-depend on the values of an image; the second one gets points of the ball, in another batch size and with gradients. Both
-must record the same graph. A function that is not on the list is refused by name, and so is what a list of functions
-cannot show: a tensor read after it was changed under another name, values that leave the tensors, results in less
-precision.
+Every call of a PyTorch function goes through :class:`Recorder`, wherever it is made from: a
+module, a hook, a patched method, a loop. The first run gets tensors without values
+(:mod:`wball.certificates.valueless`), so nothing it does can depend on the values of an image; the
+second one gets points of the ball, in another batch size and with gradients. Both must record the
+same graph. A function that is not on the list is refused by name, and so is what a list of
+functions cannot show: a tensor read after it was changed under another name, values that leave the
+tensors, results in less precision.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ BATCH = 3
 
 
 def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
-    """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B, n)``).
+    """The graph of a model in evaluation mode, for inputs like ``x`` (``(B, C, H, W)`` or ``(B,
+    n)``).
 
-    Refused: a model that runs something else at points of the ``ball`` around ``x``, or answers something else there.
+    Refused: a model that runs something else at points of the ``ball`` around ``x``, or answers
+    something else there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -52,15 +55,16 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), x.dtype)
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedModule(
-            f"the model computes in {dtype}, whose rounding may change its answers inside a certified ball; convert it "
-            "with model.float() and certify (and run) that"
+            f"the model computes in {dtype}, whose rounding may change its answers inside a "
+            "certified ball; convert it with model.float(), then certify and run that model"
         )
     points = trust.probes(x, ball).to(dtype)
     with evaluating(model), trust.undisturbed(inner):  # another thread may change the mode outside
         with torch.no_grad():
             empty = Valueless(points.new_zeros((BATCH, *x.shape[1:])))
             graph = _record(inner, empty, torch.no_grad())
-            # Hooks on gradients pass tensors through a function that cannot be seen; without gradients they do nothing.
+            # Hooks on gradients pass tensors through a function that cannot be seen; without
+            # gradients they do nothing.
             hooked = any(
                 module._backward_hooks or module._backward_pre_hooks for module in inner.modules()
             )
@@ -69,15 +73,15 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
             )
         if not _same(graph, seen):
             raise UnsupportedModule(
-                f"{type(inner).__name__}.forward runs something else from call to call: what it does depends on the "
-                "values of its input, the batch size, gradients, or state of its own"
+                f"{type(inner).__name__}.forward runs something else from call to call: what it "
+                "does depends on the values of its input, the batch size, gradients, or its state"
             )
         slack = trust.compare(model, graph, points)
     return replace(graph, slack=slack)
 
 
 def _record(model: nn.Module, x: Tensor, gradients: AbstractContextManager[None]) -> Graph:
-    recorder = _Recorder(model, x)
+    recorder = Recorder(model, x)
     if isinstance(x, Valueless):
         x.watch = recorder.watch
     try:
@@ -128,9 +132,10 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 class _Watcher(TorchDispatchMode):
-    """Shows a recorder every operation that PyTorch runs, also those that no function call shows."""
+    """Shows a recorder every operation that PyTorch runs, also those that no function call
+    shows."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -147,7 +152,7 @@ class _Watcher(TorchDispatchMode):
         return result
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Turns the calls that one run makes into operations.
 
     A refusal is remembered, so that a model cannot catch it. Operations that run outside a recorded
@@ -180,8 +185,8 @@ class _Recorder(TorchFunctionMode):
             )
         if logits.shape[1] < 2:
             raise ValueError(
-                f"certificates need logits of at least two classes, got {tuple(logits.shape)}; for one logit return "
-                "stack([0, logit], 1)"
+                f"certificates need logits of at least two classes, got {tuple(logits.shape)}; for "
+                "one logit return stack([0, logit], 1)"
             )
         if any(_version(constant) != version for constant, version in self.constants):
             raise UnsupportedModule("a constant of the model is changed in place after it was used")
@@ -203,7 +208,8 @@ class _Recorder(TorchFunctionMode):
             self.inside = outer
 
     def refuse(self, refusal: UnsupportedModule) -> UnsupportedModule:
-        """Remember the first refusal: a model may catch the exception, the end of the run does not."""
+        """Remember the first refusal: a model may catch the exception, the end of the run does
+        not."""
         self.refusal = self.refusal or refusal
         return self.refusal
 
@@ -217,11 +223,12 @@ class _Recorder(TorchFunctionMode):
         if self.inside != get_ident() and any(memory(t) in self.depends for t in tensors):
             raise self.refuse(
                 UnsupportedModule(
-                    f"{self.title(func)} runs where no function call of PyTorch shows it (a script, "
-                    "a custom operator, another thread): no bound follows it"
+                    f"{self.title(func)} runs where no function call of PyTorch shows it (a "
+                    "script, a custom operator, another thread): no bound follows it"
                 )
             )
-        for given, argument in zip(args, func._schema.arguments, strict=False):
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes and any(memory(t) not in self.memory for t in _tensors(given)):
                 raise self.refuse(
@@ -305,7 +312,8 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _reads_only_form(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        """Whether a call makes a constant in the shape, dtype or device of the one tensor that depends on the image."""
+        """Whether a call makes a constant in the shape, dtype or device of the one tensor that
+        depends on the image."""
         if sum(1 for t in tensors if id(t) in self.place) != 1 or not args:
             return False
         first = id(args[0]) in self.place
@@ -344,8 +352,8 @@ class _Recorder(TorchFunctionMode):
 
     def _changed(self, title: str) -> UnsupportedModule:
         return UnsupportedModule(
-            f"{title}: a tensor is read after it was changed in place (+=, inplace=True) under another name; "
-            "work on a copy (.clone())"
+            f"{title}: a tensor is read after it was changed in place (+=, inplace=True) under "
+            "another name; work on a copy (.clone())"
         )
 
 

@@ -1,9 +1,9 @@
-"""What is certified is what runs: models that may run something else from call to call are refused.
+"""Checks that the certified network is the one that runs.
 
-Hooks, a patched ``forward`` and another ``__call__`` change what a module computes without a trace in its class, so all
-but a few known to be harmless are refused by :func:`check_modules`. The graph of a model is compared with it by
-:func:`compare`: on points of the ball itself, logit by logit, with a tolerance that is the rounding of the model's own
-precision.
+Hooks, a patched ``forward`` and another ``__call__`` change what a module computes without a trace
+in its class, so all but a few known to be harmless are refused by :func:`check_modules`. The graph
+of a model is compared with it by :func:`compare`: on points of the ball itself, logit by logit,
+with a tolerance that is the rounding of the model's own precision.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ HARMLESS_HOOKS: tuple[type, ...] = (
         and kind.__module__ == prune.__name__
     ),
 )
-"""Hooks before ``forward`` that only compute a weight, the same one every time in evaluation mode."""
+"""Hooks before ``forward`` that only compute a weight, the same one every time in evaluation
+mode."""
 
 MANY = 5
-"""How often all points are repeated for a large batch."""
+"""Number of copies of all points in a large batch."""
 
 IMAGES, SAMPLED = 8, 4
-"""Images that are probed at their centres, and at a random point of their balls; the first one at as many."""
+"""Number of images that are probed, and of random points of the balls of the first and of the last."""
 
 NATS, SWEEPS, MOMENTUM = 10.0, 60, 0.95
-"""Of far points: on digits they gain 97 % or more of what the farthest ones gain."""
+"""Options of the oracle for far points: on digits they reach 97 % of the maximum or more."""
 
 SAFETY = 16.0
-"""How many times the simulated rounding of a logit is forgiven: some ten random errors estimate it within a few."""
+"""Tolerance of a logit as a multiple of its simulated rounding error, whose size is estimated from some
+ten random errors."""
 
 
 class UnsupportedModule(TypeError):
@@ -77,12 +79,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _compiles(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` returns. Asking for its type would load the compiler."""
+    """Whether a module is what ``torch.compile`` returns. Asking for its type would load the
+    compiler."""
     return "torch._dynamo" in sys.modules and type(module) is torch._dynamo.OptimizedModule
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse a model any module of which may run something else than the ``forward`` of its type."""
+    """Refuse a model any module of which may run something else than the ``forward`` of its
+    type."""
     if nn.Module.__call__ is not nn.Module._wrapped_call_impl:
         raise UnsupportedModule(
             "torch.nn.Module.__call__ is patched: what runs is not what the modules say"
@@ -90,8 +94,8 @@ def check_modules(model: nn.Module) -> None:
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         if getattr(torch_module, name):
             raise UnsupportedModule(
-                f"a hook on every module is registered (torch.nn.modules.module.{name}), and would not be certified; "
-                "remove it"
+                f"a hook on every module is registered (torch.nn.modules.module.{name}), and would "
+                "not be certified; remove it"
             )
     for name, module in model.named_modules():
         check_module(name, module)
@@ -112,8 +116,9 @@ def check_module(name: str, module: nn.Module) -> None:
     for hook in hooks:
         if type(hook) not in HARMLESS_HOOKS:
             raise UnsupportedModule(
-                f"{title} has a forward hook ({getattr(hook, '__name__', type(hook).__name__)}), which may change what "
-                "it computes; remove it before certifying. Only weight norm, spectral norm and pruning are known"
+                f"{title} has a forward hook ({getattr(hook, '__name__', type(hook).__name__)}), "
+                "which may change what it computes; remove it before certifying. Only the hooks of "
+                "weight norm, spectral norm and pruning are supported"
             )
     compiler = _compiles(module)  # calls the module inside in a way of its own
     for attribute in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"):
@@ -141,7 +146,8 @@ def check_module(name: str, module: nn.Module) -> None:
 
 
 class _Digest(pickle.Pickler):
-    """A hash of everything that can be reached from a model and from the globals that its code names."""
+    """A hash of everything that can be reached from a model and from the globals that its code
+    names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self, protocol=4)
@@ -157,7 +163,8 @@ class _Digest(pickle.Pickler):
         self.hash.update(data)
 
     def persistent_id(self, value: Any) -> Any:
-        """Tensors enter by their numbers, the model's own classes and functions by what they hold."""
+        """Tensors enter by their numbers, the model's own classes and functions by what they
+        hold."""
         if isinstance(value, Tensor):
             return str(value.dtype), _bytes(value)
         if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
@@ -185,7 +192,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
-    """Points of the balls around some images: centres, far points in random directions, samples, mixtures."""
+    """Points of the balls around some images: centres, far points in random directions, samples,
+    mixtures."""
     some = (
         torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu")
         .long()
@@ -210,12 +218,8 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
 
 
 def _ends(ball: Ball, x: Tensor, direction: Tensor) -> Tensor:
-    """Nearly the farthest points. The exact ones take a solver that certificates need for nothing else."""
-    oracle = getattr(ball, "oracle", None)
-    if oracle is None:
-        return ball.support(x, direction).point
-    point: Tensor = oracle(x, sweeps=SWEEPS, momentum=MOMENTUM)(NATS * direction).z
-    return point
+    """Nearly the farthest points; the exact ones would compile a solver just for this."""
+    return ball.oracle(x, sweeps=SWEEPS, momentum=MOMENTUM)(NATS * direction).z
 
 
 def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
@@ -226,7 +230,8 @@ def unit_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Refuse a model that changes its buffers or attributes, or draws random numbers, between start and end."""
+    """Refuse a model that changes its buffers or attributes, or draws random numbers, between start
+    and end."""
     before, random = _Digest(model).hash.digest(), torch.get_rng_state()
     yield
     if not torch.equal(random, torch.get_rng_state()):
@@ -235,14 +240,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         )
     if _Digest(model).hash.digest() != before:
         raise UnsupportedModule(
-            f"{type(model).__name__}.forward changes the model's own buffers or attributes: its next answer may differ "
-            "from the one that is certified"
+            f"{type(model).__name__}.forward changes the model's own buffers or attributes, or "
+            "globals: its next answer may differ from the one that is certified"
         )
 
 
 @torch.no_grad()
 def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
-    """Refuse a graph that does not answer as the model does, logit by logit, up to the rounding of the points' dtype.
+    """Refuse a graph that does not answer as the model does, logit by logit, up to the rounding of
+    the points' dtype.
 
     Each logit has its own tolerance: one that is huge does not hide the others. The result is what
     each logit may be off by in the points' dtype, ``(classes,)``: every operation is given random
@@ -261,8 +267,9 @@ def compare(model: nn.Module, graph: Graph, points: Tensor) -> Tensor:
         )  # a model that overflows is not certified anyway
         if not bool((same | broken).all()):
             raise UnsupportedModule(
-                f"{type(model).__name__}.forward computes something else than the functions it calls{way}: look for "
-                "tensors that are changed in place (+=, inplace=True) and read again, and for code outside PyTorch"
+                f"{type(model).__name__}.forward computes something else than the functions it "
+                f"calls{way}: look for tensors that are changed in place (+=, inplace=True) and "
+                "read again, and for code outside PyTorch"
             )
     return slack.nan_to_num(math.inf, math.inf)
 
@@ -283,8 +290,8 @@ def steady(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[None]:
         same = (after - before).abs() <= SAFETY * unit * (1 + before.abs())
         if not bool((same | ~torch.isfinite(before)).all()):
             raise UnsupportedModule(
-                f"{type(model).__name__}.forward gave different logits for the same images at the start and at the "
-                "end: its answers depend on state that calls change"
+                f"{type(model).__name__}.forward gave different logits for the same images at the "
+                "start and at the end: its answers depend on state that calls change"
             )
 
 

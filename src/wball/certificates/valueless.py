@@ -15,10 +15,11 @@ READERS = frozenset(
 
 
 class Valueless(Tensor):
-    """Shape, dtype and device of a tensor, and which others share its memory; asking for its values is an error.
+    """Shape, dtype and device of a tensor, and which others share its memory; asking for its values
+    is an error.
 
-    PyTorch's own ``FakeTensor`` does the same, but loads its compiler for it, and all that this depends on. Here zeros
-    stand behind the shapes, where no model can read them.
+    PyTorch's own ``FakeTensor`` does the same, but loads its compiler for it, and all that this
+    depends on. Here zeros stand behind the shapes, where no model can read them.
     """
 
     behind: Tensor

@@ -1,7 +1,12 @@
-"""An independent checker of certificates: the claim is proved again by code that shares nothing with the first proof.
+"""An independent checker of certificates: it computes every bound again, slowly and simply, and
+never searches.
 
-:func:`verify` reads the network in its own way (:mod:`.network`), bounds it layer by layer (:mod:`.bounds`) and
-maximises over the ball in its own way (:mod:`.plans`), in float64 with every rounding error accounted for.
+:func:`verify` reads the model again (:mod:`.network`), bounds it layer by layer (:mod:`.bounds`)
+and maximises over the ball by weak duality (:mod:`.plans`), in float64 with every rounding error
+accounted for. It shares the reading of the model with :func:`wball.certify`, which compares its
+graph with the model at points of the ball, and none of the code that computes bounds. For
+``method="complete"`` it replays the parts, slopes and prices that the certificate stores; any such
+numbers give a sound bound, so it need not trust them.
 """
 
 from __future__ import annotations
@@ -14,36 +19,45 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs
-from wball.ball import Ball, Plans
+from wball.ball import Ball
 from wball.certificates import trust
 from wball.certificates.certificate import CertificateResult
-from wball.certificates.checking.bounds import Checker
-from wball.certificates.checking.cases import Cases
-from wball.certificates.checking.network import Network, Unfollowed, read
-from wball.certificates.checking.plans import Transport, domain
-from wball.certificates.complete import Leaf
+from wball.certificates.checking.bounds import Checker, Parameters, Signs
+from wball.certificates.checking.network import Bend, Network, Unfollowed
+from wball.certificates.checking.plans import Cube, Transport, domain
+from wball.certificates.complete import Leaf, splittable
 from wball.certificates.tracing import trace
 from wball.certificates.trust import UnsupportedModule
-from wball.model import evaluating
 
 __all__ = ["VerificationResult", "VerificationStatus", "verify"]
 
 LENGTHS = (2.0, 3.0, 5.0)
-"""Lengths below which moves are told apart in images of more than a few pixels, tried one after another."""
+"""Lengths below which moves are listed one by one in images of more than a few pixels, tried in
+turn."""
 
-HOPELESS = 100.0
-"""Bounds below 0 by so many times the margin of the image itself are beyond mending."""
+ROUNDS, PROGRESS = 12, 0.03
+"""Rounds of a proof by contradiction; it ends when one lifts the bound by less than this share of
+it."""
+
+SMALL, HOPELESS = 1000, 100.0
+"""Units up to which every part is tightened by contradiction, not only the ball as a whole. Bounds
+below minus ``HOPELESS`` times the clean margin are not improved."""
+
+POSITIVE = torch.finfo(torch.float64).tiny
+"""Margin of a part that was proved by contradiction: nothing more is known."""
 
 
 class VerificationStatus(Enum):
-    """What the checker says about an image. The value is the explanation."""
+    """What the checker found for an image. The value is the explanation."""
 
     CONFIRMED = "the checker proved the certificate again"
     NOTHING = "the certificate claims nothing about this image"
-    UNCONFIRMED = "the checker's own bound is not above 0: it may be looser than the certificate, which is not confirmed"
+    UNCONFIRMED = (
+        "the checker's own bound is not above 0: it may be looser than that of the certificate"
+    )
     UNFOLLOWED = (
-        "the checker has no rule for the ball or for an operation of the model, or the image is too large: the "
-        "certificate is not checked"
+        "the checker does not support the ball, the model or the size of the image: the "
+        "certificate was not checked"
     )
 
     def __str__(self) -> str:
@@ -56,9 +70,9 @@ class VerificationResult:
 
     Attributes:
         confirmed: bool, per image: certified, and proved again.
-        margin: the checker's own lower bound of the margin, float64; NaN where it did not look.
+        margin: the checker's own lower bound of the margin, float64; NaN where there was no claim.
         status: per image.
-        reason: why the model could not be followed, if it could not.
+        reason: why the model or the ball could not be followed, if that is so.
     """
 
     confirmed: Tensor
@@ -68,19 +82,19 @@ class VerificationResult:
 
     @property
     def disagreements(self) -> int:
-        """Certified images that the checker looked at and did not confirm."""
+        """Certified images that the checker did not confirm."""
         return sum(1 for status in self.status if status is VerificationStatus.UNCONFIRMED)
 
 
+@torch.no_grad()
 def verify(
     model: nn.Module, x: Tensor, y: Tensor, ball: Ball, certificate: CertificateResult
 ) -> VerificationResult:
     """Prove the certified images of ``certificate`` again, by an independent computation.
 
-    Nothing in the certificate is believed but which images it claims, and for which plans. What a proof by branch and
-    bound leaves behind (its parts, slopes and prices) says where to look, and is proved again. The checker is slow and
-    meant for samples. It follows what :func:`wball.certify` does, on Wasserstein balls of images of up to 4,096 pixels
-    and on l-infinity balls.
+    The checker believes nothing but which images are claimed, and for which plans. It is slow and
+    meant for samples. It supports Wasserstein balls of images of up to 4,096 pixels and l-infinity
+    balls.
 
     Args:
         model: the model, run in evaluation mode.
@@ -91,99 +105,174 @@ def verify(
     """
     if not isinstance(certificate, CertificateResult):
         raise TypeError(
-            f"certificate must be what wball.certify returned, got {type(certificate).__name__}"
+            f"certificate must be a result of wball.certify, got {type(certificate).__name__}"
         )
     x = inputs.check_images("x", x, ball.box).detach()
     if certificate.certified.shape != (x.shape[0],) or y.shape != (x.shape[0],):
         raise ValueError(
-            f"certificate, x and y must be of the same images, got {certificate.certified.shape[0]} certificates, "
-            f"{x.shape[0]} images and labels of shape {tuple(y.shape)}"
+            "certificate, x and y must be of the same images, got "
+            f"{certificate.certified.shape[0]} certificates, {x.shape[0]} images and labels of "
+            f"shape {tuple(y.shape)}"
         )
     margin = torch.full((x.shape[0],), math.nan, dtype=torch.float64)
     status = [VerificationStatus.NOTHING] * x.shape[0]
     claimed = certificate.certified.nonzero()[:, 0].tolist()
-    reason = ""
+    reason, network = "", None
     try:
-        reading = _readings(model, x, ball) if claimed else None
+        if claimed:
+            with trust.steady(model, [x]):
+                graph = trace(model, x, ball)
+            if certificate.method == "complete":  # parts of a tree name units of this graph
+                graph = splittable(graph, x)
+            network = Network(graph, x.device)
     except (Unfollowed, UnsupportedModule) as error:
-        reading, reason = None, str(error)
-        for k in claimed:
-            status[k] = VerificationStatus.UNFOLLOWED
-    if reading is None:
-        claimed = []
+        reason = str(error)
     for k in claimed:
+        status[k] = VerificationStatus.UNFOLLOWED
+        if network is None:
+            continue
+        leaves = (certificate.leaves[k] if certificate.leaves else None) or ()
+        proof = _Proof(network, int(y[k]), leaves)
         one = ball.take(torch.tensor([k], device=x.device))
         try:
-            leaves = certificate.leaves[k] if certificate.leaves else None
-            assert reading is not None
-            margin[k] = _margin(*reading, one, x[k], int(y[k]), certificate.plans, leaves)
+            margin[k] = proof.margin(
+                [domain(one, x[k], certificate.plans, near) for near in LENGTHS]
+            )
         except Unfollowed as error:
-            reason, status[k] = str(error), VerificationStatus.UNFOLLOWED
+            reason = str(error)
             continue
-        status[k] = (
-            VerificationStatus.CONFIRMED if bool(margin[k] > 0) else VerificationStatus.UNCONFIRMED
-        )
+        proved = bool(margin[k] > 0)
+        status[k] = VerificationStatus.CONFIRMED if proved else VerificationStatus.UNCONFIRMED
     confirmed = torch.tensor([s is VerificationStatus.CONFIRMED for s in status], dtype=torch.bool)
     return VerificationResult(confirmed, margin, tuple(status), reason)
 
 
-@torch.no_grad()
-def _readings(model: nn.Module, x: Tensor, ball: Ball) -> tuple[Network, Tensor]:
-    """The checker's own reading of the model, and what each logit may be off by as the model computes it.
-
-    :func:`trace` refuses what it refuses for certificates. Its graph is not used, except that both
-    readings must give the same logits at points of the ball, as the model does.
-    """
-    graph = trace(model, x, ball)
-    with evaluating(model):
-        network = read(model, x[:1])
-    points = trust.probes(x, ball).to("cpu", torch.float64)
-    assert graph.slack is not None
-    slack = graph.slack.cpu()
-    for point, expected in zip(points, graph.logits(points.to(x.device)).cpu(), strict=True):
-        if not bool(((network.logits(point.flatten()) - expected).abs() <= slack).all()):
-            raise Unfollowed("two readings of the model give different logits")
-    return network, slack
+Part = dict[tuple[int, int], int]
+"""Signs of units: by number of the bend and place of the unit in what it reads."""
 
 
-def _margin(
-    network: Network,
-    slack: Tensor,
-    ball: Ball,
-    x: Tensor,
-    label: int,
-    plans: Plans,
-    leaves: tuple[Leaf, ...] | None,
-) -> float:
-    """A lower bound of the margin of one image: the first that is above 0, or the best that is found."""
-    others = [k for k in range(len(slack)) if k != label]
-    off = slack[others] + slack[label]
-    logits = network.logits(x.to("cpu", torch.float64).flatten())
-    clean = float((logits[label] - logits[others]).amin())
-    best, before = torch.tensor(-math.inf, dtype=torch.float64), None
-    for near in LENGTHS:
-        images = domain(ball, x, plans, near)
-        told_apart = images.options if isinstance(images, Transport) else 0
-        if told_apart == before:
-            continue
-        whole, before = Checker(network, images), told_apart
-        best = torch.maximum(best, whole.margins(label) - off)
-        if bool((best > 0).all()):
+@dataclass
+class _Proof:
+    """The bound of one image's margin, part by part where the certificate says so."""
+
+    network: Network
+    label: int
+    leaves: tuple[Leaf, ...]
+
+    def margin(self, domains: list[Cube | Transport]) -> float:
+        """A lower bound of the margin; the first that is above 0, or the best one."""
+        others = [k for k in range(self.network.classes) if k != self.label]
+        slack = torch.tensor([self._slack(other) for other in others], dtype=torch.float64)
+        best, before = torch.full((len(others),), -math.inf, dtype=torch.float64), None
+        for images in domains:
+            listed = images.options if isinstance(images, Transport) else 0
+            if listed == before:
+                continue
+            whole, before = Checker(self.network, images), listed
+            if whole.empty:
+                raise ArithmeticError("bounds cross: the checker is wrong")
+            best = torch.maximum(best, whole.margins(self.label) - slack)
+            if bool((best > 0).all()):
+                break
+        logits = self.network.logits(whole.domain.centre)
+        clean = float(logits[self.label] - logits[others].amax())
+        if float(best.amin()) < -HOPELESS * clean:
             return float(best.amin())
-    if not clean > 0 or bool(best.amin() < -HOPELESS * clean):
+        for place in (best <= 0).nonzero()[:, 0].tolist():
+            leaves = [leaf for leaf in self.leaves if leaf.other == others[place]]
+            found = self._part(
+                {}, whole, others[place], [(_part_of(leaf), leaf) for leaf in leaves]
+            )
+            best[place] = torch.maximum(best[place], torch.tensor(found, dtype=torch.float64))
+            if not found > 0:
+                break
         return float(best.amin())
-    return float(_by_cases(whole, label, best, off, leaves or ()).amin())
+
+    def _slack(self, other: int) -> float:
+        """What the margin may be off by as the model computes it."""
+        slack = self.network.graph.slack
+        assert slack is not None
+        return float(slack[self.label] + slack[other])
+
+    def _part(
+        self, part: Part, known: Checker, other: int, leaves: list[tuple[Part, Leaf]]
+    ) -> float:
+        """The bound of one part inside a ``known`` one; ``leaves`` are those of the certificate in
+        it.
+
+        Every cut is made here, both sides of it, so the parts cover the ball whatever the leaves
+        are.
+        """
+        cut = _common(part, leaves)
+        if cut is None:
+            return self._bounded(part, known, other, leaves[0][1] if leaves else None)
+        least = math.inf
+        for sign in (1, -1):
+            inside = [leaf for leaf in leaves if leaf[0][cut] == sign]
+            least = min(least, self._part({**part, cut: sign}, known, other, inside))
+            if not least > 0:
+                break
+        return least
+
+    def _bounded(self, part: Part, known: Checker, other: int, leaf: Leaf | None) -> float:
+        """The bound of one part, then the same under the assumption that the margin is at most
+        0."""
+        signs = self._signs(part, known)
+        case = Checker(self.network, known.domain, signs, known)
+        best = -math.inf
+        units = sum(len(known.low[self._read(node)]) for node in self.network.bends)
+        for _ in range(ROUNDS if units <= SMALL or not part else 1):
+            if case.empty:
+                return math.inf if best == -math.inf else POSITIVE
+            given = {} if leaf is None else self._parameters(case, part, leaf)
+            found = case.margin(self.label, other, self._slack(other), given)
+            if found.value > 0:
+                return found.value if best == -math.inf else POSITIVE
+            if found.value - best < -PROGRESS * best:
+                break
+            best = found.value
+            case = Checker(self.network, known.domain, signs, case, found)
+        return best
+
+    def _signs(self, part: Part, known: Checker) -> Signs:
+        signs: Signs = {}
+        for (number, unit), sign in part.items():
+            node = self.network.bends[number]
+            signs.setdefault(node, torch.zeros_like(known.low[self._read(node)]))[unit] = sign
+        return signs
+
+    def _read(self, node: int) -> int:
+        bend = self.network.nodes[node]
+        assert isinstance(bend, Bend)
+        return bend.before
+
+    def _parameters(self, case: Checker, part: Part, leaf: Leaf) -> Parameters:
+        """What a leaf says about its bound; prices count only where this part has the limit."""
+        given: Parameters = {}
+        for kind, values in (("slope", leaf.slopes), ("share", leaf.shares)):
+            for number, tensor in values.items():
+                given[kind, self.network.bends[number]] = tensor.to("cpu", torch.float64)
+        if leaf.box is not None:
+            given["box", 0] = leaf.box.to("cpu", torch.float64).reshape(1, -1)
+        for (number, unit, sign), price in zip(leaf.splits, leaf.prices, strict=True):
+            if part.get((number, unit)) == sign:
+                node = self.network.bends[number]
+                prices = given.setdefault(
+                    ("price", node), torch.zeros_like(case.low[self._read(node)])
+                )
+                prices[unit] = sign * max(0.0, price)
+        return given
 
 
-def _by_cases(
-    whole: Checker, label: int, best: Tensor, off: Tensor, leaves: tuple[Leaf, ...]
-) -> Tensor:
-    """Better bounds of the classes whose bound is not above 0, up to the first that stays there."""
-    others = [k for k in range(len(best) + 1) if k != label]
-    best = best.clone()
-    for place in (best <= 0).nonzero()[:, 0].tolist():
-        found = Cases(whole, label, others[place], float(off[place])).margin(leaves)
-        if not found > 0:  # the bound of one part: that of the ball stays
-            break
-        best[place] = found
-    return best
+def _part_of(leaf: Leaf) -> Part:
+    return {(number, unit): sign for number, unit, sign in leaf.splits}
+
+
+def _common(part: Part, leaves: list[tuple[Part, Leaf]]) -> tuple[int, int] | None:
+    """A unit whose sign all of these leaves know, and not the same one; ``None`` if there is
+    none."""
+    if len(leaves) < 2:
+        return None
+    shared = set(leaves[0][0]).intersection(*(signs for signs, _ in leaves[1:])) - part.keys()
+    both = (cut for cut in sorted(shared) if len({signs[cut] for signs, _ in leaves}) == 2)
+    return next(both, None)

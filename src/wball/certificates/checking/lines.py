@@ -1,9 +1,10 @@
 r"""Lines below and above curves, with every rounding error accounted for: the checker's own.
 
-An interval is cut into cells. On a cell with centre ``c`` and half width ``r``, for ``g(v) = f(v) - k v`` and any bound
-``B`` of ``|f''|``, Taylor's theorem says ``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these over the cells
-is the shift of a line with slope ``k`` below the curve, the largest that of one above it. A clamp has its extremes at
-the ends of the interval and at its kinks.
+An interval is cut into cells. On a cell with centre ``c`` and half width ``r``, for
+``g(v) = f(v) - k v`` and any bound ``B`` of ``|f''|``, Taylor's theorem gives
+``|g(v) - g(c)| <= |g'(c)| r + B r^2 / 2``. The least of these lower bounds over the cells is the shift
+of a line with slope ``k`` below the curve, the largest upper bound that of one above it. A clamp has
+its extremes at the ends of the interval and at its kinks.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 
 CELLS = 128
 ROOM = 2.0**-44
-"""What the value of a curve, or of a sum of a few terms, may be off by, relative to the magnitudes that entered it."""
+"""What the value of a curve, or of a sum of a few terms, may be off by, relative to the magnitudes
+that entered it."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A function, its derivative, a bound of its second one, and where it turns if it is not monotone."""
+    """A function, its derivative, a bound of its second one, and where it turns if it is not
+    monotone."""
 
     value: Callable[[Tensor], Tensor]
     steepness: Callable[[Tensor], Tensor]
@@ -67,7 +70,8 @@ CURVES = {
         (-0.7518, -0.7517),
     ),
 }
-"""|f''| is largest for the sigmoid at log(2 + sqrt 3), 1 / (6 sqrt 3); tanh: 4 / (3 sqrt 3); SiLU and GELU at 0."""
+"""``|f''|`` is at most 1 / (6 sqrt 3) for the sigmoid, at log(2 + sqrt 3), and 4 / (3 sqrt 3) for
+tanh. It is largest at 0 for SiLU and GELU."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def values_between(
 
 
 def lines(curve: str, ends: tuple[float, float], low: Tensor, high: Tensor) -> Lines:
-    """Of lines with a few slopes the highest one below and the lowest one above, in the middle of each interval."""
+    """Of lines with a few slopes the highest one below and the lowest one above, in the middle of
+    each interval."""
     middle, width = (low + high) / 2, (high - low).clamp(min=1e-12)
     if curve == "clamp":
         points = torch.stack([low, high, *(torch.full_like(low, e).clamp(low, high) for e in ends)])

@@ -1,26 +1,24 @@
-r"""The largest value of linear functions of a transport plan over a ball, from above, by weak duality.
+r"""The largest value of linear functions of a transport plan over a ball, from above, by weak
+duality.
 
-A row says what a unit of mass is worth where it goes: ``w_ij = a_j + M_ij`` for a move from ``i`` to ``j``, ``a_i`` for
-mass that stays. For every price ``psi >= 0`` of the budget ``E`` and every price ``r`` of the box,
+A row gives a unit of mass a value: ``w_ij = a_j + M_ij`` for a move from ``i`` to ``j``, ``a_i``
+for mass that stays. For every price ``psi >= 0`` of the budget ``E`` and every price ``r`` of the
+box,
 
 .. math::
     \max_P \sum_{ij} P_{ij} w_{ij} \;\le\; \psi E + \sum_i x_i \max_j (w_{ij} - r_j - \psi C_{ij})
         + \sum_j (hi\, r_j^+ - lo\, r_j^-)
 
-so prices are searched for in any way, and only the last evaluation counts: in float64, with every rounding error added.
-Moves are listed one by one where they are short, and otherwise in groups that cost what their shortest move costs and
-are worth the best target in a window that contains them all.
+so the price may be any number, and only the last evaluation counts: in float64, with every rounding
+error added. Short moves are listed one by one. Longer ones are grouped: a group costs as much as
+its shortest move and has the value of the best target in a window that contains all of them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,20 +26,17 @@ from wball.ball import LinfBall, Plans, WassersteinBall
 from wball.certificates.checking.network import UNIT, Unfollowed, gamma
 from wball.cost import DenseCost, GridCost
 
-Array = NDArray[np.float64]
-Matrix = Any  # a sparse matrix of SciPy
-
 ALL = 128
-"""Images of at most so many pixels have every move listed."""
+"""Number of pixels up to which every move of an image is listed."""
 
 GROUPS = (3.0, 4.0, 6.0, 10.0, math.inf)
-"""Longer moves than those listed are grouped up to these lengths."""
+"""Lengths that separate the groups of longer moves."""
 
-SEARCH, CLOSE = 20, 1e-6
-"""Steps of a search for a price, and the relative gap at which it ends."""
+SEARCH = 30
+"""Steps of bisection for the price of the budget, in float32."""
 
 LARGEST = 4096
-"""Pixels of an image whose costs are held as a matrix."""
+"""Largest number of pixels of an image: its costs are held as a matrix."""
 
 
 class Cube:
@@ -58,21 +53,8 @@ class Cube:
     def ranges(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
-    def constraints(self) -> Constraints:
-        """The set as constraints on the pixels themselves."""
-        from scipy import sparse  # slow to import, and rarely needed
-
-        pixels, none = self.low.shape[0], np.zeros(0)
-        nothing = sparse.csr_array((0, pixels))
-        ends = np.stack([self.low.numpy(), self.high.numpy()], 1)
-        return Constraints(sparse.eye_array(pixels).tocsr(), ends, nothing, none, nothing, none)
-
     def highest(
-        self,
-        rows: Tensor,
-        charges: Tensor | None = None,
-        prices: Tensor | None = None,
-        psi: Tensor | None = None,
+        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None
     ) -> Tensor:
         """Upper bounds of ``<rows, z>``, (R,)."""
         assert charges is None and prices is None
@@ -84,7 +66,8 @@ class Transport:
     """One image's Wasserstein ball: mass, moves with their costs, budget and box."""
 
     def __init__(self, ball: WassersteinBall, x: Tensor, plans: Plans, near: float) -> None:
-        """``x``: one image ``(C, H, W)`` or histogram ``(n,)``; moves shorter than ``near`` are listed."""
+        """``x``: one image ``(C, H, W)`` or histogram ``(n,)``; moves shorter than ``near`` are
+        listed."""
         grid = (x if x.ndim == 3 else x.reshape(1, 1, -1)).to("cpu", torch.float64)
         self.channels, height, width = grid.shape
         self.pixels, self.size = height * width, (height, width)
@@ -113,9 +96,7 @@ class Transport:
         order = torch.where(listed, self.cost, math.inf).argsort(1)[:, :most]
         self.target = order
         prices = [torch.where(listed, self.cost, math.inf).gather(1, order)]
-        self.windows: list[
-            int
-        ] = []  # how far the targets of each group are at most, in rows and columns
+        self.windows: list[int] = []  # the largest distance of each group in rows and columns
         start = near
         for end in [e for e in GROUPS if e > near] if math.isfinite(near) else []:
             group = (
@@ -143,19 +124,22 @@ class Transport:
         return torch.full_like(self.x, max(0.0, low)).flatten(), total.clamp(max=high).flatten()
 
     def worth(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """``(R, sources)`` of staying and ``(R, sources, options)`` of moving, for rows over the flat image."""
+        """``(R, sources)`` of staying and ``(R, sources, options)`` of moving, for rows over the
+        flat image."""
         maps = rows.view(-1, self.channels, self.pixels)
         stay = maps[:, self.channel, self.pixel]
         parts = [maps[:, self.channel[:, None], self.target]]
         image = rows.view(-1, self.channels, *self.size)
         for reach in self.windows:
-            around = _largest_around(_largest_around(image, reach, 3), reach, 2)
+            around = F.max_pool2d(image, (2 * reach + 1, 1), 1, (reach, 0))
+            around = F.max_pool2d(around, (1, 2 * reach + 1), 1, (0, reach))
             parts.append(around.flatten(2)[:, self.channel, self.pixel][..., None])
         moved = torch.where(torch.isfinite(self.price), torch.cat(parts, 2), -math.inf)
         return stay, moved
 
     def gains(self, rows: Tensor, charges: Tensor | None) -> Tensor:
-        """What a move adds at most, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R, sources * options)."""
+        """What a move adds at most, ``max(a_j - a_i + M_ij, 0)``, rounded up: (R, sources *
+        options)."""
         stay, moved = self.worth(rows)
         gain = moved - stay[..., None]
         size = moved.abs() + stay.abs()[..., None]
@@ -165,13 +149,10 @@ class Transport:
         return gain.clamp(min=0).flatten(1)
 
     def highest(
-        self,
-        rows: Tensor,
-        charges: Tensor | None = None,
-        prices: Tensor | None = None,
-        psi: Tensor | None = None,
+        self, rows: Tensor, charges: Tensor | None = None, prices: Tensor | None = None
     ) -> Tensor:
-        """Upper bounds of ``<rows, z>`` plus charges, (R,); any prices of the box and of the budget are right."""
+        """Upper bounds of ``<rows, z>`` plus charges, (R,); any prices of the box and of the budget
+        are right."""
         if self.mass.numel() == 0:
             return torch.zeros(rows.shape[0], dtype=torch.float64)  # the ball is one black image
         at = rows if prices is None else rows - prices
@@ -183,12 +164,7 @@ class Transport:
             moved = moved + charges.view(moved.shape)
             size = size + charges.abs().amax(1)
         price = torch.where(torch.isfinite(self.price), self.price, 0.0)
-        if psi is not None:
-            psi = psi.clamp(min=0)
-        else:
-            psi = self._search(stay.detach().float(), moved.detach().float(), price.float()).to(
-                torch.float64
-            )
+        psi = self._search(stay.float(), moved.float(), price.float()).to(torch.float64)
         value = self._dual(stay, moved, price, psi)[0]
         mass, top = self.mass.sum(), float(price.max())
         if prices is not None and self.box is not None:
@@ -201,40 +177,18 @@ class Transport:
         )
 
     def _search(self, stay: Tensor, moved: Tensor, price: Tensor) -> Tensor:
-        """The price of the least value of the dual function that is found.
-
-        It is convex: next to be tried is the price at which the tangents on both sides meet, where it is least if there
-        is no kink in between, and now and then the middle.
-        """
-        steep = torch.where(
-            torch.isfinite(self.price) & (price > 0),
-            (moved - stay[..., None]) / price.clamp(min=1e-300),
-            0.0,
-        )
+        """The best price that bisection finds: the dual function is convex."""
+        gain = (moved - stay[..., None]) / price.clamp(min=1e-30)
+        steep = torch.where(torch.isfinite(self.price) & (price > 0), gain, 0.0)
         low = torch.zeros_like(stay[:, 0])
         high = steep.flatten(1).amax(1).clamp(min=0) * (1 + 1e-6)
-        left, right = self._dual(stay, moved, price, low), self._dual(stay, moved, price, high)
-        best, at = torch.minimum(left[0], right[0]), torch.where(right[0] < left[0], high, low)
-        for step in range(SEARCH):
-            slopes = self.budget - left[1], self.budget - right[1]
-            meet = (left[0] - slopes[0] * low - right[0] + slopes[1] * high) / (
-                slopes[1] - slopes[0]
-            )
-            least = left[0] + slopes[0] * (meet - low)
-            inside = (meet > low) & (meet < high)
-            if not bool((inside & (best - least > CLOSE * best.abs())).any()):
-                break
-            psi = (
-                torch.where(inside, meet, 0.5 * (low + high))
-                if step % 4 < 3
-                else 0.5 * (low + high)
-            )
+        best, at = self._dual(stay, moved, price, high)[0], high
+        for _ in range(SEARCH):
+            psi = (low + high) / 2
             value, paid = self._dual(stay, moved, price, psi)
-            best, at = torch.where(value < best, value, best), torch.where(value < best, psi, at)
+            best, at = torch.minimum(value, best), torch.where(value < best, psi, at)
             over = paid > self.budget
             low, high = torch.where(over, psi, low), torch.where(over, high, psi)
-            left = torch.where(over, value, left[0]), torch.where(over, paid, left[1])
-            right = torch.where(over, right[0], value), torch.where(over, right[1], paid)
         return at
 
     def _dual(
@@ -245,68 +199,6 @@ class Transport:
         spent = price.expand(moved.shape).gather(2, choice[..., None])[..., 0]
         paid = (torch.where(goes, spent, 0.0) * mass).sum(1)
         return psi * self.budget + (torch.where(goes, top, stay) * mass).sum(1), paid
-
-    def constraints(self) -> Constraints | None:
-        """The ball as constraints on its plans; ``None`` where moves are grouped, or nothing moves.
-
-        Variables are what stays, source by source, and what moves, in the order of ``moves``.
-        """
-        count = self.price.shape[0]
-        if self.windows or count == 0:
-            return None
-        from scipy import sparse  # slow to import, and rarely needed
-
-        origin, option = self.moves
-        source = torch.cat([torch.arange(count), origin]).numpy()
-        into = torch.cat([self.pixel, self.target[origin, option]]).numpy()
-        into = into + self.channel.numpy()[source] * self.pixels
-        paid = np.concatenate([np.zeros(count), self.price[origin, option].numpy()])
-        many, cells = source.shape[0], self.channels * self.pixels
-        every, one = np.arange(many), np.ones(many)
-        image = sparse.coo_array((one, (into, every)), shape=(cells, many)).tocsr()
-        budget = sparse.coo_array((paid, (np.zeros(many, dtype=int), every)), shape=(1, many))
-        mass = sparse.coo_array((one, (source, every)), shape=(count, many)).tocsr()
-        under, limits = [budget], [np.array([self.budget])]
-        if self.box is not None:
-            under += [image, -image]
-            limits += [np.full(cells, self.box[1]), np.full(cells, -self.box[0])]
-        ends = np.stack([np.zeros(many), np.full(many, np.inf)], 1)
-        rows = sparse.vstack(under).tocsr()
-        return Constraints(image, ends, rows, np.concatenate(limits), mass, self.mass.numpy())
-
-    @property
-    def moves(self) -> tuple[Tensor, Tensor]:
-        """Source and option of every move."""
-        origin, option = torch.isfinite(self.price).nonzero(as_tuple=True)
-        return origin, option
-
-
-@dataclass(frozen=True)
-class Constraints:
-    """A set of images as a linear program: ``image @ t`` for variables with ``under t <= limits``, ``equal t = to``."""
-
-    image: Matrix
-    ends: Array
-    under: Matrix
-    limits: Array
-    equal: Matrix
-    to: Array
-
-
-def _largest_around(image: Tensor, reach: int, dim: int) -> Tensor:
-    """The largest of the numbers at most ``reach`` away along a dimension, by windows that double."""
-    size = image.shape[dim]
-    if reach >= size - 1:
-        return image.amax(dim, keepdim=True).expand(image.shape)
-    wide = F.pad(
-        image, (reach, reach) if dim == image.ndim - 1 else (0, 0, reach, reach), value=-math.inf
-    )
-    window, covered = 2 * reach + 1, 1
-    while 2 * covered <= window:
-        count = wide.shape[dim] - covered
-        wide = torch.maximum(wide.narrow(dim, 0, count), wide.narrow(dim, covered, count))
-        covered *= 2
-    return torch.maximum(wide.narrow(dim, 0, size), wide.narrow(dim, window - covered, size))
 
 
 def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tensor:
@@ -326,7 +218,8 @@ def _costs(ball: WassersteinBall, height: int, width: int, plans: Plans) -> Tens
 
 
 def domain(ball: object, x: Tensor, plans: Plans, near: float = 3.0) -> Cube | Transport:
-    """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are told apart."""
+    """The set of images around one image ``x`` (without a batch); moves shorter than ``near`` are
+    told apart."""
     if type(ball) is LinfBall:
         wide = x.to("cpu", torch.float64)
         eps = float(torch.as_tensor(ball.eps).reshape(-1)[0])

@@ -29,12 +29,16 @@ class Leaf:
             layers, the unit by its flat position in it, the sign of what it reads.
         prices: of the splits, in their order.
         slopes: lower slopes of every unit, by activation, in half precision.
+        shares: shares of the anchored upper bound, likewise.
+        box: prices of the box, if the input set has one.
     """
 
     other: int
     splits: tuple[tuple[int, int, int], ...]
     prices: tuple[float, ...]
     slopes: dict[int, Tensor]
+    shares: dict[int, Tensor]
+    box: Tensor | None
 
 
 @dataclass
@@ -54,12 +58,7 @@ class Closed:
             [self.count[k] <= MOST for k in problem.tolist()], device=problem.device
         ).nonzero()[:, 0]
         if keep.numel():
-            state = {
-                key: value
-                for key, value in nodes.kept().state.items()
-                if key[0] in ("alpha", "beta", "sign")
-            }
-            some = Nodes(problem, nodes.bound, state).take(keep)
+            some = Nodes(problem, nodes.bound, nodes.kept().state).take(keep)
             self.parts.append(
                 Nodes(
                     some.problem.cpu(),
@@ -95,6 +94,7 @@ def _leaf(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
     splits: list[tuple[int, int, int]] = []
     prices: list[float] = []
     slopes: dict[int, Tensor] = {}
+    shares: dict[int, Tensor] = {}
     for number, position in enumerate(layers):
         if ("sign", position) not in nodes.state:
             continue
@@ -103,4 +103,6 @@ def _leaf(nodes: Nodes, n: int, other: int, layers: list[int]) -> Leaf:
         splits += [(number, u, s) for u, s in zip(unit.tolist(), sign[unit].tolist(), strict=True)]
         prices += beta[unit].tolist()
         slopes[number] = nodes.state["alpha", position][n].flatten().clone()
-    return Leaf(other, tuple(splits), tuple(prices), slopes)
+        shares[number] = nodes.state["share", position][n].flatten().clone()
+    box = nodes.state["box", 0][n].flatten().clone() if ("box", 0) in nodes.state else None
+    return Leaf(other, tuple(splits), tuple(prices), slopes, shares, box)

@@ -4,8 +4,8 @@ r"""Maxima and clamps written with ReLUs, whose signs a tree can split.
     \max(a, b) = b + (a - b)^+, \qquad
     \mathrm{clamp}(v, lo, hi) = lo + (v - lo)^+ - (v - hi)^+
 
-A window of pooling is a tournament of such pairs. Every comparison is a ReLU with bounds, slopes and anchors of its
-own, where pooling as a whole is bounded by a constant.
+A window of pooling is a tournament of such pairs. Every comparison is a ReLU with bounds, slopes
+and anchors of its own, where pooling as a whole is bounded by a constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from wball.certificates.graph import Activation, Conv2d, Curved, Diagonal, Graph
 
 
 def splittable(graph: Graph, like: Tensor) -> Graph:
-    """The same function of the image, with ReLUs in place of pooling and clamps; the graph itself if it has none."""
+    """The same function of the image, with ReLUs in place of pooling and clamps; the graph itself
+    if it has none."""
     ops: list[Op] = []
     place: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
@@ -40,7 +41,8 @@ def _added(ops: list[Op], op: Op) -> int:
 
 
 def _pads_nothing(op: MaxPool, before: Op) -> bool:
-    """Whether zeros may stand for what lies outside the map: nothing is read there, or nothing is below 0."""
+    """Whether zeros may stand for what lies outside the map: nothing is read there, or nothing is
+    below 0."""
     ends = [
         (op.shape[1 + k] - 1) * op.stride[k] + op.dilation[k] * (op.kernel[k] - 1) + 1
         for k in (0, 1)
@@ -53,7 +55,8 @@ def _pads_nothing(op: MaxPool, before: Op) -> bool:
 
 
 def _tournament(ops: list[Op], op: MaxPool, device: torch.device) -> int:
-    """Winners of pairs, round after round; a player is a tap of the window, or the sum that beat others."""
+    """Winners of pairs, round after round; a player is a tap of the window, or the sum that beat
+    others."""
     channels, taps = op.shape[0], math.prod(op.kernel)
 
     def read(values: dict[int, float]) -> int:
