@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import wball
 from wball.evaluation import evaluate, load_evaluation
 from wball.storage.files import read_tensors, write_tensors
-from wball.training.state import load_state, save_state
+from wball.storage.files import write_tensors
+from wball.training.state import load_state
 
 Reader = Callable[[Path], Any]
 
@@ -65,7 +66,7 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
     write_tensors(
         folder / "batch-00000.safetensors", batch, {"batch": 0, "done": 2, "rejected": []}
     )
-    save_state(
+    write_tensors(
         folder / "checkpoint.safetensors",
         dict(model.state_dict()),
         {"step": 3, "history": [{"loss": 0.25}]},
