@@ -1,8 +1,7 @@
-"""Fetch data sets and weights from their own sites or public mirrors: checked, resumable, whole or not at all."""
+"""Download data sets and weights: resumable, and complete with the right checksum or absent."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import http.client
 import os
@@ -24,21 +23,19 @@ Progress = Callable[[str, int, int | None], None]
 _BLOCK = 1 << 16
 _CIFAR10_BATCHES = (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin")
 _CIFAR10_BATCH_BYTES = CIFAR10_RECORDS * 3073
-_LOCAL = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-}
-"""What a disk answers, and no server: another mirror would not help."""
+_FAILED = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    ValueError,
+)
+"""Errors of a server or of the network: the next mirror is tried. Errors of the disk are raised."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from: base addresses in order of preference, and the MD5 of each file."""
+    """The origin of a data set: mirrors in order of preference, and the MD5 of each file."""
 
     mirrors: tuple[str, ...]
     files: dict[str, str]
@@ -82,7 +79,7 @@ SOURCES = {
 
 
 class DownloadError(OSError):
-    """No source gave the file. The message lists what each of them answered, and what to do."""
+    """No mirror has the file. The message lists the answer of each of them, and what to do."""
 
 
 def download(
@@ -95,24 +92,22 @@ def download(
 ) -> Path:
     """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
 
-    What is already there and whole is kept, zipped or not. A broken transfer is resumed by the next call. A file
-    appears under its name only after its checksum was found right. A process that finds another one at it waits.
+    Complete files are kept, zipped or not. The next call resumes a broken transfer. A file appears
+    under its name after its checksum was verified. Only one process downloads at a time.
 
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
         root: the folder that holds the data sets; created if needed.
-        source: another place to take it from (a mirror of your own).
+        source: another source, such as a mirror of your own.
         progress: called while bytes arrive.
-        timeout: seconds without an answer after which a mirror is given up.
+        timeout: seconds without an answer after which the next mirror is tried.
     """
     info = dataset_info(name)
     source = source or SOURCES[info.name]
     folder = Path(root) / source.folder
-    if _complete(info.name, source, folder):  # possibly on a disk that cannot be written to
+    if _complete(info.name, source, folder):  # no lock: the disk may be read-only
         return folder
-    with locked(
-        folder, wait=True
-    ):  # another process may fetch the same: what it has finished is kept
+    with locked(folder, wait=True):
         for file, md5 in source.files.items():
             place = folder if info.name != "cifar10" else Path(root)
             if _cifar10_complete(folder) if info.name == "cifar10" else _there(place / file, md5):
@@ -137,7 +132,7 @@ def _complete(name: str, source: Source, folder: Path) -> bool:
 
 
 def _there(target: Path, md5: str) -> Path | None:
-    """The file, or the same unzipped, if it is there and whole."""
+    """The file, or its unzipped form, if it is complete."""
     if target.is_file() and _digest(target, md5) == md5:
         return target
     plain = target.with_name(target.name.removesuffix(".gz"))
@@ -153,29 +148,28 @@ def fetch_file(
     progress: Progress | None = None,
     timeout: float = 30.0,
 ) -> Path:
-    """Put the file with this digest (MD5 or SHA-256, told by its length) at ``target``, from the first address that
-    has it; ``otherwise`` says what to do if none has."""
+    """Download the file with this digest (MD5 or SHA-256, by its length) from the first URL that has it.
+
+    ``otherwise`` is the advice of the error message if none has.
+    """
     if target.is_file() and _digest(target, digest) == digest:
         return target
     part, failures = target.with_name(f"{target.name}.part"), []
     for url in urls:
         try:
             resumed = _transfer(url, part, progress, timeout)
-            if (
-                resumed and _digest(part, digest) != digest
-            ):  # what was there already may be of another file
+            # The first part may be that of another file.
+            if resumed and _digest(part, digest) != digest:
                 part.unlink()
                 _transfer(url, part, progress, timeout)
             if _digest(part, digest) == digest:
                 os.replace(part, target)
                 return target
             part.unlink()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            if getattr(error, "errno", None) in _LOCAL:
-                raise
+        except _FAILED as error:
             failures.append(f"{_site(url)}: {_reason(error)}")
             continue
-        failures.append(f"{_site(url)}: wrong checksum, so the file was thrown away")
+        failures.append(f"{_site(url)}: wrong checksum, so the file was deleted")
     raise DownloadError(
         f"could not download {what}. Are you offline? Tried {'; '.join(failures)}. "
         f"Try again later (a broken transfer is resumed), or {otherwise}"
@@ -183,7 +177,10 @@ def fetch_file(
 
 
 def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -> bool:
-    """Append what is missing of ``url`` to ``part``, or start over if the server cannot resume. Whether it could."""
+    """Append the rest of ``url`` to ``part``, or start over if the server cannot resume.
+
+    Returns whether it resumed.
+    """
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(
         url, headers={"User-Agent": "wball", **({"Range": f"bytes={have}-"} if have else {})}
@@ -193,17 +190,11 @@ def _transfer(url: str, part: Path, progress: Progress | None, timeout: float) -
     except urllib.error.HTTPError as error:
         if error.code != 416:
             raise
-        # Nothing is left to send: either it is all there, which the checksum will tell, or it is not this file.
+        # Nothing is left to send: the file is complete, or it is another file. The checksum decides.
         error.close()
         return True
     with response:
-        resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(
-            f"bytes {have}-"
-        )
-        if response.status == 206 and not resumed:
-            raise ValueError(
-                f"the server sent another range than asked for ({response.headers.get('Content-Range')})"
-            )
+        resumed = response.status == 206
         done = have if resumed else 0
         length = response.headers.get("Content-Length")
         total = done + int(length) if length is not None else None
@@ -250,7 +241,7 @@ def _cifar10_complete(folder: Path) -> bool:
 
 
 def _unpack_cifar10(archive: Path, folder: Path) -> None:
-    """Copy the six known files out of the archive. Names inside it choose nothing about where bytes are written."""
+    """Copy the six known files out of the archive. Member names never become paths."""
     wanted = {f"cifar-10-batches-bin/{name}": folder / name for name in _CIFAR10_BATCHES}
     try:
         with tarfile.open(archive, "r:gz") as tar:

@@ -1,6 +1,6 @@
-"""What this installation can do: versions, devices, kernels and why some are missing.
+"""What is installed: versions, devices, kernels, and why a kernel is not available.
 
-``python -m wball.info`` prints a table, ``--json`` the same for programs; ``--compile`` compiles the CPU kernels first.
+``python -m wball.info`` prints it, ``--json`` as JSON; ``--compile`` compiles the CPU kernels first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _devices() -> list[str]:
 
 
 def _kernel(name: str) -> dict[str, str | None]:
-    """For each kind of device, why the kernel cannot serve float32 images there; ``None`` where it can."""
+    """Why the kernel cannot serve float32 images on each kind of device; ``None`` if it can."""
     reasons: dict[str, str | None] = {}
     for device in ("cpu", "cuda"):
         if device == "cuda" and not torch.cuda.is_available():
@@ -72,7 +72,7 @@ def _kernel(name: str) -> dict[str, str | None]:
 
 
 def _automatic(device: str) -> str | None:
-    """What serves without a request, or with the one in ``WBALL_KERNEL``; ``None`` where nothing does."""
+    """The kernel that is chosen, given ``WBALL_KERNEL``; ``None`` if there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
     try:
@@ -87,9 +87,9 @@ def _probe(device: str) -> tuple[torch.Tensor, Moves]:
 
 
 def compile_kernels() -> None:
-    """Compile the CPU kernels now, so that no later call has to: a minute, once an installation.
+    """Compile the CPU kernels now, which takes about a minute, once per installation.
 
-    For images of containers, and for jobs that start many processes. What is compiled already takes no time.
+    For container images, and for jobs that start many processes. Compiled kernels are cached.
     """
     x = torch.eye(4)[None, None]
     with torch.random.fork_rng(devices=[]):
@@ -119,11 +119,11 @@ def compile_kernels() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; the exit status says whether ``WBALL_KERNEL`` can be honoured on the CPU or a GPU."""
+    """Print the report; the exit status is 1 if no device has the kernel that ``WBALL_KERNEL`` asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m wball.info", description="versions, devices and kernels"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--compile", action="store_true", help="compile the CPU kernels first, for all later calls"
     )
@@ -139,33 +139,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    console.print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
-    console.print(
-        ", ".join(
-            f"{name} {version or 'not installed'}" for name, version in report["packages"].items()
-        )
-    )
-    console.print(
-        f"{report['threads']} threads on {report['cpus']} CPUs; devices: {'; '.join(report['devices'])}"
-    )
-    table = Table(title=f"kernels (WBALL_KERNEL={report['requested']})", title_justify="left")
-    for heading in ("kernel", "images on the CPU", "images on a GPU"):
-        table.add_column(heading)
+    print(f"wball {report['wball']}, Python {report['python']}, {report['system']}")
+    packages = report["packages"].items()
+    print(", ".join(f"{name} {version or 'not installed'}" for name, version in packages))
+    print(f"{report['threads']} threads on {report['cpus']} CPUs")
+    print(f"devices: {'; '.join(report['devices'])}")
+    print(f"kernels (WBALL_KERNEL={report['requested']}):")
     for name, reasons in report["kernels"].items():
-        cells = []
-        for device in ("cpu", "cuda"):
-            chosen = " [bold](chosen)[/bold]" if report["automatic"][device] == name else ""
-            cells.append(
-                f"no: {reasons[device]}"
-                if reasons[device] is not None
-                else f"[green]yes[/green]{chosen}"
+        for device, reason in reasons.items():
+            chosen = ", chosen" if report["automatic"][device] == name else ""
+            print(
+                f"  {name:7} on {device:5} {'yes' + chosen if reason is None else 'no: ' + reason}"
             )
-        table.add_row(name, *cells)
-    console.print(table)
 
 
 if __name__ == "__main__":

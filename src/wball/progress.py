@@ -1,7 +1,7 @@
 """The progress bar on stderr that attacks, evaluations, training and downloads share.
 
-Work may be nested: an evaluation opens a bar, and the attacks it runs find it with :func:`around` and show how far they
-are within the current stage, instead of opening bars of their own.
+Work may be nested: an evaluation opens a bar, and its attacks find it with :func:`around` and report
+their progress within the current stage, instead of opening their own bars.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AROUND: ContextVar[Bar | None] = ContextVar("wball_progress", default=None)
 
 
 class Bar:
-    """How far some work is, in units of it. Without a display it shows nothing."""
+    """Progress in units of work. Without a display it shows nothing."""
 
     def __init__(self, display: Progress | None = None, task: TaskID | None = None) -> None:
         self._display, self._task = display, task
@@ -64,7 +64,7 @@ def bar(
     show: bool = True,
     parts: bool = False,
 ) -> Iterator[Bar]:
-    """A bar with the time left, which vanishes from a terminal at its end. With ``parts``, attacks report to it."""
+    """A bar with the remaining time, removed from a terminal at its end. With ``parts``, attacks report to it."""
     if not show:
         yield Bar()
         return
@@ -98,7 +98,7 @@ def bar(
 
 
 def notice(said: str) -> None:
-    """One line on stderr about work that no bar shows: on a terminal, or where ``WBALL_PROGRESS=1`` asks for it."""
+    """Print one line to stderr, on a terminal or if ``WBALL_PROGRESS=1``."""
     wanted = os.environ.get("WBALL_PROGRESS")
     if sys.stderr is not None and (wanted == "1" or (wanted is None and sys.stderr.isatty())):
         print(f"wball: {said}", file=sys.stderr, flush=True)

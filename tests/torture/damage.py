@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import wball
 from wball.evaluation import evaluate, load_evaluation
 from wball.storage.files import read_tensors, write_tensors
-from wball.storage.files import write_tensors
 from wball.training.state import load_state
 
 Reader = Callable[[Path], Any]

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,13 +28,11 @@ from wball.attacks.base import (
     GradientAttack,
     distance_bound,
     into_box,
-    lists_plans,
     plan_of_nothing,
     understood,
 )
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
-from wball.ball import Ball, WassersteinBall
 from wball.batch import per_image
 from wball.plan import Plan, StoredPlan
 from wball.solvers.oracle import ROUNDINGS, TransportOracle
@@ -110,20 +108,18 @@ class FrankWolfe(GradientAttack):
         if self.random_start:
             start = ball.sample(x, generator)
             z, distance = start.to(torch.float64), distance_bound(ball, x, start)
-        elif self.proofs and lists_plans(ball):
+        elif self.proofs and ball.has_plans:
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
+        problem = ball.problem(x) if self.reg != math.inf else None
         oracle = None
-        if self._by_oracle(ball):
-            oracle = cast("WassersteinBall", ball).oracle(
-                x, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
+        if problem is not None:
+            oracle = TransportOracle(
+                problem, sweeps=SWEEPS, momentum=MOMENTUM, roundings=ROUNDINGS + 1
             )
         return _Mixture(x, ball, z, distance, proof, value=batch.value, oracle=oracle)
 
-    def _by_oracle(self, ball: Ball) -> bool:
-        return lists_plans(ball) and self.reg != math.inf
-
     def records(self) -> bool:
-        return self._by_oracle(self.ball) and not self.proofs
+        return self.ball.has_plans and self.reg != math.inf and not self.proofs
 
     def advance(self, state: _Mixture, gradient: Tensor) -> _Mixture:
         corner, reach, plan = self._corner(state, normalised(gradient))

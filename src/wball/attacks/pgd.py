@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from wball import inputs
 from wball.attacks.base import (
     GradientAttack,
     distance_bound,
-    lists_plans,
     plan_of_nothing,
     understood,
 )
@@ -96,11 +95,11 @@ class PGD(GradientAttack):
             inputs.check_positive("step_size", self.step_size)
         if self.step not in ("linf", "l2", "wasserstein"):
             raise ValueError(f'step must be "linf", "l2" or "wasserstein", got {self.step!r}')
-        if self.step == "wasserstein" and not lists_plans(self.ball):
+        if self.step == "wasserstein" and not self.ball.has_plans:
             raise ValueError(
                 f'step "wasserstein" needs a WassersteinBall, got {type(self.ball).__name__}'
             )
-        if self.mode == "paper" and not (lists_plans(self.ball) and math.isfinite(self.reg)):
+        if self.mode == "paper" and not (self.ball.has_plans and math.isfinite(self.reg)):
             raise ValueError(
                 'mode "paper" needs a WassersteinBall and a finite reg; PGD.paper(...) has the settings'
             )
@@ -169,7 +168,7 @@ class PGD(GradientAttack):
         fused = self._fused(ball, x)
         proof: Plan | None = None
         # The fused projection has no plans, nor has a point that is given or drawn.
-        if self.proofs and fused is None and z is x and self.mode == "exact" and lists_plans(ball):
+        if self.proofs and fused is None and z is x and self.mode == "exact" and ball.has_plans:
             proof = batch.keep_proofs(partial(plan_of_nothing, Plan, ball))
         return _Projected(x, ball, z, distance, proof, eps=ball.eps, fused=fused)
 
@@ -178,14 +177,14 @@ class PGD(GradientAttack):
             return False
         state.ball = state.ball.at(self.growth.at(state.eps, step))
         if state.fused is not None:
-            state.fused.within(cast("WassersteinBall", state.ball).problem(state.fused.x))
+            problem = state.ball.problem(state.fused.x)
+            assert problem is not None
+            state.fused.within(problem)
         return True
 
     def records(self) -> bool:
         # The exact solver reads from the device, for the step or for the projection.
-        return self.step != "wasserstein" and (
-            math.isfinite(self.reg) or not lists_plans(self.ball)
-        )
+        return self.step != "wasserstein" and (math.isfinite(self.reg) or not self.ball.has_plans)
 
     def advance(self, state: _Projected, gradient: Tensor) -> _Projected:
         w = self._ahead(state, gradient)
@@ -218,12 +217,11 @@ class PGD(GradientAttack):
 
     def _fused(self, ball: Ball, x: Tensor) -> EntropicProjection | None:
         """The projection without plans, where a kernel has it."""
-        if not lists_plans(ball) or not EntropicProjection.serves(
-            cast("WassersteinBall", ball).problem(x), self.reg
-        ):
+        problem = ball.problem(x)
+        if problem is None or not EntropicProjection.serves(problem, self.reg):
             return None
         options: dict[str, Any] = {"tol": self.tol, "max_iter": self.max_iter, "mode": self.mode}
-        return EntropicProjection(cast("WassersteinBall", ball).problem(x), self.reg, **options)
+        return EntropicProjection(problem, self.reg, **options)
 
     def _ahead(self, state: _Projected, gradient: Tensor) -> Tensor:
         z = state.z
@@ -232,15 +230,9 @@ class PGD(GradientAttack):
             options = understood(ball.support, tol=self.tol, max_iter=self.max_iter)
             inside = z if ball.box is None else z.clamp(*ball.box)
             return ball.support(inside, normalised(gradient), self.reg, **options).point
-        alpha: float | Tensor = 0.1
-        if self.step_size is not None:
-            alpha = self.step_size
-        elif state.ball.unit == "pixel value":
-            alpha = (
-                per_image(torch.as_tensor(state.ball.eps, dtype=z.dtype, device=z.device), z)
-                * 2.5
-                / self.steps
-            )
+        alpha = state.ball.step_size(self.steps) if self.step_size is None else self.step_size
+        if isinstance(alpha, Tensor):
+            alpha = per_image(alpha.to(z), z)
         if self.step == "linf":
             return z + alpha * gradient.sign()
         length = per_image(gradient.flatten(1).norm(dim=1), z)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.attacks import objectives
-from wball.attacks.base import into_box, lists_plans, normal, plan_of_nothing
+from wball.attacks.base import into_box, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch
 from wball.attacks.dual_averaging import Potentials, normalised
 from wball.attacks.oracle import oracle_of, reachable_pixels
@@ -92,7 +92,7 @@ class ScoreSearch(Search):
             jacobian=x.new_zeros(x.shape[0], classes.shape[1], x[0:1].numel()),
             noise=zero, z_before=x, logits_before=batch.logits.gather(1, classes), rivals=self._rivals(batch),
         )  # fmt: skip
-        if self.proofs and lists_plans(batch.ball):
+        if self.proofs and batch.ball.has_plans:
             state.proof = batch.keep_proofs(partial(plan_of_nothing, FactoredPlan, batch.ball))
         reachable = reachable_pixels(batch.ball, x, generator)
         state.noise = reachable * self._size(batch, state, reachable, generator)
