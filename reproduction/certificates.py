@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from reproduction.measure import certified, curve, evaluated, predicted, smoothed
+from reproduction.presets import preset, presets
 from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Subject, Workshop
 from wball.ball import WassersteinBall
 from wball.certificates.effort import Method
 from wball.evaluation import Evaluation
-from wball.training.presets import preset, presets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

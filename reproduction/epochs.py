@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from reproduction import published
 from reproduction.curves import papers_attack
 from reproduction.measure import accuracy_at, curve, evaluated, under_paper_attack
+from reproduction.presets import preset
 from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Workshop
 from wball.ball import WassersteinBall
-from wball.training.presets import preset
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

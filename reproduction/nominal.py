@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from reproduction import published
 from reproduction.measure import predicted
+from reproduction.presets import preset, presets
 from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, MissingModel, Workshop
 from wball.training.measure import verified_accuracy
-from wball.training.presets import preset, presets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from reproduction.presets import preset, presets
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.inputs import check_count, check_seed, find_device
@@ -30,7 +31,7 @@ from wball.storage.files import read_json, read_tensors, write_json, write_tenso
 from wball.storage.weights import load_weights
 from wball.training.config import TrainConfig, Validation
 from wball.training.loop import train
-from wball.training.presets import override, preset, presets
+from wball.training.presets import override
 from wball.zoo import list_models, load_model, model_card, public_models
 from wball.zoo.public import PublicModel, models_folder
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import wball
 from reproduction import authors, certificates, curves, epochs, measure, pictures, published, tricks
 from reproduction.measure import accuracy_at
+from reproduction.presets import preset
 from reproduction.run import RECIPES
 from reproduction.tables import percent, unpack
 from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.evaluation import Evaluation
 from wball.models import Binarized
-from wball.training import preset
 
 SIDE = 6
 

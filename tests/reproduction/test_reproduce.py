@@ -24,6 +24,7 @@ from reproduction.__main__ import main
 from reproduction.curves import MNIST_CURVES
 from reproduction.draw import bars, curves
 from reproduction.page import ASSETS, section
+from reproduction.presets import preset, presets
 from reproduction.run import (
     RECIPES,
     chosen,
@@ -40,7 +41,7 @@ from reproduction.workshop import Data, MissingModel, Settings, Subject, Worksho
 from wball import provenance
 from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
 from wball.storage.files import read_json, write_json
-from wball.training import TrainConfig, preset, presets
+from wball.training import TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
 

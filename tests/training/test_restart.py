@@ -70,6 +70,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, undisturbed: Path) -> None:
     rng, kills = random.Random(0), 0
     for _ in range(5):

@@ -1,15 +1,17 @@
-r"""Differentiable bounds for training: intervals and CROWN over an l-inf ball, linear maxima over a Wasserstein ball.
+r"""Differentiable bounds for training: intervals and CROWN over an l-inf ball, linear maxima over a
+Wasserstein ball.
 
-Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and ``|W| r``. CROWN goes
-backward from the margins ``f_y - f_k`` and relaxes each ReLU between the two lines its interval allows
-(:mod:`wball.certificates.relaxation`); the linear function of the image that remains has its minimum at a corner. The
+Intervals go forward: with centre ``c`` and radius ``r`` an affine layer gives ``W c + b`` and
+``|W| r``. CROWN goes backward from the margins ``f_y - f_k`` and replaces each ReLU by linear bounds
+(:mod:`wball.certificates.relaxation`); the resulting linear function has its minimum at a corner. The
 mix
 
 .. math::
     \underline m = \beta\, \underline m_{CROWN} + (1 - \beta)\, \underline m_{interval}
 
-is sound for every ``beta`` in [0, 1] (CROWN-IBP; Zhang et al., 2020). Computed in the images' precision without
-outward rounding: good for training and for following it. Certificates come from :func:`wball.certificates.certify`.
+is sound for every ``beta`` in [0, 1] (CROWN-IBP; Zhang et al., 2020). Bounds are computed in the
+images' precision without outward rounding, for training only. Certificates come from
+:func:`wball.certificates.certify`.
 """
 
 from __future__ import annotations
@@ -84,9 +86,7 @@ class LinfBounds:
 
     def _interval_margins(self, values: list[Interval], y: Tensor) -> Tensor:
         last = self.graph.ops[-1]
-        if isinstance(
-            last, Linear
-        ):  # the differences of its rows, so that what f_y and f_k share cancels
+        if isinstance(last, Linear):  # bound differences of rows: common parts cancel
             centre, radius = values[last.inputs[0]]
             rows = last.weight[y][:, None] - last.weight
             bias = 0.0 if last.bias is None else last.bias[y][:, None] - last.bias
@@ -124,7 +124,7 @@ class LinfBounds:
 
 @torch.no_grad()
 def verified(model: nn.Module, x: Tensor, y: Tensor, eps: float) -> Tensor:
-    """Which images are proved right over the l-inf ball, by intervals or by CROWN on them (bool, ``(B,)``)."""
+    """Which images are certified over the l-inf ball, by intervals or CROWN (bool, ``(B,)``)."""
     bounds = LinfBounds(model, x)
     own = F.one_hot(y, bounds.graph.ops[-1].shape[0]).bool()
     best = [
@@ -138,8 +138,8 @@ def linear_gain(g: Tensor, x: Tensor, ball: WassersteinBall, max_iter: int = 16)
 
     .. math:: \max_z\; \langle g, z - x \rangle \quad\text{over the moves of the ball's window}
 
-    The gradient is ``z - x`` at the maximum (Danskin). ``z`` mixes two plans so that the budget is spent: a single plan
-    leaves one pixel undecided, and rounding would decide for it.
+    The gradient is ``z - x`` at the maximum (Danskin). ``z`` mixes two plans so that the budget is
+    spent exactly.
     """
     if isinstance(ball.cost, DenseCost):
         raise TypeError("linear_gain needs a cost by moves (GridCost or StencilCost), got a matrix")

@@ -1,9 +1,9 @@
-"""Several processes that train one model, started by ``torchrun``.
+"""Data-parallel training in several processes, started by ``torchrun``.
 
-Each global batch is cut into equal shards, one per process, and gradients are averaged; evaluation counts its shard and
-adds up. Everything random is drawn for the global batch from the same seeds on every process, and batch normalisation
-sees the global batch, so that the result does not depend on how many there are (up to rounding, attacks with random
-starts, and layers such as dropout).
+Each global batch is split into equal shards, one per process, and gradients are averaged. Random
+numbers are drawn for the global batch from the same seeds in every process, and batch normalisation
+uses the global batch, so that the result does not depend on the number of processes (up to rounding,
+attacks with random starts, and layers such as dropout).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class World:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over processes, differentiable as often as it takes: the gradient of each part is that of the sum."""
+    """The sum over processes, differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _Sum(torch.autograd.Function):
 
 @contextmanager
 def shared_statistics(model: nn.Module, world: World) -> Iterator[None]:
-    """Batch normalisation by all processes' shards on CPUs; for GPUs torch has :class:`torch.nn.SyncBatchNorm`."""
+    """Batch normalisation over all shards on CPUs; GPUs use :class:`torch.nn.SyncBatchNorm`."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     here: list[Any] = [m for m in model.modules() if type(m) in kinds] if world.size > 1 else []
     for module in here:
@@ -106,7 +106,7 @@ def shared_statistics(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
-    """What the module makes of the shard ``x`` if the other processes' shards stand beside it."""
+    """Normalise the shard ``x`` by the statistics of the global batch."""
     if not module.training:
         return type(module).forward(module, x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -133,7 +133,7 @@ def _normalised(module: nn.BatchNorm2d, world: World, x: Tensor) -> Tensor:
 
 
 def current() -> World:
-    """The world of the process group that is running, or a world of one."""
+    """The running process group, or a world of one process."""
     return World(*rank_and_size()) if grouped() else World()
 
 

@@ -1,4 +1,4 @@
-"""The training loop, from the data to the weights: read :func:`train` from top to bottom."""
+"""The training loop: :func:`train` goes from the data to the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,7 @@ from wball.storage.atomic import clear_parts, locked, write_whole
 from wball.storage.files import write_tensors
 from wball.storage.weights import load_weights, save_weights
 from wball.training import distributed
-from wball.training.config import OWN, Adversary, Optimisation, TrainConfig, describe
+from wball.training.config import OWN, Optimisation, TrainConfig, describe
 from wball.training.losses import Objective
 from wball.training.measure import measure
 from wball.training.opponent import Opponent, Radii
@@ -49,14 +49,14 @@ from wball.training.teacher import hired
 Record = dict[str, Any]
 
 CHECKPOINT_SHARE = 0.02
-"""Share of the time that may go into checkpoints when their interval is left open."""
+"""Largest share of the time spent on checkpoints, if ``checkpoint_every`` is ``None``."""
 QUEUED = 8
-"""Steps that may be queued on a GPU while a time limit runs."""
+"""Steps between synchronisations with the GPU under a time limit."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run made.
+    """The result of a training run.
 
     Attributes:
         model: in evaluation mode, with averaged weights if the run averages them.
@@ -84,26 +84,27 @@ def train(
     progress: bool | None = None,
     on_epoch: Callable[[Record], None] | None = None,
 ) -> TrainResult:
-    """Train a model as ``config`` says, and resume an interrupted run with the same ``out``.
+    """Train a model, and resume an interrupted run with the same ``out``.
 
-    Under ``torchrun`` (with a process group that is initialised) the processes share each batch. With a fixed seed on a
-    CPU the weights are the same, bit for bit, whether or not and wherever a run was interrupted, unless ``time_limit``
-    is set.
+    Under ``torchrun`` (with an initialised process group) the processes share each batch. With a
+    fixed seed on a CPU the weights are the same, bit for bit, wherever a run was interrupted, unless
+    ``time_limit`` is set.
 
     Args:
-        config: the settings; :func:`~wball.training.preset` has those of the paper and ours.
-        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader`` (read once, kept on the device
-            in the model's precision).
-        test: the same for evaluation; without it nothing is measured.
-        model: the network to train (default: a fresh ``config.architecture``, seeded). It is trained in place.
-        init: file of weights to start from (fine-tuning); anything :func:`wball.load_weights` reads.
-        teacher: a trained network, or several, whose answers are part of the labels, where ``config.loss.teacher`` is
-            above 0.
-        out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the checkpoint.
-        device: where everything happens.
-        checkpoint_every: steps between checkpoints; by default as often as costs 2 % of the time.
-        time_limit: seconds, not counting evaluation and the first step (which compiles kernels). Learning rate and
-            ramps then follow the clock wherever it is ahead of the steps, so that the run ends in good order.
+        config: the settings; see :func:`~wball.training.preset`.
+        data: training images and labels: ``(x, y)``, a ``Dataset`` or a ``DataLoader``. It is read
+            once and kept on the device in the model's precision.
+        test: test images and labels; without them nothing is measured.
+        model: the network to train, in place (default: a fresh ``config.architecture``, seeded).
+        init: file of weights to fine-tune; any file that :func:`wball.load_weights` reads.
+        teacher: a trained network, or several, for soft labels (``config.loss.teacher``).
+        out: folder for ``NAME.safetensors``, its card ``NAME.json``, ``metrics.jsonl`` and the
+            checkpoint.
+        device: the device to train on.
+        checkpoint_every: steps between checkpoints; by default they take 2 % of the time.
+        time_limit: seconds, not counting evaluation and the first step (which compiles kernels).
+            Learning rate and ramps follow the clock if it is ahead of the steps, so that the
+            schedule is complete when the time is over.
         progress: show bars on stderr (default: on a terminal).
         on_epoch: called with each epoch's record.
     """
@@ -116,7 +117,7 @@ def train(
     if folder is not None and folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"out must be a folder, but {folder} is a file")
     with torch.random.fork_rng(devices=[]):
-        # A loader that shuffles gives every process, and every restart, the images in the same order.
+        # A loader that shuffles yields the same order in each process and after each restart.
         torch.default_generator.manual_seed(config.seed)
         x, y = to_tensors(data, device=device)
         tests = None if test is None else to_tensors(test, device=device)
@@ -135,8 +136,10 @@ def train(
     if config.adversary is not None:
         opponent = Opponent(config.adversary, options, model, config.seed)
     augmentations, per_epoch = _augmentations(config), run.per_epoch
+    # An attack that drops broken images changes the batch size, and each size is benchmarked anew.
+    drops = config.adversary is not None and getattr(config.adversary.attack, "until_success", True)
     with (
-        _fast(device, config.adversary),
+        _products(device, "high", benchmark=not drops),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         distributed.shared_statistics(model, world),
         run.opened(x, y, None if init is None else Path(init).name),
@@ -195,7 +198,7 @@ def train(
 
     average.model.eval()
     for mine, theirs in zip(average.model.parameters(), model.parameters(), strict=True):
-        mine.requires_grad_(theirs.requires_grad)  # averages can be trained further, too
+        mine.requires_grad_(theirs.requires_grad)  # so that averages can be trained further
     card = run.card()
     if folder is not None and world.main:
         save_weights(average.model, folder / f"{config.name}.safetensors")
@@ -243,7 +246,7 @@ class _Run:
         return self.step >= self.total or self._progress >= 1.0
 
     def progress(self) -> float:
-        """The share of the run that is over, by steps or by the clock, whichever is ahead."""
+        """The completed share of the run, by steps or by the clock, whichever is ahead."""
         now = time.perf_counter()
         self.seconds, self._tick = self.seconds + now - self._tick, now
         progress = self.step / self.total
@@ -253,10 +256,10 @@ class _Run:
         return progress
 
     def count(self, loss: Tensor, right: Tensor, images: int) -> None:
-        """Account for a step of all processes, so that any number of them can go on from the checkpoint.
+        """Add a step of all processes to the totals, so that any number of them can resume.
 
-        Stays on the device, because reading a value would stall a GPU. It is waited for after the first step, and where
-        the clock counts every few steps: hundreds of recorded ones would be queued when time is up.
+        The totals stay on the device, because reading a value would stall a GPU. The GPU is
+        synchronised after the first step, and every few steps under a time limit.
         """
         self.totals += self.world.sum(torch.stack([loss.double() * images, right.double()]))
         self.step, self.images = self.step + 1, self.images + images * self.world.size
@@ -274,7 +277,7 @@ class _Run:
         tests: tuple[Tensor, Tensor] | None,
         on_epoch: Callable[[Record], None] | None,
     ) -> None:
-        """Measure, write the record, save."""
+        """Evaluate, log the record, save a checkpoint."""
         (loss, right), images = self.totals.tolist(), self.images
         if not math.isfinite(loss):
             raise ValueError(
@@ -283,10 +286,9 @@ class _Run:
             )
         self.totals.zero_()
         self.images = 0
-        self.progress()  # after the totals are read: a GPU may still have been at work
-        self.world.spread(
-            self.average.model.buffers()
-        )  # statistics differ; measured is what is saved
+        self.progress()  # after reading the totals, which waits for the GPU
+        # Statistics differ between processes: evaluate those that are saved.
+        self.world.spread(self.average.model.buffers())
         record: Record = {
             "epoch": epoch + 1,
             "step": self.step,
@@ -297,9 +299,9 @@ class _Run:
         }
         if tests is not None and (self.finished or (epoch + 1) % self.config.evaluation.every == 0):
             self.average.model.eval()
-            with _exact(tests[0].device):
+            with _products(tests[0].device, "highest"):  # measure the network that is saved
                 record |= measure(self.config, self.average.model, *tests, self.world)
-            self._tick = time.perf_counter()  # evaluation is not on the clock
+            self._tick = time.perf_counter()  # evaluation does not count
         if self.radii is not None and self.radii.values.numel():
             record["mean_radius"] = float(self.radii.values.mean())
         self.history.append(record)
@@ -312,9 +314,9 @@ class _Run:
     # ---- checkpoints
 
     def checkpoint(self, *, now: bool = False) -> None:
-        """Save if it is time to, or ``now``; then stop if a signal asked for it.
+        """Save if it is due, or ``now``; then stop if a signal asked for it.
 
-        The main process decides when: it could not finish its step if others had left before it.
+        The main process stops first: it could not finish its step without the others.
         """
         if self.checkpoint_every is not None:
             due = self.step % self.checkpoint_every == 0
@@ -403,7 +405,7 @@ class _Run:
         self.average.count, self.history = header["averaged"], header["history"]
 
     def card(self) -> dict[str, Any]:
-        """The model card: what it is, what was measured last, how it was trained."""
+        """The model card: description, last measurements and training settings."""
         last = self.history[-1] if self.history else {}
         measured = {
             k: round(v, 6) for k, v in last.items() if k.endswith("accuracy") or "_accuracy_" in k
@@ -429,7 +431,7 @@ class _Run:
 
     @contextmanager
     def opened(self, x: Tensor, y: Tensor, init: str | None) -> Iterator[None]:
-        """Hold the folder for this run, and go on with what is in it."""
+        """Lock the folder for this run and resume from it."""
         with locked(self.folder) if self.folder is not None and self.world.main else nullcontext():
             try:
                 self.restore(x, y, init)
@@ -440,7 +442,7 @@ class _Run:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C finish the step and save before they stop the run; a second Ctrl-C does not wait."""
+        """Let SIGTERM and Ctrl-C finish the step and save first; a second Ctrl-C stops at once."""
         if self.folder is None or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -500,7 +502,7 @@ def _start(
 
 
 def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The images in the model's precision, if it takes them and has a logit for each label: hours later is too late."""
+    """Validate images and labels before training; return the images in the model's precision."""
     if len(x) == 0:
         raise ValueError(f"{name} has no images")
     dtype = next(model.parameters()).dtype
@@ -523,7 +525,7 @@ def _fitting(name: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _idle(model: nn.Module, x: Tensor) -> bool:
-    """Whether some parameters have no part in the logits: their gradients must not be waited for."""
+    """Whether some parameters do not affect the logits, so that they have no gradients to wait for."""
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []), torch.enable_grad():
         logits = ask(model.eval(), x[:2])
@@ -531,7 +533,7 @@ def _idle(model: nn.Module, x: Tensor) -> bool:
 
 
 def _seed(number: int, device: torch.device) -> None:
-    """What layers such as dropout draw from, so that a repeated step repeats their numbers."""
+    """Seed layers such as dropout, so that a repeated step repeats their numbers."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -565,22 +567,9 @@ def _augmentations(config: TrainConfig) -> list[Callable[[Tensor, torch.Generato
     return chosen
 
 
-def _fast(device: torch.device, adversary: Adversary | None) -> AbstractContextManager[None]:
-    """On a GPU: convolution algorithms chosen by trial, and float32 products in TF32.
-
-    An attack that drops images brings a new batch size every few steps, and a trial for each takes seconds.
-    """
-    drops = adversary is not None and getattr(adversary.attack, "until_success", True)
-    return _products(device, "high", benchmark=not drops)
-
-
-def _exact(device: torch.device) -> AbstractContextManager[None]:
-    """Float32 products in float32, for measuring: bounds and attacks see the network that is saved."""
-    return _products(device, "highest", benchmark=False)
-
-
 @contextmanager
-def _products(device: torch.device, precision: str, *, benchmark: bool) -> Iterator[None]:
+def _products(device: torch.device, precision: str, *, benchmark: bool = False) -> Iterator[None]:
+    """On a GPU: precision of float32 products, and whether convolution algorithms are benchmarked."""
     if device.type != "cuda":
         yield
         return

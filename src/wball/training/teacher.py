@@ -1,12 +1,11 @@
-r"""Soft labels from a trained network (distillation): what else an image looks like, said by one that has learnt it.
+r"""Soft labels from teacher models (distillation).
 
-A hard label asks a small network to be sure of every image, and a large one to learn doubtful images by heart. With
+Hard labels make a small network overconfident and a large one memorise ambiguous images. With
 teachers ``T_1, ..., T_n`` the loss compares logits with
 
 .. math:: (1 - s)\, 1_y + \frac{s}{n} \sum_k \mathrm{softmax}(T_k(x)),
 
-where ``x`` is the augmented, clean image. Robust networks make robust pupils of either kind; a standard one beside them
-knows more of what clean images are (Chen et al., 2021).
+where ``x`` is the augmented, clean image.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from wball.training.network import AsTrained
 
 
 class Teachers:
-    """Gives the targets of a batch. No module: its weights are nobody's to train, average or share."""
+    """Soft labels of a batch. Not a module, so that its weights are not trained or averaged."""
 
     def __init__(
         self, models: Sequence[nn.Module], share: float, options: Optimisation, device: torch.device
@@ -38,7 +37,7 @@ class Teachers:
 
     @torch.no_grad()
     def targets(self, x: Tensor, y: Tensor) -> Tensor:
-        """The label and what the teachers say on average, mixed: probabilities ``(B, classes)``."""
+        """Labels mixed with the teachers' mean probabilities, ``(B, classes)``."""
         said = torch.stack([model(x).softmax(1) for model in self.models]).mean(0)
         return torch.lerp(F.one_hot(y, said.shape[1]).to(said.dtype), said, self.share)
 
@@ -46,7 +45,7 @@ class Teachers:
 def hired(
     teacher: nn.Module | Sequence[nn.Module] | None, config: TrainConfig, x: Tensor, y: Tensor
 ) -> Teachers | None:
-    """The teachers that the settings ask for, if they take these images and know their classes."""
+    """The teachers that the settings ask for, checked on these images and labels."""
     share = config.loss.teacher
     models = (
         [] if teacher is None else [teacher] if isinstance(teacher, nn.Module) else list(teacher)

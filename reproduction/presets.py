@@ -1,0 +1,96 @@
+"""Training settings that only the reproduction uses, beside the presets of :mod:`wball.training`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from wball.attacks import PGD, DualAveraging, GrowingRadius
+from wball.ball import WassersteinBall
+from wball.training import (
+    Adversary,
+    Loss,
+    Optimisation,
+    Provable,
+    TrainConfig,
+    Validation,
+)
+from wball.training import presets as packaged_presets
+from wball.training.presets import preset as packaged_preset
+
+MNIST_FLOW_NOISE = dataclasses.replace(
+    packaged_preset("mnist-standard"),
+    name="mnist-flow-noise",
+    epochs=30,
+    batch_size=128,
+    optimisation=Optimisation(schedule="one-cycle", nesterov=True),
+    noise=0.01,
+    summary="The paper's MNIST network trained with Laplace noise of scale 0.01 in the flow domain.",
+)
+
+CIFAR10_STANDARD_PLAIN = dataclasses.replace(
+    packaged_preset("cifar10-standard"),
+    name="cifar10-standard-plain",
+    cutout=0,
+    loss=Loss(),
+    optimisation=dataclasses.replace(packaged_preset("cifar10-standard").optimisation, ema=0.0),
+    summary="ResNet-18 with standard training, without label smoothing, cutout and averaged weights.",
+)
+
+CIFAR10_LINF_PROVABLE = TrainConfig(
+    "cifar10-linf-provable",
+    "cifar10",
+    "cifar10-resnet-small",
+    epochs=60,
+    batch_size=256,
+    augment=4,
+    flip=True,
+    optimisation=Optimisation(
+        "adamw", lr=1e-3, weight_decay=1e-4, schedule="one-cycle", clip=8.0, ema=0.998
+    ),
+    provable=Provable(2 / 255, kappa=0.7, ramp=(0.1, 0.6), crown=1.0, crown_end=1.0),
+    evaluation=Validation(every=10),
+    summary="A small residual network, provably robust to l-inf perturbations of 2/255 (CROWN-IBP).",
+)
+
+CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
+    "cifar10-adversarial-paper",
+    "cifar10",
+    "cifar10-resnet18",
+    epochs=15,
+    augment=4,
+    flip=True,
+    optimisation=Optimisation(bf16=True, channels_last=True),
+    adversary=Adversary(
+        PGD.paper("cifar10", steps=50, growth=GrowingRadius(1.5, 5), max_iter=50).at(0.01)
+    ),
+    evaluation=Validation(
+        every=5,
+        attack=DualAveraging(WassersteinBall(0.005), steps=30, objective="margin"),
+        eps=(0.005, 0.01, 0.05, 0.1),
+        images=500,
+    ),
+    summary="ResNet-18 and the paper's adversarial training: projected Sinkhorn PGD, radius from 0.01 up to 0.38.",
+)
+
+_PRESETS = {
+    config.name: config
+    for config in (
+        MNIST_FLOW_NOISE,
+        CIFAR10_STANDARD_PLAIN,
+        CIFAR10_LINF_PROVABLE,
+        CIFAR10_ADVERSARIAL_PAPER,
+    )
+}
+
+
+def presets() -> list[str]:
+    """The names of all presets, the package's and these."""
+    return [*packaged_presets(), *_PRESETS]
+
+
+def preset(name: str, **changes: Any) -> TrainConfig:
+    """The preset of that name; ``changes`` replace its top-level settings."""
+    if name in _PRESETS:
+        return dataclasses.replace(_PRESETS[name], **changes)
+    return packaged_preset(name, **changes)
