@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.progress import Bar, bar
 from wball.attacks.recording import RECORDERS, Steps
 from wball.attacks.result import STATUSES, AttackResult, empty, joined
-from wball.ball import Ball, WassersteinBall
+from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
 from wball.plan import FactoredPlan, Plan, StoredPlan
@@ -71,10 +71,7 @@ class Attack(ABC):
     def __post_init__(self) -> None:
         if self.levels is not None:
             inputs.check_count("levels", self.levels, 2)
-        if not hasattr(self.ball, "project"):
-            raise TypeError(
-                f"ball must be a threat model such as WassersteinBall(0.1), got {self.ball!r}"
-            )
+        check_ball(self.ball)
         if self.batch_size is not None:
             inputs.check_count("batch_size", self.batch_size)
 
@@ -334,9 +331,10 @@ def into_box(images: Tensor, box: tuple[float, float] | None) -> Tensor:
 
 def distance_bound(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Tensor:
     """How far ``z`` is from ``x`` at most, in the unit of ``eps``: by the plan that proves it, or else exactly."""
-    if plan is None:
+    problem = None if plan is None else ball.problem(x)
+    if plan is None or problem is None:
         return ball.distance(x, z).to(torch.float64)
-    return plan.net_cost().to(torch.float64) / cast("WassersteinBall", ball).problem(x).unit
+    return plan.net_cost().to(torch.float64) / problem.unit
 
 
 def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -344,16 +342,12 @@ def understood(method: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in signature(method).parameters}
 
 
-def lists_plans(ball: Ball) -> bool:
-    """Whether the ball's solvers return plans, which prove distances."""
-    return hasattr(ball, "cost")
-
-
 def plan_of_nothing(kind: type[Kind], ball: Ball, x: Tensor) -> Kind:
     """The plan of images that stay as they are."""
     grid = x if x.ndim == 4 else x[:, None, None, :]
-    cost = cast("WassersteinBall", ball).cost
-    return kind.identity(cost.arcs(int(grid.shape[2]), int(grid.shape[3]), grid), grid)
+    problem = ball.problem(x)
+    assert problem is not None, "only balls with plans are asked for one"
+    return kind.identity(problem.moves(grid), grid)
 
 
 def check_labels(name: str, labels: Tensor, x: Tensor) -> Tensor:

@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from wball import inputs
-from wball.attacks.base import Attack, check_labels, lists_plans
+from wball.attacks.base import Attack, check_labels
 from wball.batch import per_image
 from wball.display import Summarised
 from wball.inputs import result_dtype
 from wball.model import Model, as_found, ask, reached
-
-if TYPE_CHECKING:
-    from wball.ball import WassersteinBall
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
@@ -122,9 +118,8 @@ def minimal_radius(
         goal = None if target is None else target[found]
         nearer, share = _pull_back(model, x[found], result.images[success], y[found], goal)
         distance = torch.minimum(result.distance[success], eps[found]) * share
-        if lists_plans(attack.ball):  # what was pulled back was rounded again
-            ball = cast("WassersteinBall", attack.ball)
-            problem = ball.problem(x[found])
+        problem = attack.ball.problem(x[found])
+        if problem is not None:  # points that were pulled back were rounded once more
             again = problem.rounding_cost() / problem.unit
             distance = torch.where((share < 1) & (distance > 0), distance + again, distance)
         radius[found], images[found] = distance, nearer
