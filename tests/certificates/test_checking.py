@@ -184,6 +184,8 @@ def test_parts_that_do_not_cover_the_ball_prove_nothing() -> None:
     assert not bool(certify(net, x, y, broken, "complete", time_limit=1.0).certified.any())
     forged = replace(proof, leaves=one, certified=torch.ones_like(proof.certified))
     assert not bool(verify(net, x, y, broken, forged).confirmed.any())
+    other = dense_net(1, 3, (5,), 3, 0)
+    assert len(verify(other, x, y, broken, forged).status) == 3  # leaves of another network
 
 
 class Looped(nn.Module):

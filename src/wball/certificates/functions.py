@@ -123,34 +123,6 @@ MADE_LIKE = known(
 """Functions that take the form of a tensor for a constant: of their second argument, of their
 first."""
 
-SUPPORTED = {
-    "linear layers": (
-        *LINEARS.values(),
-        *CONVOLUTIONS.values(),
-        "conv1d",
-        "conv_transpose2d",
-        "matmul",
-        "mm",
-    ),
-    "activations": (*RELUS.values(), *LEAKY_RELUS.values(), *CURVES.values(), *CLAMPS.values()),
-    "pooling": (*POOLS.values(), "adaptive_avg_pool2d", *MAX_POOLS.values(), "mean", "sum"),
-    "normalisation in evaluation mode": tuple(NORMS.values()),
-    "arithmetic": tuple(name for table in ARITHMETIC for name in table.values()),
-    "shapes": tuple(
-        name
-        for name in (
-            *RESHAPES.values(),
-            *JOINS.values(),
-            *LINEAR_FUNCTIONS.values(),
-            *SIGNED.values(),
-        )
-        if name
-        not in ("conv1d", "conv_transpose2d", "matmul", "mm", "adaptive_avg_pool2d", "mean", "sum")
-    ),
-    "nothing in evaluation mode": (*DROPOUTS.values(), *IDENTITIES.values()),
-}
-"""The functions that are followed, by subject."""
-
 
 def attribute(func: Any) -> str | None:
     """The attribute of a tensor that a call reads, if it reads one."""
@@ -163,14 +135,3 @@ def attribute(func: Any) -> str | None:
         if read
         else None
     )
-
-
-def supported_table() -> str:
-    """The rows of the table of supported functions in ``docs/certificates.md``."""
-    rows = []
-    for subject, names in SUPPORTED.items():
-        plain = sorted(
-            {name for name in names if not name.startswith("_") and not name.endswith("_")}
-        )
-        rows.append(f"| {subject} | {', '.join(f'`{name}`' for name in plain)} |")
-    return "\n".join(rows)

@@ -156,7 +156,7 @@ class _Digest(pickle.Pickler):
         self.code = {name for name in homes if not name.startswith("torch.")}
         try:
             self.dump(model)
-        except (RecursionError, pickle.PicklingError, RuntimeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - a part of the hash is better than none
             self.write(type(error).__name__.encode())
 
     def write(self, data: Any) -> None:
@@ -181,8 +181,9 @@ class _Digest(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         try:
-            return value.__reduce_ex__(4)
-        except (TypeError, AttributeError, pickle.PicklingError):  # such as a lock
+            found = value.__reduce_ex__(4)
+            return (str, (found,)) if isinstance(found, str) else found
+        except Exception:  # noqa: BLE001 - locks and scripts refuse in their own ways
             return str, (type(value).__name__,)
 
 

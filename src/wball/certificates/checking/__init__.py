@@ -179,14 +179,24 @@ class _Proof:
         if float(best.amin()) < -HOPELESS * clean:
             return float(best.amin())
         for place in (best <= 0).nonzero()[:, 0].tolist():
-            leaves = [leaf for leaf in self.leaves if leaf.other == others[place]]
-            found = self._part(
-                {}, whole, others[place], [(_part_of(leaf), leaf) for leaf in leaves]
-            )
+            leaves = [
+                (_part_of(leaf), leaf)
+                for leaf in self.leaves
+                if leaf.other == others[place] and self._fits(leaf, whole)
+            ]
+            found = self._part({}, whole, others[place], leaves)
             best[place] = torch.maximum(best[place], torch.tensor(found, dtype=torch.float64))
             if not found > 0:
                 break
         return float(best.amin())
+
+    def _fits(self, leaf: Leaf, whole: Checker) -> bool:
+        """Whether a leaf names units of this network."""
+        sizes = {n: len(whole.low[self._read(k)]) for n, k in enumerate(self.network.bends)}
+        tensors = [*leaf.slopes.items(), *leaf.shares.items()]
+        return all(unit < sizes.get(n, 0) for n, unit, _ in leaf.splits) and all(
+            tensor.numel() == sizes.get(n) for n, tensor in tensors
+        )
 
     def _slack(self, other: int) -> float:
         """What the margin may be off by as the model computes it."""
