@@ -10,7 +10,7 @@ SMALL  := $(VENV)/.installed-demo
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-fast kernels lint format coverage torture reproduce bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
+.PHONY: help demo docs test test-all kernels lint format coverage torture reproduce bench gpu-test wheel check-wheel check-oldest audit-dependencies clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -33,12 +33,13 @@ docs: $(STAMP) ## refresh the tables from results/ and build the documentation i
 	$(BIN)/python tools/docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir out/site
 
-test: $(STAMP) ## every check: style, types, tests
+test: $(STAMP) ## style, types, and the tests that take a few seconds each
+	@$(MAKE) --no-print-directory -j2 lint kernels
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+
+test-all: $(STAMP) ## style, types, and all tests
 	@$(MAKE) --no-print-directory -j2 lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q
-
-test-fast: $(STAMP) ## the tests that take no more than a few seconds each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
 
 kernels: $(STAMP) ## compile the CPU kernels once for all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m wball.info --compile
@@ -63,8 +64,8 @@ torture: $(STAMP) ## 100,000 seeded cases of the public API; summary into result
 reproduce: $(STAMP) ## recipes of the paper: make reproduce ARGS="mnist-curves --quick"
 	$(BIN)/python -m reproduction $(ARGS)
 
-bench: $(STAMP) ## time everything side by side; table, plot and JSON into results/
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) ## time the public calls into results/calls_<device>.json
+	$(BIN)/python -m benchmarks calls $(ARGS)
 
 gpu-test: $(STAMP) ## what needs a GPU, and the kernels' tests there instead of in Triton's interpreter (JOBS=8 compile at once)
 	WBALL_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -q tests -k "triton or tiles or gpu"

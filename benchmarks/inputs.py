@@ -1,4 +1,4 @@
-"""The images everybody gets."""
+"""The images and directions of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 from wball.data import load_dataset, load_sample
 
+DIRECTIONS = ("signs", "gaussian", "smooth", "heavy tails")
+
 
 @dataclass(frozen=True)
 class Images:
-    """A source of images and the paper's settings for it."""
+    """A source of images, the paper's ``reg`` for it, and a small and a large radius."""
 
     name: str
     x: Tensor
     reg: float
-    eps: float  # of projections
-    eps_attack: float
-    origin: str
+    radii: tuple[float, float]
 
     def batch(self, size: int) -> Tensor:
         """``size`` images, repeated if there are fewer."""
@@ -29,19 +29,14 @@ class Images:
 
 
 def mnist(data: Path | None, device: torch.device) -> Images:
-    if data is not None:
-        x, origin = load_dataset("mnist", data)[0][:1000], "MNIST test set"
-    else:
-        x, origin = load_sample("mnist")[0], "the bundled MNIST sample"
-    return Images("mnist", x.to(device), 1000.0, 0.1, 0.1, origin)
+    x = load_sample("mnist")[0] if data is None else load_dataset("mnist", data)[0][:1000]
+    return Images("mnist", x.to(device), 1000.0, (0.05, 0.5))
 
 
 def cifar10(data: Path | None, device: torch.device) -> Images:
-    if data is not None:
-        x, origin = load_dataset("cifar10", data)[0][:1000], "CIFAR-10 test set"
-    else:
-        x, origin = scenes(128, 32), "synthetic scenes of CIFAR-10's size (give --data for the set)"
-    return Images("cifar10", x.to(device), 3000.0, 0.05, 0.02, origin)
+    """CIFAR-10, or synthetic scenes of its size without ``data``."""
+    x = scenes(128, 32) if data is None else load_dataset("cifar10", data)[0][:1000]
+    return Images("cifar10", x.to(device), 3000.0, (0.02, 0.1))
 
 
 def scenes(count: int, side: int) -> Tensor:
@@ -56,15 +51,14 @@ def scenes(count: int, side: int) -> Tensor:
     return torch.sigmoid(3 * total).sub(0.02).div(0.96).clamp(0.0, 1.0)
 
 
-def disturbed(x: Tensor, size: float, seed: int) -> Tensor:
-    """Points to project: every pixel off by ``size``, up or down, as after a step of the paper's attack."""
+def direction(x: Tensor, kind: str, seed: int) -> Tensor:
+    """A random direction of one of the kinds, of unit mean square, for each image."""
     random = torch.Generator().manual_seed(seed)
-    sign = torch.randint(0, 2, x.shape, generator=random).mul(2).sub(1)
-    return x + size * sign.to(x)
-
-
-def smooth_gradients(x: Tensor, seed: int) -> Tensor:
-    """What a classifier's normalised gradient looks like to the oracle: smooth over a few pixels, largest value 1."""
-    random = torch.Generator().manual_seed(seed)
-    g = F.avg_pool2d(torch.randn(x.shape, generator=random), 3, 1, 1).to(x)
-    return g / g.abs().amax((1, 2, 3), keepdim=True)
+    noise = torch.randn(x.shape, generator=random)
+    made = {
+        "signs": noise.sign,
+        "gaussian": noise.clone,
+        "smooth": lambda: F.avg_pool2d(noise, 3, 1, 1),
+        "heavy tails": lambda: noise**3,
+    }[kind]()
+    return (made / made.square().mean().sqrt()).to(x)

@@ -1,23 +1,18 @@
-"""``python -m benchmarks launches``: what public calls ask of a GPU, in numbers that no load of the machine changes.
+"""Launches and reads of public calls on a GPU: numbers that do not depend on the machine's load.
 
-Everything on a GPU that is not arithmetic is a launch or a read: each launch costs the host some microseconds, each
-read costs the device its pipeline. A graph that is replayed is one launch. ``tests/test_launches.py`` holds the library
-to :data:`MOST`.
+Each launch costs the host some microseconds, each read stalls the device. A replayed graph is one
+launch. ``tests/test_launches.py`` holds the library to :data:`MOST`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.inputs import disturbed, mnist
-from benchmarks.origin import environment, keep
+from benchmarks.inputs import direction, mnist
 from wball import DualAveraging, WassersteinBall
 from wball.models import build_model
 
@@ -45,7 +40,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     device = torch.device("cuda")
     images = mnist(None, device)
     x, ball = images.batch(100), WassersteinBall(0.1)
-    w, random = disturbed(x, 0.1, 0), torch.Generator(device).manual_seed(0)
+    w, random = x + 0.1 * direction(x, "signs", 0), torch.Generator(device).manual_seed(0)
     model, digits = build_model("mnist-cnn").to(device).eval(), images.batch(128)
     with torch.no_grad():
         labels = model(digits).argmax(1)
@@ -72,19 +67,3 @@ def counted(call: Callable[[], Any]) -> tuple[int, int]:
     launches = sum(event.count for event in events if event.key.startswith(LAUNCHES))
     reads = sum(event.count for event in events if "Memcpy DtoH" in event.key)
     return launches, reads
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks launches", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results") / "launches.json")
-    given = parser.parse_args(arguments)
-    rows = []
-    for name, call in calls().items():
-        launches, reads = counted(call)
-        rows.append({"call": name, "launches": launches, "reads": reads, "at most": MOST[name]})
-        print(json.dumps(rows[-1]))
-    keep(given.out, {"environment": environment("cuda", None, given.out), "calls": rows})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,34 +1,28 @@
 """``python -m benchmarks masks``: do models that hide their gradients fool the standard attack?
 
-One network is put behind each mask (:mod:`benchmarks.masked`) and attacked at several radii, as it is and masked. A
-mask is *opened* if at most five points more images survive than without it, and *seen* if the result is not reliable.
-Whatever is neither is a number that nobody should have believed.
-
-The file is written after every row, and each row says at which commit it was measured. Rows that the file has are not
-measured again, unless asked for (``--again``): if interrupted, rerun the same command to resume.
+One network is put behind each mask (:mod:`benchmarks.masked`) and attacked at several radii, with
+and without the mask. A mask is *opened* if at most five points more images survive than without it,
+and *seen* if the result is not reliable. A mask that is neither has *fooled* the attack.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import wball
+from benchmarks.frame import Result, Row, attempts, options
 from benchmarks.masked import MASKS
-from benchmarks.origin import earlier, environment, keep
-from benchmarks.pool import attempts
 
 NONE = "none"
 POINTS = 5.0
-"""So many more images may survive behind a mask, in percent."""
+"""Robust accuracy may be higher by this much behind an opened mask, in points."""
 
 
 @dataclass(frozen=True)
@@ -48,73 +42,47 @@ class Setting:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks masks", description=__doc__)
+    parser = options("masks", __doc__)
     parser.add_argument("--model", default="mnist-standard", help="a network for digits")
-    parser.add_argument("--models", type=Path, help="folder with weights that are not bundled")
-    parser.add_argument("--data", type=Path, help="folder with MNIST (default: the bundled digits)")
-    parser.add_argument("--images", type=int, default=100)
-    parser.add_argument(
-        "--eps", type=float, nargs="+", default=[0.1, 0.15, 0.3], help="mass fraction x px"
-    )
+    parser.add_argument("--images", type=int, default=100, help="number of digits")
+    parser.add_argument("--eps", type=float, nargs="+", default=[0.1, 0.15, 0.3], help="radii")
     parser.add_argument("--only", nargs="+", choices=MASKS, default=list(MASKS), metavar="MASK")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="masks at a time; they share the device"
-    )
-    parser.add_argument("--again", action="store_true", help="measure rows that the file has, too")
-    parser.add_argument("--out", type=Path, default=Path("results") / "masks.json")
+    parser.add_argument("--processes", type=int, default=1, help="masks at a time")
     given = parser.parse_args(arguments)
     setting = Setting(given.model, given.models, given.data, given.images, given.device)
-    about = environment(given.device, given.data, given.out) | {"seed": 0}
-    if given.models is not None:
-        about["command"] = about["command"].replace(str(given.models), "MODELS")
-    same = {"model": given.model, "images": given.images, "unit": wball.WassersteinBall(1.0).unit}
-    found = {(row["mask"], row["eps"]): row for row in earlier(given.out, **same).get("rows", ())}
-    rows: list[dict[str, Any]] = []
-    result = {"environment": about, **same, "processes": given.processes, "rows": rows}
+    result = Result("masks", given, model=given.model, images=given.images)
     asked = [(name, eps) for name in (NONE, *given.only) for eps in given.eps]
-    tasks = [task for task in asked if given.again or task not in found]
-    failed: list[str] = []
-    for (name, eps), row in attempts(functools.partial(_row, setting), tasks, given.processes):
-        if isinstance(row, str):
-            failed.append(f"{name} at {eps:g}: {row}")
-            print(failed[-1], flush=True)
-            continue
-        found[name, eps] = row | {"commit": about["commit"]}
-        order = [task for one in (NONE, *MASKS) for task in sorted(found) if task[0] == one]
-        rows[:] = [_judged(found, *task) for task in order if (NONE, task[1]) in found]
-        keep(given.out, result)
-        print(
-            f"{eps:<5g} {name:36} clean {row['clean']:5.1f}  robust {row['robust']:5.1f}  {row['seconds']:6.1f} s  "
-            f"{'reliable' if row['reliable'] else '-':8} {row['findings']}",
-            flush=True,
-        )
-    fooled = [f"{row['mask']} at {row['eps']:g}" for row in rows if row["fooled"]]
-    print(f"{len(fooled)} of {len(rows)} fooled", *fooled, sep="\n")
+    tasks = [(name, eps) for name, eps in asked if not result.has(mask=name, eps=eps)]
+    failed = list[str]()
+    for (name, eps), found in attempts(functools.partial(_row, setting), tasks, given.processes):
+        if isinstance(found, str):
+            failed.append(f"{name} at {eps:g}: {found}")
+        else:
+            result.add({"mask": name, "eps": eps, **found})
+    order = [NONE, *MASKS]
+    result.rows.sort(key=lambda row: (order.index(row["mask"]), row["eps"]))
+    bare = {row["eps"]: row["robust"] for row in result.rows if row["mask"] == NONE}
+    for row in result.rows:
+        row |= judged(row, bare[row["eps"]])
+    result.write()
+    fooled = [f"{row['mask']} at {row['eps']:g}" for row in result.rows if row["fooled"]]
+    print(f"{len(fooled)} of {len(result.rows)} fooled", *fooled, sep="\n")
     if failed:
-        raise SystemExit(
-            "\n".join([f"{len(failed)} of {len(tasks)} could not be measured", *failed])
-        )
+        raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} failed", *failed]))
 
 
-def _judged(
-    found: dict[tuple[str, float], dict[str, Any]], name: str, eps: float
-) -> dict[str, Any]:
-    """A row, with what it says about its mask beside the network without one."""
-    row, must_open = found[name, eps], name == NONE or MASKS[name].opened
-    opened = row["robust"] <= found[NONE, eps]["robust"] + POINTS + 1e-9
+def judged(row: Row, bare: float) -> Row:
+    """What a row says about its mask, beside the robust accuracy without one."""
+    must_open = row["mask"] == NONE or MASKS[row["mask"]].opened
+    opened = row["robust"] <= bare + POINTS + 1e-9
     fooled = not opened and (must_open or row["reliable"])
-    return (
-        {"mask": name, "eps": eps}
-        | row
-        | {"opened": opened, "must_open": must_open, "fooled": fooled}
-    )
+    return {"opened": opened, "must_open": must_open, "fooled": fooled}
 
 
 _load = functools.cache(Setting.load)
 
 
-def _row(setting: Setting, name: str, eps: float) -> dict[str, Any]:
+def _row(setting: Setting, name: str, eps: float) -> Row:
     net, x, y = _load(setting)
     model = net if name == NONE else MASKS[name].wrap(net)
     torch.manual_seed(0)
@@ -131,7 +99,3 @@ def _row(setting: Setting, name: str, eps: float) -> dict[str, Any]:
         "findings": {finding.code: finding.images for finding in found.findings},
         "seconds": round(time.perf_counter() - begin, 1),
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ PAGE = Path("docs/leaderboard.md")
 AGAIN = Path("results/leaderboard_again.json")
 """Rows of the board that were measured a second time, with another random seed: a board of its own."""
 DECIDED = Path("results/complete_mnist.json")
-"""What complete verification decides (``python -m benchmarks deciding``)."""
+"""What complete verification decides (``python -m benchmarks proofs`` measures others)."""
 
 
 def tables(content: Data) -> list[Table]:

@@ -1,168 +1,215 @@
-"""The benchmark's own parts: that it times, compares and reports, on inputs too small to say anything about speed."""
+"""The benchmarks, on a few images: what their rows say, that runs resume, and when they fail."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks import oracle, peers, projection, report, targets, warm
+import wball
+from benchmarks import calls, growth, inputs, masks, proofs, public, soundness, validity
 from benchmarks.__main__ import main
-from benchmarks.inputs import Images, cifar10, scenes
-from benchmarks.timing import Machine, Time, measure
+from benchmarks.masked import MASKS
 
-CPU = torch.device("cpu")
-CHIP = Machine(bandwidth=1e10, flops=1e11)
-
-
-def tiny() -> Images:
-    return Images("tiny", scenes(2, 8)[:, :1], 100.0, 0.1, 0.1, "made up")
+CALLS = ["--device", "cpu", "--images", "2", "--digits", "2", "--steps", "2", "--proofs", "1"]
+CALLS += ["--seconds", "0.01", "--model", "mnist-certified"]
 
 
-def test_measure_orders_its_spread() -> None:
-    time = measure(lambda: torch.zeros(10).sum(), CPU, budget_s=0.01)
-    assert 0 < time.low <= time.median <= time.high and time.repeats >= 3
+def measured(run: Callable[[list[str]], None], out: Path, *words: str) -> dict[str, Any]:
+    run([*words, "--out", str(out)])
+    assert str(out.parent) not in out.read_text()
+    content: dict[str, Any] = json.loads(out.read_text())
+    assert content["environment"]["commit"] and content["environment"]["seed"] == 0
+    return content
 
 
-def test_images_are_the_same_every_time() -> None:
-    assert torch.equal(scenes(2, 8), scenes(2, 8))
-    images = cifar10(None, CPU)
-    assert (
-        images.batch(300).shape == (300, 3, 32, 32)
-        and float(images.x.min()) >= 0
-        and float(images.x.max()) <= 1
+def digits(*_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    x, y = wball.load_sample("mnist")
+    return x[:4], y[:4]
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    with pytest.raises(SystemExit, match="expected one of calls"):
+        main(["nothing"])
+
+
+def test_directions_are_of_four_kinds_and_one_size() -> None:
+    x = torch.zeros(3, 1, 8, 8)
+    made = [inputs.direction(x, kind, 0) for kind in inputs.DIRECTIONS]
+    assert len(made) == 4 and not any(
+        torch.equal(a, b) for a, b in zip(made, made[1:], strict=False)
     )
+    assert all(float(d.square().mean()) == pytest.approx(1.0, rel=1e-4) for d in made)
 
 
-def test_rows_of_both_works_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(peers.FOLDER, str(tmp_path))  # no released code there
-    common = {"device": CPU, "chip": CHIP, "budget_s": 0.01, "seed": 0}
-    rows = list(projection.projections(tiny(), [2], **common)) + list(
-        oracle.oracles(tiny(), [1], [5], 1, **common)
-    )
-    ours = [
-        row for row in rows if row["method"].startswith("wball") and row["work"] == "projection"
-    ]
-    assert ours and all(
-        row["error"] < 0.1 and row["mass_error"] < 1e-6 and row["box_violation"] <= 1e-6
-        for row in ours
-    )
-    assert any("absent" in row for row in rows if row["method"] == "released")
-    assert all(row["floor_ms"] < row["time"].median for row in rows if "time" in row)
-    about = report.environment(CPU, CHIP, 0, ["made up"], None)
-    report.write(tmp_path / "out" / "bench", rows, about, ["a remark"])
-    read = json.loads((tmp_path / "out" / "bench.json").read_text())
-    assert len(read["rows"]) == len(rows) and read["environment"]["seed"] == 0
-    assert report.read(tmp_path / "out" / "bench.json")[0] == rows
-    table = (tmp_path / "out" / "bench.md").read_text()
-    assert "not measured" in table and "a remark" in table
+def test_calls_report_the_worst_direction_at_two_radii(tmp_path: Path) -> None:
+    words = [*CALLS, "--only", "support, exact, mnist"]
+    found = measured(calls.main, tmp_path / "calls.json", *words)
+    small, large = found["rows"]
+    assert small["call"].endswith("eps 0.05") and large["call"].endswith("eps 0.5")
+    for row in found["rows"]:
+        assert set(row["kinds"]) == set(inputs.DIRECTIONS)
+        assert row["seconds"] == max(row["kinds"].values()) == row["kinds"][row["worst"]] > 0
+        assert row["converged"] == row["of"] == 2 and row["kernel"]
+    resumed = measured(calls.main, tmp_path / "calls.json", *CALLS, "--only", "sample, mnist")
+    assert resumed["rows"][:2] == found["rows"] and len(resumed["rows"]) == 4
 
 
-def test_the_command_takes_its_words_from_a_caller(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`wball bench` calls it so."""
-    monkeypatch.setattr(sys, "argv", ["wball", "bench", "--nonsense"])
-    monkeypatch.setattr(
-        "benchmarks.__main__.measurements", lambda *given: iter([{"work": "w", "method": "m"}])
-    )
-    monkeypatch.setattr("benchmarks.__main__.machine", lambda device: CHIP)
-    main(["--device", "cpu", "--out", str(tmp_path / "bench"), "--quick"])
-    assert [row["method"] for row in report.read(tmp_path / "bench.json")[0]] == ["m"]
-    (tmp_path / "bench.md").unlink()
-    main(["--render", str(tmp_path / "bench.json")])
-    assert (tmp_path / "bench.md").is_file()
+@pytest.mark.slow
+def test_calls_of_two_versions_are_timed_side_by_side(tmp_path: Path) -> None:
+    sources = Path(wball.__file__).parents[1]
+    words = [*CALLS, "--only", "DualAveraging", "--against", str(sources)]
+    (row,) = measured(calls.main, tmp_path / "calls.json", *words)["rows"]
+    assert row["before_seconds"] > 0 and row["seconds"] > 0 and "robust_accuracy" in row
 
 
-def test_ratios_compare_the_same_batch_only() -> None:
-    def row(method: str, batch: int, ms: float) -> dict[str, object]:
-        return {
-            "work": "projection",
-            "images": "i",
-            "batch": batch,
-            "method": method,
-            "time": Time(ms, ms, ms, 3, "clock"),
-        }
-
-    lines = projection.ratios(
-        [row("released", 1, 100.0), row("wball sweeps, x", 1, 1.0), row("wball sweeps, x", 2, 1.0)]
-    )
-    assert lines == ["i x 1, wball sweeps, x: 100.0 x faster than released"]
+@pytest.mark.slow
+def test_growth_has_a_row_for_every_size(tmp_path: Path) -> None:
+    words = ["--batch", "10", "--side", "32", "--windows", "3", "--seconds", "0.01"]
+    rows = measured(growth.main, tmp_path / "g.json", "--device", "cpu", *words)["rows"]
+    assert [(r["grows"], r["batch"], r["window"]) for r in rows if r["call"] == "project"] == [
+        ("batch", 1, 5), ("batch", 10, 5), ("side", 1, 5), ("window", 8, 3)
+    ]  # fmt: skip
+    assert all(r["seconds"] > 0 and r["extra_memory_in_batches"] is None for r in rows)
+    assert (tmp_path / "g.png").stat().st_size > 1000
 
 
-def test_targets_are_judged_from_the_rows() -> None:
-    def row(
-        work: str, images: str, batch: int, method: str, ms: float, **more: object
-    ) -> dict[str, object]:
-        time = Time(ms, ms, ms, 3, "clock")
-        return {
-            "work": work,
-            "images": images,
-            "batch": batch,
-            "method": method,
-            "time": time,
-            **more,
-        }
-
-    rows = [
-        row(
-            "oracle",
-            "mnist",
-            128,
-            "wball, triton",
-            0.05,
-            window=5,
-            floor_ms=0.003,
-            ns_per_pixel=1.0,
-            extra_memory=6.0,
-        ),
-        row(
-            "oracle",
-            "cifar10",
-            128,
-            "wball, triton",
-            0.4,
-            window=5,
-            floor_ms=0.01,
-            ns_per_pixel=1.0,
-        ),
-        row(
-            "oracle",
-            "224 x 224 x 3",
-            64,
-            "wball, triton",
-            9.0,
-            window=5,
-            floor_ms=0.1,
-            ns_per_pixel=3.0,
-        ),
-        row("threads", "mnist", 100, "wball sweeps, cpu", 10.0, setting="2 threads, sleeping"),
-        row("threads", "mnist", 100, "released", 3000.0, setting="1 thread, sleeping"),
-        row("threads", "mnist", 100, "released", 900.0, setting="2 threads, spinning"),
-    ]
-    lines = targets.targets(rows)
-    reached = [line for line in lines if line.startswith("reached")]
-    missed = [line for line in lines if line.startswith("not reached")]
-    assert ["mnist x 128" in reached[0], "memory" in reached[1], "90 times" in reached[2]] == [
-        True
-    ] * 3
-    assert (
-        "factor of 2.00" in missed[0]
-        and "factor of 1.50" in missed[1]
-        and "what bounds it" in missed[1]
-    )
+def test_masks_leave_the_network_a_network() -> None:
+    net = wball.load_model("mnist-standard").eval()
+    x, y = (part[:20] for part in wball.load_sample("mnist"))
+    for name, mask in MASKS.items():
+        with torch.no_grad():
+            assert float((mask.wrap(net)(x).argmax(1) == y).float().mean()) >= 0.6, name
 
 
-def test_tasks_of_the_warm_up_cover_every_size() -> None:
-    parts = ["projection", "oracle", "windows", "large"]
-    on_gpu = warm.tasks(torch.device("cuda"), parts)
-    assert {("oracle", warm.MNIST, k) for k in (3, 5, 7, 9, 11)} < set(on_gpu) and len(
-        set(on_gpu)
-    ) == len(on_gpu)
-    assert "compiled" in warm.compile_one(("oracle", (1, 6, 6), 3), "cpu")
-    assert "compiled" in warm.compile_one(("exact", (1, 6, 6), 3), "cpu")
+@pytest.mark.slow
+def test_masks_are_judged_and_measured_once(tmp_path: Path) -> None:
+    out, few = tmp_path / "masks.json", ["--images", "6", "--eps", "0.3", "--device", "cpu"]
+    before = measured(masks.main, out, *few, "--only", "reversed gradients")["rows"]
+    names = ["rounding to 1/255", "reversed gradients"]
+    rows = measured(masks.main, out, *few, "--only", *names)["rows"]
+    assert [row["mask"] for row in rows] == ["none", *names]
+    assert [rows[0], rows[2]] == before, "rows of an earlier run stay"
+    assert all(row["opened"] and not row["fooled"] for row in rows)
+    with pytest.raises(SystemExit, match="made with images 6, not 7"):
+        masks.main(["--images", "7", "--device", "cpu", "--out", str(out)])
+
+
+def test_a_mask_that_is_neither_opened_nor_seen_has_fooled_the_attack() -> None:
+    row = {"mask": "JPEG-like", "robust": 50.0, "reliable": True}
+    assert masks.judged(row, 10.0)["fooled"] and masks.judged(row, 45.0)["opened"]
+    assert not masks.judged({**row, "reliable": False}, 10.0)["fooled"]
+    assert masks.judged({**row, "mask": "rounding to 1/8", "reliable": False}, 10.0)["fooled"]
+
+
+def test_public_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {name for name, *_ in public.CHECKS} <= set(wball.public_models())
+    loaded = wball.load_model
+
+    def bundled(name: str, *, root: Path | None = None) -> nn.Module:
+        assert name in wball.public_models() and root == tmp_path / "weights"
+        return loaded("mnist-standard")
+
+    monkeypatch.setattr(wball, "load_model", bundled)
+    monkeypatch.setattr(wball, "load_dataset", digits)
+    words = ["--images", "3", "--only", "1", "--device", "cpu", "--zoo", "0"]
+    words += ["--models", str(tmp_path / "weights"), "--data", str(tmp_path)]
+    (row,) = measured(public.main, tmp_path / "p.json", *words)["rows"]
+    assert row["eps"] == 0.25 and 0 <= row["robust"] <= 100 and "reliable" in row
+
+
+def test_proofs(tmp_path: Path) -> None:
+    words = ["--names", "mnist-certified", "--images", "3", "--radii", "0.01", "--device", "cpu"]
+    (row,) = measured(proofs.main, tmp_path / "p.json", *words)["rows"]
+    statuses = ("certified", "falsified", "misclassified", "unknown")
+    assert sum(row[key] for key in statuses) == pytest.approx(1.0)
+    x, y = (part[:3] for part in wball.load_sample("mnist"))
+    model = wball.load_model("mnist-certified")
+    proof = wball.certify(model, x, y, wball.WassersteinBall(0.01))
+    assert row["certified"] == pytest.approx(float(proof.certified.double().mean()))
+
+
+@dataclass(frozen=True)
+class Careless(wball.DualAveraging):
+    """Returns one image that has lost mass, and claims that it did not move."""
+
+    def attack_batch(self, *args: Any, **kwargs: Any) -> wball.AttackResult:
+        found = super().attack_batch(*args, **kwargs)
+        images = found.images.clone()
+        images[1] *= 0.99
+        return replace(found, images=images, distance=torch.zeros_like(found.distance))
+
+
+@pytest.mark.parametrize("careless", [False, True])
+def test_validity(careless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = Careless if careless else wball.DualAveraging
+    attack = kind(wball.WassersteinBall(0.1), steps=3, until_success=False)
+    monkeypatch.setattr(validity, "load_dataset", digits)
+    monkeypatch.setattr(validity, "attacks", lambda: [("attack", attack)])
+    out = tmp_path / "v.json"
+    words = ["--data", str(tmp_path), "--sets", "mnist", "--device", "cpu", "--out", str(out)]
+    if careless:
+        with pytest.raises(SystemExit, match="4 images are not in their ball"):
+            validity.main(words)  # one at each radius
+    else:
+        validity.main(words)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["eps"] for row in rows] == list(validity.RADII)
+    for row in rows:
+        assert row["images"] == 4 and row["failures"] == int(careless)
+        assert (row["claimed_too_little"] > 0) == careless
+        assert careless or 0.9 < row["largest_distance_over_eps"] <= 1.0001
+
+
+def quick(ball: wball.WassersteinBall, **_: Any) -> wball.DualAveraging:
+    return wball.DualAveraging(ball, steps=10, objective="margin")
+
+
+def test_soundness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soundness, "StandardAttack", quick)
+    words = ["--images", "0", "--random", "1", "--small", "3", "--device", "cpu"]
+    found = measured(soundness.main, tmp_path / "s.json", *words)
+    assert [row["method"] for row in found["rows"]] == ["crown", "anchored"]
+    for row in found["rows"]:
+        assert row["contradictions"] == row["below_the_bound"] == 0 < row["images"]
+        assert 0 < row["bound_reached"] <= 1 and row["radius"]["median"] > 0
+    before = (tmp_path / "s.json").read_text()
+    with pytest.MonkeyPatch.context() as patch:  # killed while it writes
+        patch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            soundness.main([*words, "--random", "2", "--out", str(tmp_path / "s.json")])
+    assert (tmp_path / "s.json").read_text() == before
+
+
+def test_wrong_certificates_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certify = soundness.certify
+
+    def far(model: nn.Module, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.full((len(x),), 1.0)
+
+    def wrong(*a: Any, **k: Any) -> Any:
+        return replace(found := certify(*a, **k), margin=torch.ones_like(found.margin))
+
+    monkeypatch.setattr(soundness, "StandardAttack", quick)
+    monkeypatch.setattr(soundness, "certified_radius", far)
+    monkeypatch.setattr(soundness, "certify", wrong)
+    words = ["--images", "0", "--random", "1", "--small", "3", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="a certificate is wrong"):
+        soundness.main([*words, "--out", str(tmp_path / "s.json")])
+    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+    assert sum(row["contradictions"] for row in rows) > 0
+    assert sum(row["below_the_bound"] for row in rows) > 0
+
+
+def test_every_kind_of_random_network_is_supported() -> None:
+    x = torch.rand(1, 1, 14, 14)
+    for seed in range(soundness.KINDS):
+        net = soundness.random_network(seed)
+        y, ball = soundness.said(net, x), wball.WassersteinBall(0.001)
+        assert torch.isfinite(wball.certify(net, x, y, ball).margin).all()
