@@ -9,6 +9,7 @@ import signal
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,16 +73,6 @@ def test_adversarial_training_raises_robust_accuracy() -> None:
     assert accuracies[1] > accuracies[0] + 0.1
 
 
-def test_same_seed_same_weights_other_seed_other_weights() -> None:
-    data = small_data(32)
-    first, again, other = (
-        weights(train(small_config(epochs=1, seed=s), data, model=small_model()).model)
-        for s in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.mark.parametrize(
     "attack",
     [
@@ -122,26 +113,6 @@ def test_noise_is_for_training_only() -> None:
     assert noisy.history[0]["clean_accuracy"] == quiet.history[0]["clean_accuracy"]
 
 
-def test_radii_of_their_own_grow_where_images_withstand() -> None:
-    data = small_data(64)
-    attack = DualAveraging(WassersteinBall(0.2), steps=1, until_success=False, sweeps=1)
-    options = Optimisation(lr=1e-9, schedule="constant")
-    clean = small_config(
-        epochs=12, adversary=None, augment=0, optimisation=Optimisation(schedule="constant")
-    )
-    model = train(clean, data, model=small_model()).model
-    config = small_config(
-        epochs=3,
-        adversary=Adversary(attack, radius="per-image", start=0.05, grow=0.05),
-        optimisation=options,
-        augment=0,
-    )
-    history = train(config, data, model=model).history
-    # first radius 0.05; an image that always withstands reaches 0.2, the largest
-    assert 0.1 < history[-1]["mean_radius"] <= 0.2
-    assert history[0]["mean_radius"] < history[1]["mean_radius"]
-
-
 def test_a_clock_ends_the_run_with_the_learning_rate_down() -> None:
     config = small_config(
         epochs=100_000, adversary=None, optimisation=Optimisation(schedule="one-cycle")
@@ -149,23 +120,6 @@ def test_a_clock_ends_the_run_with_the_learning_rate_down() -> None:
     result = train(config, small_data(), model=small_model(), time_limit=0.5)
     assert 0.4 < result.history[-1]["seconds"] < 3
     assert result.history[-1]["lr"] < 0.03 < max(r["lr"] for r in result.history)
-
-
-def test_sigterm_saves_and_the_next_call_goes_on(tmp_path: Path) -> None:
-    data = small_data()
-    plain = train(small_config(), data, model=small_model())
-
-    def stop(record: dict[str, object]) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # batch systems repeat themselves
-
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt, match="checkpoint is saved"):
-        train(small_config(), data, model=small_model(), out=tmp_path, on_epoch=stop)
-    assert signal.getsignal(signal.SIGTERM) is before
-    resumed = train(small_config(), data, model=small_model(), out=tmp_path)
-    assert torch.equal(weights(plain.model), weights(resumed.model))
-    assert [r["step"] for r in resumed.history] == [6, 12, 18]
 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
@@ -214,29 +168,6 @@ def test_training_starts_from_given_weights_unless_it_goes_on(tmp_path: Path) ->
     assert torch.equal(weights(again.model), weights(result.model))
 
 
-def test_augmentations_are_all_applied() -> None:
-    data, options = small_data(64), Optimisation(lr=1e-9, schedule="constant")
-    settings = {"epochs": 1, "adversary": None, "augment": 0, "optimisation": options}
-    losses = [
-        train(small_config(**settings, **extra), data, model=small_model()).history[0]["loss"]
-        for extra in (
-            {},
-            {"affine": 1.0},
-            {"cutout": 6},
-            {"flip": True},
-            {"affine": 1.0, "cutout": 6},
-        )
-    ]
-    assert len(set(losses)) == 5
-
-
-def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
-    data = small_data(32)
-    train(small_config(epochs=1), data, model=small_model(), out=tmp_path)
-    with pytest.raises(ValueError, match="seed is 0, this run's is 1"):
-        train(small_config(epochs=1, seed=1), data, model=small_model(), out=tmp_path)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -246,6 +177,7 @@ def test_another_config_in_the_same_folder_is_refused(tmp_path: Path) -> None:
             {"model": torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(196, 10))},
             "model's 1.weight is None",
         ),
+        ({"config": small_config(epochs=1, adversary=None, seed=1)}, "seed is 0, this run's is 1"),
         ({"init": "given.safetensors"}, "init is None, this run's is 'given.safetensors'"),
     ],
 )
@@ -257,24 +189,9 @@ def test_other_data_model_or_start_in_the_same_folder_are_refused(
     if "init" in settings:
         settings = {"init": tmp_path / settings["init"]}
         save_weights(small_model(), settings["init"])
+    given = {"config": config, "data": small_data(32), "model": small_model(), "out": tmp_path}
     with pytest.raises(ValueError, match=rf"belongs to another run: its {message}"):
-        train(
-            config, **{"data": small_data(32), "model": small_model(), "out": tmp_path, **settings}
-        )
-
-
-def test_a_loader_that_shuffles_is_no_obstacle_to_going_on(tmp_path: Path) -> None:
-    loader = DataLoader(TensorDataset(*small_data(64)), batch_size=10, shuffle=True)
-    whole = train(small_config(), loader, loader, model=small_model())
-
-    def stop(record: dict[str, object]) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        train(small_config(), loader, loader, model=small_model(), out=tmp_path, on_epoch=stop)
-    torch.rand(3)
-    resumed = train(small_config(), loader, loader, model=small_model(), out=tmp_path)
-    assert torch.equal(weights(whole.model), weights(resumed.model))
+        train(**{**given, **settings})
 
 
 class InPlace(torch.nn.Module):
@@ -339,25 +256,31 @@ def dropping_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Dropout(0.5), torch.nn.Linear(16, 10))
 
 
-def test_layers_that_draw_at_random_repeat_themselves(tmp_path: Path) -> None:
-    data = small_data(64)
-    whole = train(small_config(), data, model=dropping_model())
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "dropout"])
+def test_sigterm_saves_and_the_next_call_resumes(tmp_path: Path, kind: str) -> None:
+    make = dropping_model if kind == "dropout" else small_model
+    data: Any = small_data()
+    if kind == "shuffled":
+        data = DataLoader(TensorDataset(*data), batch_size=10, shuffle=True)
+    plain = train(small_config(), data, model=make())
 
     def stop(record: dict[str, object]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # batch systems repeat signals
 
-    with pytest.raises(KeyboardInterrupt):
-        train(small_config(), data, model=dropping_model(), out=tmp_path, on_epoch=stop)
-    model = dropping_model()
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="checkpoint is saved"):
+        train(small_config(), data, model=make(), out=tmp_path, on_epoch=stop)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    model = make()
     torch.manual_seed(7)
     before = torch.get_rng_state()
     resumed = train(small_config(), data, model=model, out=tmp_path)
-    assert torch.equal(
-        torch.get_rng_state(), before
-    )  # the caller's own numbers go on as if nothing had happened
-    assert torch.equal(weights(whole.model), weights(resumed.model))
-    other = train(small_config(seed=1), data, model=dropping_model())
-    assert not torch.equal(weights(whole.model), weights(other.model))
+    assert torch.equal(torch.get_rng_state(), before)  # the caller's random state is untouched
+    assert torch.equal(weights(plain.model), weights(resumed.model))
+    assert [r["step"] for r in resumed.history] == [6, 12, 18]
+    other = train(small_config(seed=1), data, model=make())
+    assert not torch.equal(weights(plain.model), weights(other.model))
 
 
 def test_images_come_in_the_precision_of_the_model() -> None:

@@ -113,23 +113,6 @@ def test_a_folder_serves_without_a_network(
     assert all(map(torch.equal, by_variable.parameters(), by_argument.parameters()))
 
 
-def test_a_broken_transfer_is_resumed(
-    authors: Authors, known: dict[str, PublicModel], tmp_path: Path
-) -> None:
-    content = packed(tiny())
-    known["somebody-mnist"] = authors.publish(content)
-    authors.break_after = 1000
-    with pytest.raises(DownloadError, match="a broken transfer is resumed"):
-        wball.load_model("somebody-mnist", root=tmp_path)
-    assert not (tmp_path / "somebody-mnist.pth").exists()
-    authors.break_after = None
-    wball.load_model("somebody-mnist", root=tmp_path)
-    assert (
-        authors.requests[-1][1] == "bytes=1000-"
-        and (tmp_path / "somebody-mnist.pth").read_bytes() == content
-    )
-
-
 def test_another_file_than_the_published_one_is_never_opened(
     authors: Authors, known: dict[str, PublicModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
