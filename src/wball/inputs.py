@@ -1,6 +1,6 @@
-"""Checks at the door: every public call validates its tensors here, so that solvers can trust what they get.
+"""Argument validation for every public call, so that solvers need not check their inputs.
 
-Each error names the argument, the value seen and what to do about it. Nothing is modified in place.
+Each error names the argument, the value seen and what to do. Nothing is modified in place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 BOX_SLACK = 1e-6
-"""Pixels this far outside the box are rounding (a float32 mean or a resize leaves -3e-8): they are clipped."""
+"""Pixels this far outside the box are rounding errors (for example of a resize) and are clipped."""
 
 
 def check_box(box: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -57,7 +57,7 @@ def check_eps(eps: float | Tensor) -> float | Tensor:
 
 
 def recording(values: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded: nothing can be asked about the values then."""
+    """Whether a CUDA graph is being recorded, so that values cannot be read."""
     return values.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -69,7 +69,7 @@ def check_tensor(name: str, value: Tensor) -> Tensor:
 
 
 def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
-    """The smallest and the largest value of the first tensor, if all are finite; one look at the device for all."""
+    """Smallest and largest value of the first tensor, if all are finite; one device read for all."""
     if next(iter(tensors.values())).numel() == 0:
         return 0.0, 0.0
     ends = [end for tensor in tensors.values() for end in torch.aminmax(tensor.detach())]
@@ -83,7 +83,7 @@ def _extent(tensors: dict[str, Tensor]) -> tuple[float, float]:
 
 
 def check_layout(name: str, value: Tensor) -> None:
-    """Type and shape alone, without a look at the values."""
+    """Check type and shape, but not the values."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(value).__name__}; use torch.as_tensor({name})"
@@ -104,9 +104,9 @@ def check_layout(name: str, value: Tensor) -> None:
 def check_images(
     name: str, value: Tensor, box: tuple[float, float] | None, **beside: Tensor
 ) -> Tensor:
-    """Images with non-negative pixels inside the box, up to rounding, which is clipped away.
+    """Images with non-negative pixels inside the box; rounding errors are clipped.
 
-    What is given ``beside`` them must be finite, of their shape and on their device.
+    Tensors given ``beside`` them must be finite, of their shape and on their device.
     """
     check_layout(name, value)
     for title, other in beside.items():
@@ -116,7 +116,7 @@ def check_images(
     if value.numel() == 0:
         return value
     lo, hi = box if box is not None else (0.0, math.inf)
-    # Half precision rounds by far more than BOX_SLACK, but never past the box: 0 and 1 are exact in it.
+    # Half precision rounds by more than BOX_SLACK, but 0 and 1 are exact in it.
     if low < lo - BOX_SLACK or high > hi + BOX_SLACK * max(1.0, hi if math.isfinite(hi) else 1.0):
         where = f"[{lo:g}, {hi:g}]" if box is not None else "[0, inf)"
         raise ValueError(
@@ -127,7 +127,7 @@ def check_images(
 
 
 def check_default_device(name: str, device: torch.device) -> None:
-    """Refuse a default device that is neither the CPU nor that of the images: new tensors would not fit theirs."""
+    """Refuse a default device that is neither the CPU nor the images' device."""
     default = torch.empty(0).device  # torch.get_default_device() takes four times as long
     if default.type not in ("cpu", device.type):
         raise ValueError(
@@ -143,7 +143,7 @@ def check_like(name: str, value: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_alike(name: str, value: Tensor, x: Tensor) -> None:
-    """The same without a look at the values."""
+    """The same without reading the values."""
     check_layout(name, value)
     if value.shape != x.shape:
         raise ValueError(
@@ -181,7 +181,7 @@ def check_count(name: str, value: int, least: int = 1) -> int:
 
 
 def check_seed(value: int) -> int:
-    """What every generator of torch takes."""
+    """A seed that every torch.Generator accepts."""
     if check_count("seed", value, least=0) >= 2**63:
         raise ValueError(f"seed must be below 2**63, got {value}")
     return value
@@ -195,7 +195,7 @@ def check_generator(generator: torch.Generator | None) -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device a command is asked to use: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    """The torch device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -210,5 +210,5 @@ def find_device(name: str) -> torch.device:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """The images' dtype, but at least float32: a half-precision point cannot keep its mass to 1e-5."""
+    """The images' dtype, but at least float32: half precision cannot keep the mass to 1e-5."""
     return x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,7 +1,8 @@
-"""Moves: which ways a unit of mass may go on a grid, and what each costs.
+"""Moves: the pairs of pixels between which mass may move on a grid, and their costs.
 
-Solvers and kernels see a ground cost (:mod:`wball.cost`) as :class:`Moves`: the one listing of the moves ``i -> j`` it
-allows on a given grid, with their offsets, costs, rings of equal cost and reverses, and how values travel along them.
+Solvers and kernels use a ground cost (:mod:`wball.cost`) as :class:`Moves`: the list of moves
+``i -> j`` that it allows on a given grid, with offsets, costs, rings of equal cost and reverses, and
+operations that gather and scatter values along them.
 """
 
 from __future__ import annotations
@@ -16,32 +17,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Move = tuple[int, int, float]
-"""``(dr, dc, cost)``: a step by rows and columns, and what a unit of mass pays for it."""
+"""``(dr, dc, cost)``: a step by rows and columns, and its cost per unit of mass."""
 
 
 class Moves(ABC):
-    """The moves a cost allows on an ``H x W`` grid.
+    """The moves that a cost allows on an ``H x W`` grid.
 
-    An *arc tensor* has shape ``(B, C, K, H, W)``: entry ``[..., k, r, c]`` belongs to the ``k``-th move out of pixel
-    ``(r, c)``. ``cost`` broadcasts against it. Moves that would leave the image exist in the layout but carry no mass.
+    An *arc tensor* has shape ``(B, C, K, H, W)``: entry ``[..., k, r, c]`` belongs to the ``k``-th
+    move out of pixel ``(r, c)``. ``cost`` broadcasts against it. Moves that would leave the image
+    have entries, but carry no mass.
 
-    Passes that must not hold an arc tensor go through the moves one at a time (:meth:`ends`, :meth:`arrivals`). There,
-    move 0 stays, and no two moves of the same number end in the same pixel.
+    Passes that cannot hold an arc tensor visit the moves one at a time (:meth:`ends`,
+    :meth:`arrivals`). There, move 0 stays, and moves of the same number end in different pixels.
     """
 
     shape: tuple[int, int]
     cost: Tensor  # (K, 1, 1) for stencils, (K, H, W) for matrices
     allowed: Tensor  # (K, H, W), bool: the move ends inside the image and has finite cost
 
-    costs: Sequence[
-        float | Tensor
-    ]  # one at a time: what the k-th move costs, at every pixel or per pixel
-    reverse: Sequence[
-        int | None
-    ]  # one at a time: the move that takes the k-th back, if there is one
-    rings: Sequence[
-        Sequence[int]
-    ]  # one at a time: the moves of each distinct cost, the cheapest first
+    # One move at a time:
+    costs: Sequence[float | Tensor]  # the cost of the k-th move, for all pixels or per pixel
+    reverse: Sequence[int | None]  # the reverse of the k-th move, if there is one
+    rings: Sequence[Sequence[int]]  # the moves of each distinct cost, the cheapest first
     ring_cost: Tensor  # (D, 1, 1, 1, 1) or (D, 1, 1, H, W): the cost of each ring
 
     def __len__(self) -> int:
@@ -58,11 +55,14 @@ class Moves(ABC):
 
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
-        """``(B, C, H, W) -> (B, C, K, H, W)``: the value at the pixel where each move ends (0 outside the image)."""
+        """``(B, C, H, W) -> (B, C, K, H, W)``: the value where each move ends (0 outside)."""
 
     @abstractmethod
     def scatter(self, arcs: Tensor) -> Tensor:
-        """``(B, C, K, H, W) -> (B, C, H, W)``: sum of what arrives at each pixel, the adjoint of :meth:`gather`."""
+        """``(B, C, K, H, W) -> (B, C, H, W)``: the sum that arrives at each pixel.
+
+        The adjoint of :meth:`gather`.
+        """
 
     @abstractmethod
     def scatter_max(self, arcs: Tensor) -> Tensor:
@@ -70,25 +70,25 @@ class Moves(ABC):
 
     @abstractmethod
     def opposite(self, arcs: Tensor) -> Tensor:
-        """The arc tensor whose entry at ``i -> j`` is the given entry at ``j -> i`` (0 where no such move exists)."""
+        """The arc tensor with the entry of ``j -> i`` at ``i -> j`` (0 if there is no such move)."""
 
     @abstractmethod
     def stay(self) -> Tensor:
-        """``(K, H, W)``, bool: the moves that go nowhere."""
+        """``(K, H, W)``, bool: the moves that stay at their pixel."""
 
     @abstractmethod
     def ends(self, values: Tensor, outside: float) -> Callable[[int], Tensor]:
-        """One at a time: from the number of a move to the value at the pixel where it ends."""
+        """A function from the number of a move to the values where it ends."""
 
     @abstractmethod
     def arrivals(self, like: Tensor) -> Arrivals:
-        """One at a time: an empty sum of what arrives at each pixel."""
+        """An empty sum of the mass that arrives at each pixel."""
 
     def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
-        """From values to their sums over the moves of each pixel but the one that stays.
+        """A function from values to weighted sums over the moves of each pixel, except staying.
 
-        They are taken where a move ends, or with ``back`` where those start that end here, each times the ``weights``
-        of its ring, ``(D, B, 1, 1, 1)`` or at the pixels where they start.
+        Values are read where a move ends, or with ``back`` where the moves that end here start. Each
+        is multiplied by the ``weights`` of its ring, ``(D, B, 1, 1, 1)`` or per pixel of the start.
         """
 
         def arriving(values: Tensor) -> Tensor:
@@ -112,16 +112,16 @@ class Moves(ABC):
 
     @property
     def has_free(self) -> bool:
-        """Whether there are moves beside staying that cost nothing."""
+        """Whether some moves other than staying cost nothing."""
         return bool((self.free() & ~self.stay()).any())
 
     def free(self) -> Tensor:
-        """``(K, H, W)``, bool: the moves that cost nothing. Most costs have none but those that stay."""
+        """``(K, H, W)``, bool: the moves that cost nothing."""
         return self.allowed & (self.cost == 0)
 
 
 class Arrivals(ABC):
-    """A sum of what arrives at each pixel, one move at a time."""
+    """The mass that arrives at each pixel, summed one move at a time."""
 
     @abstractmethod
     def add(self, move: int, amount: Tensor) -> None:
@@ -133,9 +133,9 @@ class Arrivals(ABC):
 
 
 class StencilMoves(Moves):
-    """The moves of a stencil cost: the same list of offsets at every pixel. Iterates over its ``(dr, dc, cost)``.
+    """The moves of a stencil cost: the same offsets at every pixel. Iterates over ``(dr, dc, cost)``.
 
-    Tensors are made when they are first asked for: compiled kernels need none of them.
+    Tensors are created on first use: compiled kernels do not need them.
     """
 
     costs: Sequence[float]
@@ -258,7 +258,7 @@ class StencilMoves(Moves):
         return _StencilArrivals(self, like)
 
     def sums(self, weights: Tensor, back: bool = False) -> Callable[[Tensor], Tensor]:
-        # One launch instead of one a move. On a CPU, PyTorch's convolution of single channels is slower than the moves.
+        # One launch instead of one per move. On a CPU the loop over moves is faster.
         return self.convolution(weights, back) if weights.is_cuda else super().sums(weights, back)
 
     def convolution(self, weights: Tensor, back: bool) -> Callable[[Tensor], Tensor]:
@@ -282,19 +282,19 @@ class StencilMoves(Moves):
 
     @cached_property
     def _window_places(self) -> Tensor:
-        """Of the moves but the one that stays, where each is in the smallest window around all."""
+        """Position of each move, except staying, in the smallest window around all."""
         (rr, rc), moving = self.radius, self.offsets[1:]
         return self._table([(rr + r) * (2 * rc + 1) + rc + c for r, c in moving], torch.long)
 
     @cached_property
     def _ring_of_move(self) -> Tensor:
-        """Of the same moves, the ring."""
+        """Ring of each move, except staying."""
         ring = {k: d for d, moves in enumerate(self.rings) for k in moves}
         return self._table([ring[k] for k in range(1, len(self))], torch.long)
 
 
 def _overlap(size: int, step: int) -> tuple[slice, slice]:
-    """The places from which a step does not leave a row of this size, and where it leads from there."""
+    """The start positions of a step that stays inside a row of this size, and its end positions."""
     return slice(max(0, -step), max(0, size - max(0, step))), slice(
         max(0, step), max(0, size + min(0, step))
     )

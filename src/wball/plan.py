@@ -1,11 +1,12 @@
-r"""Transport plans: who sends how much where, and the proof that a point lies in the ball.
+r"""Transport plans, which prove that a point is in the ball.
 
-A plan is an arc tensor ``flow >= 0`` (see :class:`wball.moves.Moves`) with ``flow[i -> j]`` the mass that pixel ``i``
-sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point ``z``, and ``<flow, C>`` bounds the
-distance between them. Anyone can check these three sums without solving anything, and ``wball.audit(plan=...)`` does.
+A plan is an arc tensor ``flow >= 0`` (see :class:`wball.moves.Moves`) with ``flow[i -> j]`` the mass
+that pixel ``i`` sends to pixel ``j``. Its rows sum to the centre ``x``, its columns to the point
+``z``, and ``<flow, C>`` bounds the distance between them. These three sums can be checked without
+solving anything, and ``wball.audit(plan=...)`` does.
 
-A plan is kept in one of two forms with the same verbs: written out, one number per move (:class:`Plan`), or in factors,
-a few images (:class:`FactoredPlan`).
+A plan has one of two forms with the same methods: written out, one number per move (:class:`Plan`),
+or in factors, a few images (:class:`FactoredPlan`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from wball.moves import Moves
 
 REPAIR_SWEEPS = 200
-"""Box sweeps before :meth:`Plan.repair` gives up on finesse and shrinks towards the centre."""
+"""Box sweeps of :meth:`Plan.repair` before it scales the plan towards the centre."""
 
 AnyPlan = TypeVar("AnyPlan", bound="StoredPlan")
 
@@ -42,11 +43,11 @@ class StoredPlan(ABC):
         return Plan(self.moves.like(arcs), arcs)
 
     def rows(self) -> Tensor:
-        """What each pixel sends, itself included: the centre ``x``."""
+        """The mass that each pixel sends or keeps: the centre ``x``."""
         return self.arcs().sum(2)
 
     def columns(self) -> Tensor:
-        """What each pixel receives, itself included: the point ``z``."""
+        """The mass that each pixel receives or keeps: the point ``z``."""
         arcs = self.arcs()
         return self.moves.like(arcs).scatter(arcs)
 
@@ -56,7 +57,7 @@ class StoredPlan(ABC):
         return (arcs * self.moves.like(arcs).cost).flatten(1).sum(1)
 
     def net_cost(self) -> Tensor:
-        """What the plan costs after opposite moves cancel (:meth:`Plan.cancelled`), per image."""
+        """Cost after opposite moves cancel (:meth:`Plan.cancelled`), per image."""
         return self.written().cancelled().cost()
 
     def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
@@ -91,7 +92,7 @@ class StoredPlan(ABC):
         return parts[0].with_tensors([torch.cat(piece) for piece in pieces])
 
     def tensors(self) -> list[Tensor]:
-        """What has an entry per image."""
+        """The tensors with an entry per image."""
         return [getattr(self, field.name) for field in fields(self) if field.name != "moves"]  # type: ignore[arg-type]
 
     def with_tensors(self: AnyPlan, tensors: Sequence[Tensor]) -> AnyPlan:
@@ -164,17 +165,15 @@ class FactoredPlan(StoredPlan):
         score = moves.gather(s) - psi.view(-1, 1, 1, 1, 1) * moves.cost
         sent = torch.softmax(torch.where(moves.allowed, score, -torch.inf), 2)
         out = (scale.view(-1, 1, 1, 1) * x * give).unsqueeze(2)
-        # A row that sends nothing need not have potentials that are numbers.
+        # Potentials of rows that send nothing may be NaN.
         sent = torch.where(
             moves.stay() | (out == 0), torch.zeros_like(sent), out * sent * moves.gather(keep)
         )
-        home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(
-            min=0
-        )  # a difference: rounding only
+        home = (x.unsqueeze(2) - sent.sum(2, keepdim=True)).clamp(min=0)  # negative by rounding
         return torch.where(moves.stay(), home, sent)
 
     def net_cost(self) -> Tensor:
-        """As of the plan written out, one move at a time: an attack that asks at every step spends most of it here."""
+        """The net cost, computed one move at a time, for attacks that need it at every step."""
         x, s, keep, give = (
             part.to(torch.float64) for part in (self.x, self.potentials, self.keep, self.give)
         )
@@ -188,7 +187,7 @@ class FactoredPlan(StoredPlan):
         top = reduce(torch.maximum, sent)
         whole = reduce(torch.add, [score.sub_(top).exp_() for score in sent])
         out = scale.view(-1, 1, 1, 1) * x * give
-        idle = out == 0  # a row that sends nothing need not have potentials that are numbers
+        idle = out == 0  # potentials of rows that send nothing may be NaN
         out = out / whole
         for k in range(1, len(moves)):  # the first one stays
             sent[k].mul_(out).mul_(kept(k)).masked_fill_(idle, 0.0)
@@ -232,8 +231,8 @@ class Plan(StoredPlan):
     def cancelled(self) -> Plan:
         """The plan without opposite flows: of ``i -> j`` and ``j -> i`` only the difference moves.
 
-        Rows and columns stay, because both ends keep what they no longer exchange. The cost never rises where the
-        cost is symmetric or not: both moves shrink by the same mass, and staying is free.
+        Rows and columns stay the same, because both pixels keep the mass they no longer exchange.
+        The cost never rises: both moves shrink by the same mass, and staying is free.
         """
         stay = self.moves.stay()
         common = torch.minimum(self.flow, self.moves.opposite(self.flow))
@@ -241,21 +240,21 @@ class Plan(StoredPlan):
         return self._sending_back(common)
 
     def toward_centre(self, scale: Tensor) -> Plan:
-        """Every move scaled (by a factor per image, in [0, 1]), the rest staying: ``z = x + scale (z - x)``."""
+        """Scale every move by a factor in [0, 1] per image: ``z = x + scale (z - x)``."""
         keep = scale.view(-1, 1, 1, 1, 1).to(self.flow.dtype)
         stay = self.moves.stay()
         home = torch.where(stay, torch.zeros_like(self.flow), self.flow * (1 - keep)).sum(
             2, keepdim=True
         )
-        # Scaled, not reduced: at a scale of 1e-12 a difference would keep four digits of the budget.
+        # Multiply instead of subtracting, which would lose digits at small scales.
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow * keep))
 
     def repair(self, budget: Tensor, box: tuple[float, float] | None) -> Plan:
-        """The nearest cheap plan that is feasible to the last bit: columns in the box, cost within the budget.
+        """A nearby plan that is feasible to the last bit: columns in the box, cost in the budget.
 
-        Mass that overfills a pixel goes back along the moves it came by; a pixel drained below ``lo`` recalls what it
-        sent. Both only ever shrink moves, so the sweeps end at the identity at worst, and the identity is feasible.
-        What a finite number of sweeps leaves is removed by shrinking that image's moves towards the centre.
+        Mass above ``hi`` returns along the moves it came by; a pixel below ``lo`` recalls mass that
+        it sent. Both only shrink moves, so that the sweeps end at the identity at worst, which is
+        feasible. If the sweeps do not finish, the image's moves are scaled towards the centre.
         """
         plan = self if box is None else self._into_box(*box)
         plan, stay = plan.within(budget), plan.moves.stay()
@@ -281,10 +280,10 @@ class Plan(StoredPlan):
             if not bool((over | under).any()):
                 return plan
             moved = torch.where(stay, zero, plan.flow)
-            # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+            # The last sweeps return more than the excess, so that mass does not circulate for ever.
             more = 2.0 ** max(0, sweep - REPAIR_SWEEPS + 40)
             excess, lack = more * torch.where(over, z - hi, 0), more * torch.where(under, lo - z, 0)
-            # Send back first to where there is room, recall first from where there is plenty.
+            # Return mass first to pixels with room, recall it first from pixels with plenty.
             room = torch.minimum(moved, (hi - z).clamp(min=0).unsqueeze(2))
             rate, rest = _rates(excess, plan.moves.scatter(room), plan.moves.scatter(moved))
             back = room * plan.moves.gather(rate) + moved * plan.moves.gather(rest)
@@ -297,14 +296,14 @@ class Plan(StoredPlan):
         return plan.toward_centre((~bad).to(z.dtype)) if bool(bad.any()) else plan
 
     def _sending_back(self, returned: Tensor) -> Plan:
-        """The plan after ``returned`` (an arc tensor, zero where mass stays) was taken off its moves to stay."""
+        """The plan with the mass ``returned`` (an arc tensor, zero for staying) staying instead."""
         stay = self.moves.stay()
         home = returned.sum(2, keepdim=True)
         return replace(self, flow=torch.where(stay, self.flow + home, self.flow - returned))
 
 
 def _rates(amount: Tensor, first: Tensor, everything: Tensor) -> tuple[Tensor, Tensor]:
-    """What fractions of ``first`` and of ``everything`` make up ``amount``: of the former alone where it suffices."""
+    """Fractions of ``first``, or else of ``everything``, that add up to ``amount``."""
     tiny, none = torch.finfo(amount.dtype).tiny, torch.zeros_like(amount)
     enough = first >= amount
     rate = torch.where(enough, amount / first.clamp(min=tiny), none)

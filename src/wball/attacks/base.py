@@ -253,7 +253,7 @@ class GradientAttack(Attack):
     def run(self, batch: AttackBatch, generator: torch.Generator) -> None:
         """Make all steps, dropping images that are done."""
         loop = _Loop(self, batch, generator)
-        steps = Steps(loop, self.records() and not batch.whole and batch.x.device.type in RECORDERS)
+        steps = Steps(loop, self.records() and batch.x.device.type in RECORDERS)
         for step in range(self.n_gradients):
             if step == int(LATE * self.n_gradients):
                 batch.begin_last_steps()

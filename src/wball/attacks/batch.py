@@ -95,8 +95,6 @@ class AttackBatch:
         queries: forward passes so far, of each image that is still in.
         start: points of the ball to begin at, or ``None`` to begin at the images.
         kernel: which implementation served the ball so far.
-
-    With ``whole`` images that are done stay in, and keep what was found: a recording knows one batch.
     """
 
     def __init__(
@@ -110,12 +108,11 @@ class AttackBatch:
         until_success: bool,
         progress: Bar | None = None,
         *,
-        whole: bool = False,
         start: Tensor | None = None,
     ) -> None:
         self.start = start
         self.model, self.ball, self.x, self.y, self.target = model, ball, x, y, target
-        self.objective, self.until_success, self._whole = objective, until_success, whole
+        self.objective, self.until_success = objective, until_success
         self.steps_done, self.queries, self.kernel = 0, 1, "none"
         self._counted = self.queries
         self._proof: StoredPlan | None = None
@@ -264,7 +261,7 @@ class AttackBatch:
 
     def drop(self, least: float = 0.0) -> Tensor | None:
         """Leave out what is done, if it is a share of at least ``least``. The positions kept, or ``None`` if all."""
-        if self._whole or not self.until_success:
+        if not self.until_success:
             return None
         kept = (~self._best.success).nonzero().squeeze(1)
         count = self._active.numel()
@@ -283,11 +280,6 @@ class AttackBatch:
         self.start = None if self.start is None else self.start[kept]
         self._aim = None if self._aim is None else self._aim[kept]
         return kept
-
-    @property
-    def whole(self) -> bool:
-        """Whether images that are done stay in."""
-        return self._whole
 
     @property
     def empty(self) -> bool:
