@@ -20,8 +20,6 @@ import wball
 from wball.cost import GridCost
 from wball.kernels import dispatch
 from wball.kernels.linear_maximum import linear_maximum
-from wball.kernels.sparse_transpose import Geometry, sparse_transpose
-from wball.kernels.transposed_convolution import transposed_convolution
 from wball.moves import Moves
 
 PACKAGES = ("torch", "numba", "triton", "numpy", "scipy", "POT", "safetensors")
@@ -105,16 +103,6 @@ def compile_kernels() -> None:
         ball.project(x, x.flip(3), reg=reg)
     ball.sample(x)
     linear_maximum(x, x, ball.budget(x), ball.cost.arcs(4, 4, x), point=True)
-    transposed_convolution(x.double(), x.double(), (1, 1), (0, 0, 7, 7))
-    geometry = Geometry((1, 4, 4), (1, 4, 4), (1, 1), (0, 0), (1, 1), 1)
-    cells, wanted = torch.arange(16), torch.ones(16, dtype=torch.bool)
-    sparse_transpose(
-        torch.eye(16, dtype=torch.float64),
-        cells,
-        torch.ones((1, 1, 1, 1)).double(),
-        wanted,
-        geometry,
-    )
     wball.certify(net.eval(), x, torch.zeros(1, dtype=torch.long), ball)
 
 

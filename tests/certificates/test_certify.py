@@ -76,16 +76,13 @@ def test_below_the_exact_minimum(seed: int) -> None:
         assert bool((margin <= exact + 1e-7).all()), (name, margin, exact)
 
 
-@pytest.mark.parametrize("box", [(0.0, 1.0), None])
-def test_equal_to_the_exact_minimum_when_no_unit_is_unstable(
-    box: tuple[float, float] | None,
-) -> None:
+def test_equal_to_the_exact_minimum_when_no_unit_is_unstable() -> None:
     net = dense_net(1, 3, (6,), 3, 1)
     with torch.no_grad():
         net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, 9.0]))
     x = images(3, 1, 3, 5)
     y = net(x).argmax(1)
-    ball = wball.WassersteinBall(0.3, box=box)
+    ball = wball.WassersteinBall(0.3, box=None)
     exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
     for method in ("crown", "anchored"):
         margin = certify(net, x, y, ball, method).margin  # type: ignore[arg-type]
@@ -116,7 +113,7 @@ def test_exact_for_a_linear_model_at_any_radius_and_cost() -> None:
     cost = 3 * torch.rand((16, 16), generator=generator, dtype=torch.float64)
     cost.fill_diagonal_(0.0)
     for eps in (0.05, 0.2, 0.5):
-        ball = wball.WassersteinBall(eps, wball.DenseCost(cost))
+        ball = wball.WassersteinBall(eps, wball.DenseCost(cost), box=None)
         exact = torch.tensor(referee(net, x, y, ball, cost.numpy()), dtype=torch.float64)
         margin = certify(net, x, y, ball).margin
         assert bool((margin <= exact + 1e-7).all())
@@ -320,27 +317,11 @@ def test_methods_are_ordered_and_alpha_never_loses() -> None:
     assert torch.equal(certify(net, x, y, ball).margin, margin["anchored"])
 
 
-def test_flags_of_earlier_versions_still_name_a_method() -> None:
-    net, x = conv_net(3), images(1, 1, 16, 3)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    meant: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("crown", {"method": "crown", "refine": False}),
-        ("crown", {"refine": False}),
-        ("anchored", {"method": "crown", "refine": True}),
-        ("alpha-crown", {"method": "crown", "optimise": True, "steps": 2}),
-    )
-    for name, settings in meant:
-        with pytest.warns(DeprecationWarning, match=f"method='{name}'"):
-            assert certify(net, x, y, ball, **settings).method == name
-    assert certify(net, x, y, ball, "crown", steps=2).method == "alpha-crown"
-    with pytest.raises(ValueError, match="nothing to optimise"):
-        certify(net, x, y, ball, "dual", optimise=True)
-
-
 def test_optimisation_raises_what_is_still_open() -> None:
     net, x = dense_net(1, 4, (12, 10), 4, 3), images(6, 1, 4, 3)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.8, wball.GridCost(7))
-    before, after = (certify(net, x, y, ball, steps=steps).margin for steps in (None, 10))
+    before = certify(net, x, y, ball).margin
+    after = certify(net, x, y, ball, "alpha-crown", steps=10).margin
     gained = after - before
     assert bool((gained[before <= 0] >= 0).all()) and float(gained.max()) > 1e-3
     assert bool((gained[before > 0] == 0).all())  # what is proved is left alone

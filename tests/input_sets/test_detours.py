@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import wball
 from wball.certificates import certificate
 from wball.input_sets import TransportSet
-from wball.input_sets.charges import Anchor, Charges
+from wball.input_sets.charges import Charges
 from wball.input_sets.detours import detours
 from wball.input_sets.rows import Rows
 
@@ -50,28 +50,19 @@ def test_every_move_may_be_a_detour() -> None:
     assert detours(((0, -1), (0, 1)), 1.0, 1, 2) is None
 
 
-class Subadditive(Anchor):
+def charges_of(kernel: Tensor, weights: Tensor, source: TransportSet) -> Charges:
     """Units over the whole image: what they gain by a move is the sum of what they gain step by step, or less."""
-
-    def __init__(self, kernel: Tensor, source: TransportSet) -> None:
-        self.layer, self.kernel, self.source = (kernel.shape[0],), kernel, source
-
-    def aligned(self, weights: Rows, rows: Rows) -> bool:
-        return False
-
-    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        around = self.source.radius
-        wide, (height, width) = F.pad(self.kernel, (around,) * 4), self.kernel.shape[2:]
-        moved = torch.stack(
-            [
-                wide[..., around + r : around + r + height, around + c : around + c + width]
-                - self.kernel
-                for r, c, _ in self.source.listed
-            ],
-            2,
-        ).clamp(min=0)
-        parts = (moved.flatten(3), (-self.kernel).clamp(min=0).flatten(2), self.kernel.clamp(min=0))
-        return Charges(*(torch.einsum("nu,u...->n...", weights.coeff, part) for part in parts))
+    around = source.radius
+    wide, (height, width) = F.pad(kernel, (around,) * 4), kernel.shape[2:]
+    moved = torch.stack(
+        [
+            wide[..., around + r : around + r + height, around + c : around + c + width] - kernel
+            for r, c, _ in source.listed
+        ],
+        2,
+    ).clamp(min=0)
+    parts = (moved.flatten(3), (-kernel).clamp(min=0).flatten(2), kernel.clamp(min=0))
+    return Charges(*(torch.einsum("nu,u...->n...", weights, part) for part in parts))
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0])
@@ -90,12 +81,12 @@ def test_bounds_over_detours_are_sound_and_tighter(
     image = torch.arange(count) % 2
     coeff = F.avg_pool2d(torch.randn(count, 2, 16, 16, dtype=torch.float64), 5, 1)
     kernel = F.avg_pool2d(torch.randn(5, 2, 16, 16, dtype=torch.float64), 5, 1)
-    weights = Rows(torch.rand(count, 5, dtype=torch.float64), image)
+    weights = torch.rand(count, 5, dtype=torch.float64)
     rows = Rows(coeff, image)
-    exact = every.maximum(rows, [(Subadditive(kernel, every), weights)], rounds=40)
-    bound = near.maximum(rows, [(Subadditive(kernel, near), weights)], rounds=40)
+    exact = every.maximum(rows, charges_of(kernel, weights, every), rounds=40)
+    bound = near.maximum(rows, charges_of(kernel, weights, near), rounds=40)
     monkeypatch.setattr(TransportSet, "detours", None)
-    loose = near.maximum(rows, [(Subadditive(kernel, near), weights)], rounds=40)
+    loose = near.maximum(rows, charges_of(kernel, weights, near), rounds=40)
     assert bool((bound >= exact - 1e-9).all())
     assert bool((bound <= loose + 1e-6).all())
     assert p > 1 or bool((bound < loose - 1e-3).any())

@@ -28,7 +28,6 @@ from wball.kernels.entropic_plan.pull_back import pull_back
 from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection
 from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.row_maximum import row_maximum
-from wball.kernels.sparse_transpose import Geometry
 from wball.plan import Plan
 
 DEVICE = os.environ.get(
@@ -548,54 +547,3 @@ def test_entropic_path(kernel: str, form: str, name: str) -> None:
     n_iter = entropic_path(problem, start, torch.maximum(spread, tau), 300, best, kernel=kernel)
     assert int(n_iter) < 300
     check_books(problem, best)
-
-
-# Transposed convolutions -----------------------------------------------------------------------------------------
-
-
-MAPS = {
-    "no rows": noise(50, 1.0, (0, 2, 3, 4)),
-    "nothing but zeros": torch.zeros(2, 2, 3, 4),
-    "one number": spot(3, 4, 2, 3).expand(1, 2, 3, 4),
-    "huge and tiny numbers": noise(51, 1e30, (2, 2, 3, 4)) * (noise(52, 1.0, (2, 2, 3, 4)) > 0)
-    + noise(53, 1e-30, (2, 2, 3, 4)),
-    "a number that is none": torch.full((1, 2, 3, 4), math.nan),
-}
-
-
-@pytest.mark.parametrize(
-    "kernel", list(dispatch.OPERATIONS["transposed_convolution"]), indirect=True
-)
-@pytest.mark.parametrize("name", MAPS)
-def test_transposed_convolution(kernel: str, name: str) -> None:
-    a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
-    whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
-    found = dispatch.load("transposed_convolution", kernel).transposed_convolution(
-        a, weight, (2, 2), (1, 1, 4, 6)
-    )
-    size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
-    torch.testing.assert_close(
-        found, whole[..., 1:5, 1:7], rtol=1e-12, atol=1e-14 * size, equal_nan=True
-    )
-
-
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["sparse_transpose"]), indirect=True)
-@pytest.mark.parametrize("name", MAPS)
-def test_sparse_transpose(kernel: str, name: str) -> None:
-    if DEVICE != "cpu" and kernel == "cpu":
-        pytest.skip("this kernel runs on the CPU")
-    a, weight = MAPS[name].double().to(DEVICE), noise(54, 1.0, (2, 3, 2, 2)).double().to(DEVICE)
-    whole = torch.nn.functional.conv_transpose2d(a, weight, stride=2)
-    geometry = Geometry((3, 6, 8), (2, 3, 4), (2, 2), (0, 0), (1, 1), 1)
-    cells, wanted = (
-        torch.arange(24, device=DEVICE),
-        torch.ones(144, dtype=torch.bool, device=DEVICE),
-    )
-    found, at = dispatch.load("sparse_transpose", kernel).sparse_transpose(
-        a.flatten(1).T, cells, weight, wanted, geometry
-    )
-    assert at.tolist() == list(range(144))
-    size = float(whole.abs().nan_to_num().max()) if whole.numel() else 0.0
-    torch.testing.assert_close(
-        found, whole.flatten(1).T, rtol=1e-12, atol=1e-14 * size, equal_nan=True
-    )

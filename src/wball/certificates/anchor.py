@@ -1,31 +1,33 @@
 r"""Anchored relaxation: bounds that are exact at the image itself and grow only with the mass that moves.
 
-The usual upper line of an unstable unit lies above the activation at *every* point, so each of hundreds of unstable
-units costs something even if nothing moves, as if the attacker could spend the whole budget on all of them at once.
-In terms of a transport plan ``P`` this is avoidable. Let ``v`` be the unit's input, ``v0`` its value at the image, and
-``l <= v <= u`` over the ball. Interpolating the convex activation ``f`` at ``l``, ``v0`` and ``u`` gives
+The usual upper line of an unstable unit lies above the activation at *every* point, so each of
+hundreds of unstable units costs something even if nothing moves, as if the attacker could spend the
+whole budget on all of them at once. In terms of a transport plan ``P`` this is avoidable. Let ``v``
+be the unit's input, ``v0`` its value at the image, and ``l <= v <= u`` over the ball. Interpolating
+the convex activation ``f`` at ``l``, ``v0`` and ``u`` gives
 
 .. math::
     f(v) \le f(v_0) + \beta\,(v - v_0) + \omega\,(v - v_0)^+, \qquad
     \beta = \frac{f(v_0) - f(l)}{v_0 - l}, \quad \beta + \omega = \frac{f(u) - f(v_0)}{u - v_0}
 
-and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then
-``(v - v0)^+ <= sum_ij P_ij max(g_ij, 0)``. So a row that multiplies the unit by ``-b < 0`` is bounded by a linear
-function of the image minus ``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a *charge* that
-depends on where it comes from and where it goes. The minimum over the ball is the same scalar search over ``psi`` as
-before, with charges added to the gains of the moves:
+and if ``v - v0 <= sum_ij P_ij g_ij`` for every plan (``g_ii = 0``), then ``(v - v0)^+ <= sum_ij
+P_ij max(g_ij, 0)``. So a row that multiplies the unit by ``-b < 0`` is bounded by a linear function
+of the image minus ``sum_ij P_ij * b * omega * max(g_ij, 0)``: each unit of moved mass pays a
+*charge* that depends on where it comes from and where it goes. The minimum over the ball is the
+same scalar search over ``psi`` as before, with charges added to the gains of the moves:
 
 .. math::
     \max_P \sum_{ij} P_{ij} (a_j + M_{ij}) \le \psi E + \sum_i x_i \max_j (a_j + M_{ij} - \psi C_{ij})
 
-An :class:`Anchor` knows ``max(g_ij, 0)`` for the units of one activation. In a first convolution ``g_ij = w_j - w_i``
-is the same for all positions, so the charges are one transposed convolution; for later layers ``g`` comes from the
-units' own backward bounds.
+An :class:`Anchor` knows ``max(g_ij, 0)`` for the units of one activation. In a first convolution
+``g_ij = w_j - w_i`` is the same for all positions, so the charges are one transposed convolution;
+for later layers ``g`` comes from the units' own backward bounds.
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -33,17 +35,63 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball.certificates.convolution import windowed
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
-from wball.certificates.tables import Spread, Tables, ranked
-from wball.input_sets.charges import Anchor, Charges
+from wball.input_sets import InputSet
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
-from wball.kernels.transposed_convolution import transposed_convolution
 
 Moves = list[tuple[int, int, float]]
 
 
+class Anchor(ABC):
+    """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""
+
+    layer: tuple[int, ...]
+
+    def aligned(self, weights: Rows, rows: Rows) -> bool:
+        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows
+        can always be charged.
+        """
+        return False
+
+    @abstractmethod
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        """Charges for weights ``b * omega >= 0`` on the units, on the sources of image rows
+        ``rows``.
+
+        ``active`` lists the sources ``(B, C, S)`` of dense rows (``None``: all pixels).
+        """
+
+
+Charged = Sequence[tuple[Anchor, Rows]]
+"""Anchors with the weights that rows put on their units."""
+
+
+def charge(
+    source: InputSet, rows: Rows, charged: Charged, dense: bool = False
+) -> tuple[Rows, Charges | None]:
+    """Image rows as the input set reads them, and what all anchors charge to them.
+
+    ``dense`` asks for dense rows.
+    """
+    if dense:
+        rows = rows.dense(source.shape)
+    aligned = rows.corner is None or all(anchor.aligned(w, rows) for anchor, w in charged)
+    rows = source.patched(rows, aligned)
+    total: Charges | None = None
+    for anchor, weights in charged:
+        if rows.corner is None:
+            weights = weights.dense(anchor.layer)
+        part = anchor.charge(weights, rows, source.active)
+        total = part if total is None else total.plus(part)
+    return rows, total
+
+
 class ConvAnchor(Anchor):
-    """The units of a convolution of the image: the same gains at every position, for every image."""
+    """The units of a convolution of the image: the same gains at every position, for every
+    image.
+    """
 
     def __init__(self, convolution: ImageConvolution, moves: Moves) -> None:
         self.layer, self.shape = convolution.layer, convolution.image
@@ -66,7 +114,6 @@ class ConvAnchor(Anchor):
         parts += [-wide, wide]
         stacked = torch.stack(parts, 2).clamp(min=0)  # (units, C, K + 2, h, w)
         self.kernel = stacked.flatten(1, 2)
-        self._matrices: dict[torch.dtype, Tensor] = {}
 
     def aligned(self, weights: Rows, rows: Rows) -> bool:
         if weights.corner is None or rows.corner is None:
@@ -82,16 +129,16 @@ class ConvAnchor(Anchor):
         kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
         if rows.corner is not None:
-            sides = [
+            height, width = (
                 (weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k]
                 for k in (0, 1)
-            ]
-            raw = transposed_convolution(
-                weights.coeff, kernel, self.stride, (0, 0, sides[0], sides[1])
             )
+            window = (0, 0, height, width)
         else:
-            raw = self._over_the_image(weights.coeff, kernel)
-        raw = raw.reshape(raw.shape[0], channels, count + 2, *raw.shape[2:])
+            height, width = self.shape[1:]
+            window = (self.padding[0] + self.radius, self.padding[1] + self.radius, height, width)
+        raw = windowed(weights.coeff, kernel, self.stride, window)
+        raw = raw.unflatten(1, (channels, count + 2))
         moves, out, into = (
             raw[:, :, :count].flatten(3),
             raw[:, :, count].flatten(2),
@@ -103,34 +150,16 @@ class ConvAnchor(Anchor):
             out = out.gather(2, place)
         return Charges(moves, out, into)
 
-    def _over_the_image(self, weights: Tensor, kernel: Tensor) -> Tensor:
-        """The transposed convolution of dense weights, cut to the image."""
-        height, width = self.shape[1:]
-        window = (self.padding[0] + self.radius, self.padding[1] + self.radius, height, width)
-        cells = math.prod(self.layer)
-        if cells * kernel.shape[1] * math.prod(self.shape[1:]) <= 2**22:
-            # Small images whose moves are all listed: most of the widened kernel falls outside.
-            if weights.dtype not in self._matrices:
-                every = torch.eye(cells, dtype=weights.dtype, device=weights.device).reshape(
-                    cells, *self.layer
-                )
-                self._matrices[weights.dtype] = transposed_convolution(
-                    every, kernel, self.stride, window
-                ).flatten(1)
-            raw = weights.flatten(1) @ self._matrices[weights.dtype]
-            return raw.reshape(weights.shape[0], -1, *self.shape[1:])
-        return transposed_convolution(weights, kernel, self.stride, window)
-
 
 class UnitAnchor(Anchor):
-    """Units with gains of their own, listed image by image; units that are not listed must not be charged.
+    """Units with gains of their own, listed image by image; units that are not listed must not be
+    charged.
 
     Args:
         layer: shape of the activation.
         image, unit: ``(U,)`` each, the image and the flat position of every unit, sorted by image.
-        moves, out, into: their positive gains on the sources of dense rows, ``(U, C, K, S)``, ``(U, C, S)`` and
-            ``(U, C, H, W)``.
-        images: how many images there are.
+        gains: their positive gains on the sources of dense rows.
+        images: number of images.
     """
 
     def __init__(
@@ -138,67 +167,82 @@ class UnitAnchor(Anchor):
         layer: tuple[int, ...],
         image: Tensor,
         unit: Tensor,
-        gains: tuple[Tensor, Tensor, Tensor],
+        gains: Charges,
         images: int,
     ) -> None:
         self.layer = layer
-        self.shapes = [g.shape[1:] for g in gains]
+        parts = (gains.moves, gains.out, gains.into)
+        self.shapes = [part.shape[1:] for part in parts]
         order, place, count = ranked(image, images)
         most = int(count.max()) if images else 0
         units = torch.zeros((images, most), dtype=torch.long, device=image.device)
         units[image[order], place] = unit[order]
-        flat = torch.cat([g.flatten(1) for g in gains], 1)
+        flat = torch.cat([part.flatten(1) for part in parts], 1)
         gains_of = flat.new_zeros((images, most, flat.shape[1]))
         gains_of[image[order], place] = flat[order]
-        self.gains = Tables(gains_of)
-        self.units = units
-        self.table = torch.arange(images, device=image.device)  # where each image's units stand
-        self._spread: tuple[Tensor, Spread] | None = (
-            None  # of the rows charged last: an optimiser repeats them
-        )
+        self.gains, self.units = gains_of, units
+        self.table = torch.arange(images, device=image.device)  # the row of each image in both
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for some of the images, or several times the same; gains are not copied."""
         out = copy(self)
-        out.table, out._spread = self.table[index], None
+        out.table = self.table[index]
         return out
 
     def restricted(self, unstable: Tensor) -> UnitAnchor:
-        """The anchor of the units that are still ``unstable`` (images, units), with gains of its own."""
+        """The anchor of the units that are still ``unstable`` (images, units), with gains of
+        its own.
+        """
         units = self.units[self.table]
         image, place = unstable.gather(1, units).nonzero(as_tuple=True)
-        parts = self.gains.values[self.table[image], place].split(
-            [shape.numel() for shape in self.shapes], 1
-        )
-        moves, out, into = (
-            part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)
-        )
-        return UnitAnchor(
-            self.layer, image, units[image, place], (moves, out, into), unstable.shape[0]
-        )
+        gains = self._parts(self.gains[self.table[image], place])
+        return UnitAnchor(self.layer, image, units[image, place], gains, unstable.shape[0])
 
-    def aligned(self, weights: Rows, rows: Rows) -> bool:
-        return False
-
-    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        # One product per image: its rows' weights on its units, times the units' gains. Spare places have no gains.
-        flat = weights.coeff.flatten(1)
-        if self._spread is None or self._spread[0] is not rows.image:
-            self._spread = rows.image, Spread(self.table[rows.image], len(self.gains))
-        spread = self._spread[1]
-        weight = flat.gather(1, self.units[spread.table])
-        parts = spread.product(weight, self.gains).split(
-            [shape.numel() for shape in self.shapes], 1
-        )
+    def _parts(self, flat: Tensor) -> Charges:
+        parts = flat.split([shape.numel() for shape in self.shapes], 1)
         moves, out, into = (
             part.reshape(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)
         )
         return Charges(moves, out, into)
 
+    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
+        table = self.table[rows.image]  # spare places have no gains
+        weight = weights.coeff.flatten(1).gather(1, self.units[table])
+        return self._parts(products(weight, table, self.gains))
+
+
+def products(weight: Tensor, table: Tensor, tables: Tensor) -> Tensor:
+    """Row ``n`` of ``weight`` (N, U) times table ``table[n]`` of ``tables`` (T, U, M), ``(N,
+    M)``.
+    """
+    order, rank, count = ranked(table, tables.shape[0])
+    back = order.argsort()
+    counts = count.tolist()
+    if weight.is_cuda and max(counts) * len(counts) <= 2 * weight.shape[0]:
+        padded = weight.new_zeros((len(counts), max(counts), weight.shape[1]))
+        padded = padded.index_put((table[order], rank), weight[order])
+        return (padded @ tables.to(weight.dtype))[table, rank[back]]
+    parts = zip(tables, weight[order].split(counts), strict=True)
+    found = [part @ values.to(part.dtype) for values, part in parts if part.shape[0]]
+    nothing = weight[:0] @ weight.new_zeros(tables.shape[1:])  # recorded if there are no rows
+    return torch.cat([nothing, *found])[back]
+
+
+def ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """An order sorted by group, the rank inside its group of each member in that order, and
+    the size of each group.
+    """
+    order = group.argsort(stable=True)
+    count = torch.bincount(group, minlength=groups)
+    start = count.cumsum(0) - count
+    return order, torch.arange(group.shape[0], device=group.device) - start[group[order]], count
+
 
 @dataclass(frozen=True)
 class ImageConvolution:
-    """An activation's input as a convolution of the image plus a constant: ``kernel`` (units, C, h, w), in float64."""
+    """An activation's input as a convolution of the image plus a constant: ``kernel`` (units,
+    C, h, w), in float64.
+    """
 
     kernel: Tensor
     stride: tuple[int, int]
@@ -208,7 +252,9 @@ class ImageConvolution:
 
 
 def image_convolution(graph: Graph, position: int) -> ImageConvolution | None:
-    """What activation ``position`` reads, if that is a convolution of the image (up to scaling of channels)."""
+    """What activation ``position`` reads, if that is a convolution of the image (up to
+    scaling of channels).
+    """
     before, after = None, None
     convolution: Conv2d | None = None
     place = graph.ops[position].inputs[0]

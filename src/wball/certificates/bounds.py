@@ -12,7 +12,8 @@ from wball.certificates.graph import Activation, Affine, Curved, Graph, Input, I
 from wball.input_sets import InputSet
 
 ROUNDING = 1e-12
-"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the unit round-off."""
+"""Allowance for float64 rounding, relative to the magnitudes summed: a few thousand times the
+unit round-off."""
 
 NEGLIGIBLE = 1e-7
 """Share of its range by which a unit may cross 0 without being bounded again."""
@@ -42,7 +43,9 @@ class Bounds:
         return Bounds(lower, upper)
 
     def set(self, position: int, lower: Tensor, upper: Tensor) -> None:
-        """Store bounds, in the order of their units whatever the memory format of the network that computed them."""
+        """Store bounds, in the order of their units whatever the memory format of the network
+        that computed them.
+        """
         self.lower[position] = lower.nan_to_num(
             -math.inf, math.inf, -math.inf
         ).contiguous()  # NaN is no bound
@@ -58,21 +61,27 @@ class Bounds:
         return (self.lower[position] < 0) & (self.upper[position] > 0)
 
     def worth_a_row(self, position: int) -> Tensor:
-        """Units whose activation bends where it matters: one that crosses 0 by rounding needs no better bound."""
+        """Units whose activation bends where it matters: one that crosses 0 by rounding needs
+        no better bound.
+        """
         low, up = self.lower[position], self.upper[position]
         small = (torch.minimum(-low, up) <= NEGLIGIBLE * (up - low)) & torch.isfinite(up - low)
         return (low < 0) & (up > 0) & ~small
 
 
 class Intervals:
-    """What the values of a graph can be over an input set, coordinate by coordinate, as far as bounds are known."""
+    """What the values of a graph can be over an input set, coordinate by coordinate, as far
+    as bounds are known.
+    """
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.graph, self.source = graph, source
         self._found: dict[int, Interval | None] = {}
 
     def start(self, position: int, bounds: Bounds, images: int, device: torch.device) -> None:
-        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and enough for many units."""
+        """Bounds by one step of intervals from the bounds of earlier layers: cheap, and
+        enough for many units.
+        """
         source = self.graph.ops[position].inputs[0]
         for place in range(source + 1):
             if place in self._found:
@@ -92,7 +101,8 @@ class Intervals:
                     found = (low + up) / 2, (up - low) / 2
                 elif isinstance(op, (Activation, Curved)):
                     found = op.interval(low, up)
-                    # Half a bound is enough for a stable unit, but infinite intervals would cancel to NaN further on.
+                    # Half a bound is enough for a stable unit, but infinite intervals would cancel
+                    # to NaN further on.
                     found = found if bool(torch.isfinite(found[1]).all()) else None
             self._found[place] = found
         interval = self._found[source]

@@ -16,13 +16,15 @@ from wball.certificates import trust
 from wball.certificates.bounds import Bounds
 from wball.certificates.collector import LIMIT, gain_bytes
 from wball.certificates.complete import Leaf, Search, splittable
-from wball.certificates.effort import Effort, Method
+from wball.certificates.complete.bound import improve
+from wball.certificates.complete.gains import grouped, open_problems
+from wball.certificates.effort import ONE_PASS, Effort, Method
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph, MaxPool
-from wball.certificates.relaxation import Ascent, Relaxation
+from wball.certificates.relaxation import Relaxation
 from wball.certificates.tracing import trace
 from wball.display import Summarised, percent
-from wball.input_sets import InputSet, TransportSet
+from wball.input_sets import InputSet
 from wball.input_sets.box import intervals
 from wball.memory import free_bytes
 from wball.model import ask, check_classes, evaluating
@@ -31,27 +33,30 @@ FINE = 128
 """Radii are found to a part in so many."""
 
 CLOSE, WIDE = 2.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the others get at five
-times the price. More hardly tightens a bound."""
+"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the
+others get at five times the price. More hardly tightens a bound."""
 
 HOPELESS, HOPELESS_EVERYWHERE = (100.0, 2.0), (1000.0, 0.7)
-"""Images whose bound is further below 0 than so many times their clean margin are beyond help: of anchors, and of
-longer moves. First where many pixels hold no mass, then where all do: there a network of three convolutions went from
--262 to -0.38 and 0.02, and longer moves are worth no more."""
+"""Images whose bound is further below 0 than so many times their clean margin are beyond help: of
+anchors, and of longer moves. First where many pixels hold no mass, then where all do: there a
+network of three convolutions went from -262 to -0.38 and 0.02, and longer moves are worth no
+more."""
+
+CLIMBED = 3.0
+"""Slopes are optimised for images whose bound is above minus this many times their clean margin."""
 
 ROOM = 0.8
 """Share of a GPU's free memory that the gains of images bounded together may take."""
 
 FLAT = 0.8
-"""What a ball takes off the clean margin is taken to grow at least like this power of its radius, where a search for
-the radius asks what is left to gain."""
-
-ONE_PASS: tuple[Method, ...] = ("interval", "dual", "crown")
-"""Methods that bound every image in the same way, however open it is."""
+"""What a ball takes off the clean margin is taken to grow at least like this power of its radius,
+where a search for the radius asks what is left to gain."""
 
 
 class CertificateStatus(Enum):
-    """What a certificate says about an image. The value is the explanation, with the remedy where there is one."""
+    """What a certificate says about an image. The value is the explanation, with the remedy
+    where there is one.
+    """
 
     CERTIFIED = "every image of the ball gets the label"
     FALSIFIED = "an image of the ball gets another label: see counterexample"
@@ -71,18 +76,23 @@ class CertificateResult(Summarised):
 
     Attributes:
         certified: bool, per image: proved that the model answers ``y`` all over the ball.
-        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)``, per image, float64. Proofs by
-            contradiction (``method="complete"``) say only that it is positive: then it is the least positive number.
+        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)``, per image,
+            float64. Proofs by contradiction (``method="complete"``) say only that it is positive:
+            then it is the least positive number.
         status: per image, with the reason where there is no certificate.
-        plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the ball's window.
+        plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the
+            ball's window.
         method: the relaxation used.
         kernel: the kernel that maximised over the ball.
-        seconds: wall-clock time spent on each image: what serves several images is shared equally by them.
-        counterexample: for ``method="complete"``, images like ``x``: where the status is ``FALSIFIED`` a point of the
-            ball, checked as an audit does, that the model gives another label; elsewhere the image itself.
-        leaves: for ``method="complete"``, per image: where branch and bound certified it, the parts its tree ended in,
-            class by class (:class:`~wball.certificates.complete.Leaf`); classes that are not among them were certified
-            without. ``None`` elsewhere, and where there are too many parts to keep.
+        seconds: wall-clock time spent on each image: what serves several images is shared equally
+            by them.
+        counterexample: for ``method="complete"``, images like ``x``: where the status is
+            ``FALSIFIED`` a point of the ball, checked as an audit does, that the model gives
+            another label; elsewhere the image itself.
+        leaves: for ``method="complete"``, per image: where branch and bound certified it, the parts
+            its tree ended in, class by class (:class:`~wball.certificates.complete.Leaf`); classes
+            that are not among them were certified without. ``None`` elsewhere, and where there are
+            too many parts to keep.
     """
 
     certified: Tensor
@@ -111,9 +121,7 @@ def certify(
     method: Method = "anchored",
     plans: Plans = "full",
     *,
-    refine: bool | None = None,
-    optimise: bool | None = None,
-    steps: int | None = None,
+    steps: int = 30,
     reg: float = 1000.0,
     batch_size: int | None = None,
     time_limit: float = 60.0,
@@ -124,19 +132,24 @@ def certify(
 
     Methods, from loose to tight:
 
-    - ``interval``: the ball is first turned into one interval per pixel, which is what makes certificates vacuous here;
-    - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate Sinkhorn with ``reg``;
+    - ``interval``: the ball is first turned into one interval per pixel, which is what makes
+      certificates vacuous here;
+    - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate
+      Sinkhorn with ``reg``;
     - ``crown``: linear relaxation with adaptive slopes over the ball itself;
-    - ``anchored``: images that ``crown`` leaves open are tried again with bounds that are exact at the image and grow
-      only with the mass that moves (:mod:`wball.certificates.anchor`), layer after layer;
+    - ``anchored``: images that ``crown`` leaves open are tried again with bounds that are exact at
+      the image and grow only with the mass that moves (:mod:`wball.certificates.anchor`), layer
+      after layer;
     - ``alpha-crown``: images that are still open get slopes and box prices optimised in ``steps``;
-    - ``complete``: what ``anchored`` leaves open is decided by branch and bound, with attacks along the way
-      (:mod:`wball.certificates.complete`): certified, falsified with a ``counterexample``, or unknown when
-      ``time_limit`` is up. With ``full`` plans an image is falsified only by a point of the ball itself, inside its
-      window.
+    - ``complete``: what ``anchored`` leaves open is decided by branch and bound, with attacks along
+      the way (:mod:`wball.certificates.complete`): certified, falsified with a ``counterexample``,
+      or unknown when ``time_limit`` is up. With ``full`` plans an image is falsified only by a
+      point of the ball itself, inside its window.
 
-    The result is sound in float32 too: everything that counts is evaluated in float64 with a margin for rounding (see
-    :mod:`wball.certificates.relaxation`). The model is bounded in evaluation mode; its mode is left as it was.
+    The result is sound in float32 too: everything that counts is evaluated in float64 with a margin
+    for rounding (see
+    :mod:`wball.certificates.relaxation`). The model is bounded in evaluation mode; its mode is left
+    as it was.
 
     Args:
         model: a feed-forward network of supported modules; raises
@@ -145,16 +158,14 @@ def certify(
         y: labels ``(B,)``.
         ball: the threat model.
         plans: ``full`` plans, or only those inside the ball's window.
-        refine: deprecated; ``refine=False`` is ``method="crown"``.
-        optimise: deprecated; ``optimise=True`` is ``method="alpha-crown"``.
-        steps: of ``alpha-crown``, 30 unless given.
+        steps: number of optimisation steps of ``alpha-crown``.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
-        time_limit: for ``complete``, seconds for each image that is left open, on average: time that some do not need
-            goes to others, nearest to a proof first.
+        time_limit: for ``complete``, seconds for each image that is left open, on average: time
+            that some do not need goes to others, nearest to a proof first.
     """
     x, y = _check(x, y, ball)
-    effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
+    effort = Effort(method, plans, steps, reg, batch_size, time_limit)
     graph = trace(model, x, ball)
     batches = x.split(batch_size or _images_at_once(x)) if x.shape[0] else ()
     with trust.steady(model, batches):
@@ -173,7 +184,8 @@ def _certify(
 ) -> CertificateResult:
     """:func:`certify` with checked arguments and a model that was traced before.
 
-    Images that are ``deep`` (B,) get the dearest of the anchored bounds at once, whatever cheaper ones say.
+    Images that are ``deep`` (B,) get the dearest of the anchored bounds at once, whatever cheaper
+    ones say.
     """
     method, plans = effort.method, effort.plans
     if x.shape[0] == 0:
@@ -181,22 +193,19 @@ def _certify(
         return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
     step = effort.batch_size or _images_at_once(x)
     first = first or _first_layer(graph, x, ball, plans)
-    parts, at_centre, known, times = [], [], [], []
+    margins, cleans, known, times = [], [], [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
-        part = _Problem(graph, x[index], y[index], ball.take(index), plans, clean, first)
+        batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean, first)
         if method == "complete":  # the other half is for attacks and the search
-            part.deadline = start + 0.5 * effort.time_limit * index.shape[0]
-        parts.append(
-            part.margin(method, effort.steps, effort.reg, None if deep is None else deep[index])
-        )
-        at_centre.append(clean)
-        if method == "complete":
-            left = ((parts[-1] <= 0) & (clean > 0)).nonzero()[:, 0]
-            known.append(part.bounds.take(left))
+            batch.deadline = start + 0.5 * effort.time_limit * index.shape[0]
+        found = batch.margin(None if deep is None else deep[index])
+        margins.append(found)
+        cleans.append(clean)
+        known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
         times += [(time.monotonic() - start) / index.shape[0]] * index.shape[0]
-    margin, correct = torch.cat(parts), torch.cat(at_centre) > 0
+    margin, correct = torch.cat(margins), torch.cat(cleans) > 0
     certified = (margin > 0) & correct
     seconds = torch.tensor(times, dtype=torch.float64, device=x.device)
     status = tuple(
@@ -207,12 +216,10 @@ def _certify(
         else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    found = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
-    return (
-        found
-        if method != "complete"
-        else _decide(model, graph, x, y, ball, found, Bounds.join(known), effort.time_limit)
-    )
+    result = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
+    if method != "complete":
+        return result
+    return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
 
 
 def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLayer:
@@ -231,7 +238,8 @@ def _decide(
     known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for the images that are not certified yet, of whose units bounds are ``known``.
+    """Branch and bound for the images that are not certified yet, of whose units bounds are
+    ``known``.
 
     The parts of a tree name units of the graph that :func:`splittable` returns.
     """
@@ -278,25 +286,25 @@ def certified_radius(
     plans: Plans = "full",
     *,
     rounds: int = 9,
-    refine: bool | None = None,
-    optimise: bool | None = None,
-    steps: int | None = None,
+    steps: int = 30,
     reg: float = 1000.0,
     batch_size: int | None = None,
     time_limit: float = 60.0,
 ) -> Tensor:
-    """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was proved.
+    """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was
+    proved.
 
-    A search for the root of the margin, all images together. ``ball`` gives the geometry, its ``eps`` the first guess.
-    Every returned radius was certified as it stands, as :func:`certify` does: stopping early makes it smaller, never
-    wrong. An image is done when its radius is known to a part in :data:`FINE`, or when that is all its margin leaves
-    to gain. The other arguments are those of :func:`certify`.
+    A search for the root of the margin, all images together. ``ball`` gives the geometry, its
+    ``eps`` the first guess. Every returned radius was certified as it stands, as :func:`certify`
+    does: stopping early makes it smaller, never wrong. An image is done when its radius is known to
+    a part in :data:`FINE`, or when that is all its margin leaves to gain. The other arguments are
+    those of :func:`certify`.
 
     Args:
         rounds: at most so many certificates are tried per image.
     """
     x, y = _check(x, y, ball)
-    effort = Effort.read(method, plans, refine, optimise, steps, reg, batch_size, time_limit)
+    effort = Effort(method, plans, steps, reg, batch_size, time_limit)
     inputs.check_count("rounds", rounds)
     trial = (
         torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
@@ -318,7 +326,8 @@ def certified_radius(
             break
         at = ball.at(trial[index])
         first = first or _first_layer(graph, x[index], at, plans)
-        # What cheap bounds left open once they mostly leave open again; and margins of one kind can be compared.
+        # What cheap bounds left open once they mostly leave open again; and margins of one kind can
+        # be compared.
         deep = found.high[index].isfinite() if effort.method == "anchored" else None
         result = _certify(model, graph, x[index], y[index], at, effort, first, deep)
         best = (
@@ -334,8 +343,8 @@ def certified_radius(
 class _Bracket:
     """The largest radius certified so far, the smallest that was not, and the margins at both.
 
-    What a ball takes off the clean margin grows about like a power of its radius, which both ends tell; next to one end
-    alone it is taken for 1.2.
+    What a ball takes off the clean margin grows about like a power of its radius, which both ends
+    tell; next to one end alone it is taken for 1.2.
     """
 
     def __init__(
@@ -351,13 +360,16 @@ class _Bracket:
 
     def open(self) -> Tensor:
         known = self.high - self.low <= self.high / FINE
-        # Margins at the upper end may be of cheaper bounds: what is left to gain is judged by the lower one alone.
+        # Margins at the upper end may be of cheaper bounds: what is left to gain is judged by the
+        # lower one alone.
         taken = (self.clean - self.above).clamp(min=1e-9)
         spent = self.best & (self.low > 0) & (self.clean / taken <= (1 + 1 / FINE) ** FLAT)
         return (self.clean > 0) & (self.high.isinf() | ~(known | spent))
 
     def note(self, index: Tensor, trial: Tensor, result: CertificateResult, best: Tensor) -> None:
-        """Take down what was found at ``trial``, and where that was by the tightest bounds there are."""
+        """Take down what was found at ``trial``, and where that was by the tightest bounds
+        there are.
+        """
         yes, no = index[result.certified], index[~result.certified]
         self.best[yes] = best[result.certified]
         self.low[yes], self.above[yes] = trial[result.certified], result.margin[result.certified]
@@ -368,7 +380,8 @@ class _Bracket:
     def next(self) -> Tensor:
         """Where the margin should vanish, a little on the side that is wanted next.
 
-        Between two ends that is the inner one: a radius that is certified with next to nothing left is what is sought.
+        Between two ends that is the inner one: a radius that is certified with next to nothing left
+        is what is sought.
         """
         low, high, clean = self.low, self.high, self.clean
         bounded, certified = high.isfinite(), low > 0
@@ -417,14 +430,18 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _images_at_once(x: Tensor) -> int:
-    """Images bounded together: few on a CPU; on a GPU as many as leave half a megabyte per pixel for their anchors."""
+    """Images bounded together: few on a CPU; on a GPU as many as leave half a megabyte per
+    pixel for their anchors.
+    """
     if x.is_cuda:
         return min(512, max(2, free_bytes(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
 
 
 def _searched(x: Tensor) -> int:
-    """Images that branch and bound searches together: their classes have anchors and gains of their own."""
+    """Images that branch and bound searches together: their classes have anchors and gains of
+    their own.
+    """
     return min(64, max(1, free_bytes(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
 
 
@@ -434,12 +451,14 @@ def _room(x: Tensor) -> int:
 
 
 def _numbers_at_once(x: Tensor) -> int:
-    """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a GPU's free memory."""
+    """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a
+    GPU's free memory.
+    """
     return min(2**29, max(2**22, free_bytes(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
-class _Problem:
-    """One batch of images, their input set, and the bounds found so far."""
+class _Batch:
+    """One batch of images and the bounds found so far."""
 
     def __init__(
         self,
@@ -447,147 +466,101 @@ class _Problem:
         x: Tensor,
         y: Tensor,
         ball: Ball,
-        plans: Plans,
+        effort: Effort,
         clean: Tensor,
         first: FirstLayer,
     ) -> None:
-        self.graph, self.x, self.y, self.ball, self.plans, self.clean = (
-            graph,
-            x,
-            y,
-            ball,
-            plans,
-            clean,
-        )
-        self.first, self.centre = first, graph.values(x.to(torch.float64))
+        self.graph, self.x, self.y, self.ball, self.effort = graph, x, y, ball, effort
+        self.clean, self.first, self.centre = clean, first, graph.values(x.to(torch.float64))
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
-        self.budget, self.bounds, self.deadline = _numbers_at_once(x), Bounds(), math.inf
-        self.sparing = (
-            False  # leave out bounds of units that only optimised slopes and searches use
-        )
+        self.bounds, self.deadline = Bounds(), math.inf
 
-    def relaxation(
-        self, source: InputSet, method: Method, reg: float, left: Tensor | None = None
-    ) -> Relaxation:
-        if method == "dual":
-            return Relaxation(self.graph, source, "parallel", reg, self.budget)
+    def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
+        budget = _numbers_at_once(self.x)
+        if self.effort.method == "dual":
+            return Relaxation(self.graph, source, "parallel", self.effort.reg, budget)
         centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
-        first = self.first if isinstance(source, TransportSet) else None
-        return Relaxation(self.graph, source, budget=self.budget, first=first, centre=centre)
+        first = self.first if source.has_plans else None
+        return Relaxation(self.graph, source, budget=budget, first=first, centre=centre)
 
-    def margin(self, method: Method, steps: int, reg: float, deep: Tensor | None = None) -> Tensor:
-        source = self.ball.input_set(self.x, self.plans)
+    def margin(self, deep: Tensor | None = None) -> Tensor:
+        """Lower bounds of the margins; ``deep`` images get the most expensive anchored bounds
+        at once.
+        """
+        method = self.effort.method
+        source = self.ball.input_set(self.x, self.effort.plans)
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
-        relaxation = self.relaxation(source, method, reg)
-        self.bounds = bounds = relaxation.bound_all(self.x.shape[0], self.like)
-        margins = relaxation.margins(self.y, bounds, self.like)
-        if method in ("interval", "dual"):
+        relaxation = self._relaxation(source)
+        self.bounds = relaxation.bound_all(self.x.shape[0], self.like)
+        margins = relaxation.margins(self.y, self.bounds, self.like)
+        if method in ONE_PASS:
             return margins.amin(1)
-        if source.small:
-            margins = torch.maximum(
-                margins, relaxation.margins(self.y, bounds, self.like, exact_box=True)
-            )
-        if method == "crown":
-            return margins.amin(1)
-        # Windows of maxima are settled by both bounds of what they read.
-        self.sparing = method == "anchored" and not any(
-            isinstance(op, MaxPool) for op in self.graph.ops
-        )
         once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
-        plans = source if isinstance(source, TransportSet) else None
-        far = plans is not None and plans.far is not None  # some moves are not told apart
-        everywhere = plans is not None and plans.detours is not None
-        near, nearer = HOPELESS_EVERYWHERE if everywhere else HOPELESS
-        self._tighten(margins, bounds, self._open(margins, near) & ~(once & far), CLOSE)
-        if far and method != "complete":  # the search begins with that
-            self._tighten(margins, bounds, self._open(margins, nearer) | once, WIDE)
+        far = source.far is not None
+        if source.has_plans:
+            near, nearer = HOPELESS_EVERYWHERE if source.follows_far else HOPELESS
+            self._tighten(margins, self._open(margins, near) & ~(once & far), CLOSE)
+            if far and method != "complete":  # the search begins with that
+                self._tighten(margins, self._open(margins, nearer) | once, WIDE)
         if method == "alpha-crown":
-            self._tighten(margins, bounds, self._open(margins, 3.0), WIDE, steps)
+            self._tighten(margins, self._open(margins, CLIMBED), WIDE, self.effort.steps)
         return margins.amin(1)
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
-        """Images that are not certified yet, by at most ``near`` times their clean margin: others are beyond help."""
-        lowest = margins.amin(1)
-        hopeful = (lowest <= 0) & (self.clean > 0)
-        return hopeful & (lowest > -near * self.clean) if self.first.plans else hopeful
-
-    def _tighten(
-        self, margins: Tensor, bounds: Bounds, chosen: Tensor, reach: float, steps: int = 0
-    ) -> None:
-        """Improve the ``chosen`` images: anchored bounds layer by layer, box prices, ``steps`` of optimisation.
-
-        Balls without plans have nothing to anchor to: there the slopes of every layer are optimised instead.
+        """Images that are not certified yet and whose bound is above ``-near`` times their
+        clean margin.
         """
-        left = chosen.nonzero()[:, 0]
+        lowest = margins.amin(1)
+        return (lowest <= 0) & (self.clean > 0) & (lowest > -near * self.clean)
+
+    def _tighten(self, margins: Tensor, chosen: Tensor, reach: float, steps: int = 0) -> None:
+        """Improve the ``chosen`` images by anchored bounds, layer by layer, and ``steps`` of
+        optimisation.
+
+        On a GPU images are bounded in groups whose gains fit into memory.
+        """
+        left, room = chosen.nonzero()[:, 0], ROOM * _room(self.x)
         if left.numel() == 0:
             return
-        room = ROOM * _room(self.x)
-        for some in self._together(left, bounds, reach, room):
-            self._tighten_some(margins, bounds, some, reach, steps, room)
-
-    def _together(self, left: Tensor, bounds: Bounds, reach: float, room: float) -> list[Tensor]:
-        """Images in groups whose gains take ``room`` bytes of a GPU's memory; on a CPU there are few at a time."""
-        source = self.ball.take(left[:1]).input_set(self.x[left[:1]], self.plans).finer(reach)
+        groups = [left]
         places = [k for k in self.graph.relaxed() if k not in self.first.layers]
-        if not self.x.is_cuda or not isinstance(source, TransportSet) or not places:
-            return [left]
-        units = torch.stack([bounds.unstable(k)[left].flatten(1).sum(1) for k in places]).sum(0)
-        size = gain_bytes(source) * units
-        _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
-        return list(left.split(counts.tolist()))
+        if self.x.is_cuda and self.first.plans and places:
+            one = self.ball.take(left[:1]).input_set(self.x[left[:1]], self.effort.plans)
+            units = [self.bounds.unstable(k)[left].flatten(1).sum(1) for k in places]
+            size = gain_bytes(one.finer(reach)) * torch.stack(units).sum(0)
+            groups = [left[part] for part in grouped(size, room)]
+        for some in groups:
+            self._tighten_some(margins, some, reach, steps, room)
 
     def _tighten_some(
-        self, margins: Tensor, bounds: Bounds, left: Tensor, reach: float, steps: int, room: float
+        self, margins: Tensor, left: Tensor, reach: float, steps: int, room: float
     ) -> None:
-        some, y = bounds.take(left), self.y[left]
-        source = self.ball.take(left).input_set(self.x[left], self.plans).finer(reach)
-        relaxation = self.relaxation(source, "alpha-crown", math.inf, left)
+        some, x, y = self.bounds.take(left), self.x[left], self.y[left]
+        source = self.ball.take(left).input_set(x, self.effort.plans).finer(reach)
+        relaxation = self._relaxation(source, left)
         relaxation.deadline = self.deadline
-        if self.x.is_cuda and isinstance(source, TransportSet):
-            each = room / (gain_bytes(source) * len(self.graph.relaxed()))  # units, of one image
-            relaxation.limit = max(LIMIT, int(each * source.gain_size) // self.x[0].numel())
-        anchored = isinstance(source, TransportSet)
-        if not anchored and steps == 0:
-            return
-        layers = None if anchored else Ascent(steps)
-        for position in self.graph.relaxed():
-            relaxation.bound_layer(
-                position,
-                some,
-                left.shape[0],
-                self.like,
-                anchored=anchored,
-                ascent=layers,
-                sparing=self.sparing,
+        found = margins[left]
+        if source.has_plans:
+            if x.is_cuda:
+                each = room / (
+                    gain_bytes(source) * len(self.graph.relaxed())
+                )  # units, of one image
+                relaxation.limit = max(LIMIT, int(each * source.gain_size) // x[0].numel())
+            # Optimised slopes and searches use all bounds; so do windows of maxima.
+            sparing = self.effort.method == "anchored" and not any(
+                isinstance(op, MaxPool) for op in self.graph.ops
             )
-        found = torch.maximum(
-            margins[left], relaxation.margins(y, some, self.like, anchored=anchored)
-        )
-        if isinstance(source, TransportSet):
-            only = (
-                torch.ones_like(found, dtype=torch.bool)
-                if source.small
-                else self._near(found, left, 0.1)
-            )
-            if (steps or source.small) and bool(only.any()):
-                boxed = relaxation.margins(
-                    y, some, self.like, anchored=True, only=only, exact_box=True
+            for position in self.graph.relaxed():
+                relaxation.bound_layer(
+                    position, some, left.shape[0], self.like, anchored=True, sparing=sparing
                 )
-                found = torch.maximum(found, boxed)
-        only = self._near(found, left, 3.0)
-        if steps and bool(only.any()):
-            climbed = relaxation.margins(
-                y, some, self.like, anchored=anchored, ascent=Ascent(steps), only=only
-            )
-            found = torch.maximum(found, climbed)
+            found = torch.maximum(found, relaxation.margins(y, some, self.like, anchored=True))
+        near = (found.amin(1) > -CLIMBED * self.clean[left])[:, None]
+        image, other = ((found <= 0) & near).nonzero(as_tuple=True)
+        if steps and image.numel():
+            problems = open_problems(relaxation, x, y, some, image, other)
+            climbed = improve(problems, problems.start(), steps, 0.3).bound
+            found[image, other] = torch.maximum(found[image, other], climbed)
         margins[left] = found
-        bounds.put(left, some)
-
-    def _near(self, margins: Tensor, left: Tensor, share: float) -> Tensor:
-        """Rows still open of images whose bound is below 0 by at most a share of the clean margin.
-
-        The box is worth a few percent of what the ball takes, optimised slopes some ten: beyond that both are in vain.
-        """
-        close = margins.amin(1) > -share * self.clean[left]
-        return (margins <= 0) & close[:, None]
+        self.bounds.put(left, some)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from wball.certificates.anchor import UnitAnchor
-from wball.input_sets import TransportSet
-from wball.input_sets.charges import Anchor, Kept
+from wball.input_sets import InputSet
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
 
 LIMIT = 2**15
@@ -26,7 +26,7 @@ class Bound:
 
     value: Tensor  # (N,), sound
     at_input: Rows
-    charged: list[tuple[Anchor, Rows]]
+    charges: Charges | None
     constant: Tensor
 
 
@@ -36,7 +36,7 @@ class Collector:
 
     def __init__(
         self,
-        source: TransportSet,
+        source: InputSet,
         images: int,
         shape: tuple[int, ...],
         device: torch.device,
@@ -62,7 +62,7 @@ class Collector:
         keep = ((bound.value <= 0) & self._chosen[image, unit]).nonzero()[:, 0]
         if keep.shape[0] == 0:
             return
-        at_input, charged, constant = bound.at_input, bound.charged, bound.constant
+        at_input, charges, constant = bound.at_input, bound.charges, bound.constant
         if keep.shape[0] < image.shape[0]:
             image, unit, constant, at_input = (
                 image[keep],
@@ -70,27 +70,27 @@ class Collector:
                 constant[keep],
                 at_input.take(keep),
             )
-            charged = charged.take(keep) if isinstance(charged, Kept) else charged
-        centre = at_input.read(self.source.x.reshape(-1, *self.source.shape))
+            charges = None if charges is None else charges.take(keep)
+        centre = at_input.read(self.source.x)
         self._centre[image, unit] = -(constant + (at_input.coeff * centre).flatten(1).sum(1))
-        gains = self.source.gains(at_input.like(-at_input.coeff), charged)
-        self._parts.append((image, unit, *gains))
+        gains = self.source.gains(at_input.like(-at_input.coeff), charges)
+        self._parts.append((image, unit, gains.moves, gains.out, gains.into))
 
     def anchor(self) -> tuple[UnitAnchor, Tensor] | None:
         """The anchor and the units' values at the images; ``None`` if no unit was added."""
         if not self._parts:
             return None
         image, unit, *gains = (torch.cat(part) for part in zip(*self._parts, strict=True))
-        anchor = UnitAnchor(self.shape, image, unit, (gains[0], gains[1], gains[2]), self.images)
+        anchor = UnitAnchor(self.shape, image, unit, Charges(*gains), self.images)
         return anchor, self._centre.view(self.images, *self.shape)
 
 
-def gain_bytes(source: TransportSet) -> int:
+def gain_bytes(source: InputSet) -> int:
     """About how much memory the gains of one unit take."""
     return 4 * COPIES * source.gain_size
 
 
-def chosen(lower: Tensor, upper: Tensor, source: TransportSet, limit: int) -> Tensor | None:
+def chosen(lower: Tensor, upper: Tensor, source: InputSet, limit: int) -> Tensor | None:
     """``(images, units)``: each image's most unstable units, as many as there is room for; ``None``
     if all fit."""
     low, up = lower.flatten(1), upper.flatten(1)

@@ -1,10 +1,11 @@
 r"""Bounds over what is left for an attacker: only images with a margin ``m <= 0`` matter.
 
-There ``v <= v - gamma m`` for every function ``v`` of the image and every ``gamma >= 0``. With a row that bounds ``m``
-from below over the whole set, the right-hand side is a row again, so any bound can be taken over those images alone:
-an attacker who drives a unit up must bring the margin down with the same budget. Tighter bounds of the units improve
-the row of ``m``, and so on; should the bound of ``m`` rise above 0, or the bounds of a unit cross, there is no such
-image. (In the limit this is the dual of the program that minimises a unit subject to ``m <= 0``.)
+There ``v <= v - gamma m`` for every function ``v`` of the image and every ``gamma >= 0``. With a
+row that bounds ``m`` from below over the whole set, the right-hand side is a row again, so any
+bound can be taken over those images alone: an attacker who drives a unit up must bring the margin
+down with the same budget. Tighter bounds of the units improve the row of ``m``, and so on; should
+the bound of ``m`` rise above 0, or the bounds of a unit cross, there is no such image. (In the
+limit this is the dual of the program that minimises a unit subject to ``m <= 0``.)
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wball.input_sets import InputSet, TransportSet
+from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
-from wball.input_sets.charges import Anchor, Charged, Charges
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
 
 TIMES = (0.5, 1.5, 4.0)
-"""Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the margin can fall."""
+"""Multipliers ``gamma`` that are tried, relative to how far the unit can rise for what the
+margin can fall."""
 
 TRIAL_ROUNDS = 4
 """Rounds of the search for ``psi`` while multipliers are compared; any of both is sound."""
@@ -29,7 +31,8 @@ TRIAL_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Condition:
-    """``m >= constant + <rows, z> - charges`` for every image of the set, problem by problem; it matters where m <= 0.
+    """``m >= constant + <rows, z> - charges`` for every image of the set, problem by problem; it
+    matters where m <= 0.
 
     Attributes:
         rows: dense rows over the images, one per problem.
@@ -47,16 +50,18 @@ class Condition:
 
     @torch.no_grad()
     def maximum(
-        self, source: InputSet, rows: Rows, charged: Charged, known: Tensor, rounds: int = ROUNDS
+        self,
+        source: InputSet,
+        rows: Rows,
+        charges: Charges | None,
+        known: Tensor,
+        rounds: int = ROUNDS,
     ) -> tuple[Tensor, Tensor]:
-        """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the magnitudes it adds.
+        """A sound upper bound of ``max <rows, z>`` plus charges where ``m <= 0``; and the
+        magnitudes it adds.
 
-        ``known``, what the maximum is over all images, gives multipliers their scale.
+        Rows are dense. ``known``, the maximum over all images, gives multipliers their scale.
         """
-        rows = rows.dense(tuple(self.rows.coeff.shape[1:]))
-        charges = total_charges(
-            source, rows, charged
-        )  # once: they are the same for every multiplier
         single = rows.like(rows.coeff.float())
         lighter = (
             None
@@ -82,49 +87,17 @@ class Condition:
         if self.charges is not None:
             mine = self.charges.times(gamma.to(dtype), rows.image)
             charges = mine if charges is None else charges.plus(mine)
-        charged = (
-            []
-            if charges is None
-            else [(Given(charges), Rows(gamma.to(dtype)[:, None], rows.image))]
-        )
-        return (
-            source.maximum(together, charged, rounds=rounds).double()
-            - gamma * self.constant[rows.image]
-        )
-
-
-class Given(Anchor):
-    """Charges that are known, row by row, whatever the weights."""
-
-    layer = (1,)
-
-    def __init__(self, charges: Charges) -> None:
-        self.charges = charges
-
-    def aligned(self, weights: Rows, rows: Rows) -> bool:
-        return False
-
-    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        return self.charges
-
-
-def total_charges(source: InputSet, rows: Rows, charged: Charged) -> Charges | None:
-    """What all anchors charge to dense rows; ``None`` if there are none."""
-    total: Charges | None = None
-    for anchor, weights in charged:
-        assert isinstance(source, TransportSet)
-        part = anchor.charge(weights.dense(anchor.layer), rows, source.active)
-        total = part if total is None else total.plus(part)
-    return total
+        value = source.maximum(together, charges, rounds=rounds).double()
+        return value - gamma * self.constant[rows.image]
 
 
 def condition(
-    source: InputSet, rows: Rows, charged: Charged, constant: Tensor, centre: Tensor
+    rows: Rows, charges: Charges | None, largest: Tensor, constant: Tensor, centre: Tensor
 ) -> Condition:
-    """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order."""
-    dense = rows.dense(tuple(centre.shape[1:]))
-    charges = total_charges(source, dense, charged)
-    at_image = (dense.coeff * centre).flatten(1).sum(1)
-    largest = source.maximum(dense.like(-dense.coeff), charged)
+    """The condition ``m <= 0`` of a lower bound of ``m``, one row per problem in their order.
+
+    ``largest`` is the largest value of minus the rows plus charges.
+    """
+    at_image = (rows.coeff * centre).flatten(1).sum(1)
     fall = (largest + at_image).clamp(min=math.ulp(1.0) * at_image.abs().clamp(min=1e-30))
-    return Condition(dense, charges, constant, centre, fall)
+    return Condition(rows, charges, constant, centre, fall)

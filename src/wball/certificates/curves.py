@@ -1,10 +1,11 @@
 r"""Lines below and above curved activations: sigmoid, tanh, GELU, SiLU and clamps.
 
-For a curve ``f`` on ``[l, u]`` and *any* slope ``k`` the line ``k v + min (f(v) - k v)`` lies below it, and with the
-maximum above it. On a grid of step ``h`` the extremes are known up to ``max |f''| h^2 / 8``, which is allowed for. Of a
-few slopes the one whose line is best in the middle of the interval is taken. Where the interval is too wide for a grid,
-sigmoid and tanh have their range, and GELU and SiLU lie between ``max(v, 0)`` less their depth and ``max(v, 0)``. A
-clamp has its extremes at the ends and kinks.
+For a curve ``f`` on ``[l, u]`` and *any* slope ``k`` the line ``k v + min (f(v) - k v)`` lies below
+it, and with the maximum above it. On a grid of step ``h`` the extremes are known up to ``max |f''|
+h^2 / 8``, which is allowed for. Of a few slopes the one whose line is best in the middle of the
+interval is taken. Where the interval is too wide for a grid, sigmoid and tanh have their range, and
+GELU and SiLU lie between ``max(v, 0)`` less their depth and ``max(v, 0)``. A clamp has its extremes
+at the ends and kinks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ HUGE = 1e30
 class Curve:
     """A scalar function; ``bend`` bounds ``|f''|``.
 
-    ``ends`` is its range where that is finite; otherwise it lies between ``max(v, 0) - depth`` and ``max(v, 0)``.
+    ``ends`` is its range where that is finite; otherwise it lies between ``max(v, 0) - depth`` and
+    ``max(v, 0)``.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -46,7 +48,8 @@ CURVES = {
     "gelu": Curve(F.gelu, 0.7979, None, 0.17),
     "silu": Curve(F.silu, 0.5, None, 0.2785),
 }
-"""By name. |f''| is largest for the sigmoid at 1 / (6 sqrt 3), for tanh at 4 / (3 sqrt 3), for GELU and SiLU at 0."""
+"""By name. |f''| is largest for the sigmoid at 1 / (6 sqrt 3), for tanh at 4 / (3 sqrt 3),
+for GELU and SiLU at 0."""
 
 DIPS = {kind: curve.depth for kind, curve in CURVES.items() if curve.depth}
 """How far curves that are not monotone go below 0."""
@@ -79,7 +82,9 @@ def _extremes(curve: Curve, slope: Tensor, low: Tensor, up: Tensor) -> tuple[Ten
 def _best(
     slopes: list[Tensor], extremes: Callable[[Tensor], tuple[Tensor, Tensor]], middle: Tensor
 ) -> Lines:
-    """Of the lines with these slopes the highest one below and the lowest one above, at ``middle``."""
+    """Of the lines with these slopes the highest one below and the lowest one above, at
+    ``middle``.
+    """
     low = up = torch.zeros_like(middle)
     best_low, best_up = torch.full_like(middle, -math.inf), torch.full_like(middle, math.inf)
     low_shift, up_shift = best_low, best_up

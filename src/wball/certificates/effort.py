@@ -1,8 +1,7 @@
-"""How a certificate is computed: the methods by name, and what each of them may spend."""
+"""How a certificate is computed: the methods by name, and the settings of each."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +11,13 @@ from wball.input_sets import Plans
 Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
 METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
 
-STEPS = 30
-"""Of ``alpha-crown``, unless given."""
+ONE_PASS: tuple[Method, ...] = ("interval", "dual", "crown")
+"""Methods that bound every image in the same way, whether or not it is certified already."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Checked settings of :func:`wball.certify`, which has their meaning."""
+    """Checked settings of :func:`wball.certify`, which documents them."""
 
     method: Method
     plans: Plans
@@ -27,47 +26,13 @@ class Effort:
     batch_size: int | None
     time_limit: float
 
-    @classmethod
-    def read(
-        cls,
-        method: Method,
-        plans: Plans,
-        refine: bool | None,
-        optimise: bool | None,
-        steps: int | None,
-        reg: float,
-        batch_size: int | None,
-        time_limit: float,
-    ) -> Effort:
-        """Settings as the public functions take them, the deprecated ``refine`` and ``optimise`` included."""
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-        if plans not in ("full", "window"):
-            raise ValueError(f'plans must be "full" or "window", got {plans!r}')
-        count = inputs.check_count("steps", STEPS if steps is None else steps)
-        inputs.check_positive("reg", reg)
-        inputs.check_positive("time_limit", time_limit)
-        if batch_size is not None:
-            inputs.check_count("batch_size", batch_size)
-        meant = _named(method, refine, optimise, steps)
-        return cls(meant, plans, count, reg, batch_size, time_limit)
-
-
-def _named(method: Method, refine: bool | None, optimise: bool | None, steps: int | None) -> Method:
-    """The method that is meant, where it was said in the old way, by flags next to ``crown``."""
-    if refine is None and optimise is None and (steps is None or method == "alpha-crown"):
-        return method
-    if method in ("interval", "dual", "complete"):
-        if optimise:
-            raise ValueError(
-                f'optimise needs method="crown", got {method!r}, which has nothing to optimise'
-            )
-        return method
-    if optimise or (optimise is None and (steps is not None or method == "alpha-crown")):
-        meant: Method = "alpha-crown"
-    else:
-        meant = "crown" if refine is False else "anchored"
-    if refine is not None or optimise is not None:
-        said = "refine and optimise are deprecated: the methods crown, anchored and alpha-crown have names"
-        warnings.warn(f"{said}; use method={meant!r}", DeprecationWarning, stacklevel=4)
-    return meant
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.plans not in ("full", "window"):
+            raise ValueError(f'plans must be "full" or "window", got {self.plans!r}')
+        inputs.check_count("steps", self.steps)
+        inputs.check_positive("reg", self.reg)
+        inputs.check_positive("time_limit", self.time_limit)
+        if self.batch_size is not None:
+            inputs.check_count("batch_size", self.batch_size)

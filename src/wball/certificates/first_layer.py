@@ -1,14 +1,16 @@
 r"""Bounds of a first convolution over a Wasserstein ball: one convolution of the image for each ``psi``.
 
-A unit of the first layer is ``v = <w, z> + b`` with the same kernel ``w`` at every position, so the inner maxima of
+A unit of the first layer is ``v = <w, z> + b`` with the same kernel ``w`` at every position, so the
+inner maxima of
 
 .. math::
     v(z) - v(x) \le \psi E + \sum_i x_i \max_j \big( w_j - w_i - \psi C_{ij} \big)
 
-are a kernel themselves, larger than ``w`` by the reach of the moves, and the same for all positions and images. Every
-``psi >= 0`` is sound; the bound is the smallest over a fixed grid of them, relative to the kernel's steepest slope, and
-no larger than what the box allows. Mass beyond the enlarged kernel comes from at least its margin away. Moves may end
-outside the image here, which only enlarges the bound of units at the border.
+are a kernel themselves, larger than ``w`` by the reach of the moves, and the same for all positions
+and images. Every ``psi >= 0`` is sound; the bound is the smallest over a fixed grid of them,
+relative to the kernel's steepest slope, and no larger than what the box allows. Mass beyond the
+enlarged kernel comes from at least its margin away. Moves may end outside the image here, which
+only enlarges the bound of units at the border.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.nn import functional as F
 
 from wball.certificates.anchor import ImageConvolution, image_convolution
 from wball.certificates.graph import Activation, Curved, Graph
-from wball.input_sets import InputSet, TransportSet
+from wball.input_sets import InputSet
 
 MARGIN = 5
 """How far around the kernel mass is followed pixel by pixel."""
@@ -34,17 +36,19 @@ AT_ONCE = 2**27
 
 
 class FirstLayer:
-    """Bounds of every activation that reads a convolution of the image, for full plans of a grid cost.
+    """Bounds of every activation that reads a convolution of the image, for full plans of a grid
+    cost.
 
-    Other input sets leave ``layers`` empty. The kernels serve every image and radius of the same geometry.
+    Other input sets leave ``layers`` empty. The kernels serve every image and radius of the same
+    geometry.
     """
 
     def __init__(self, graph: Graph, source: InputSet) -> None:
         self.layers: dict[int, ImageConvolution] = {}
         self._kernels: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
-        self.plans = isinstance(source, TransportSet)  # whether there is moved mass to charge
+        self.plans = source.has_plans
         self.kernel = source.kernel
-        if not isinstance(source, TransportSet) or source.power is None:
+        if source.power is None:
             return
         for position in graph.relaxed():
             found = (
@@ -56,9 +60,11 @@ class FirstLayer:
                 self.layers[position] = found
 
     def bounds(
-        self, position: int, source: TransportSet, centre: Tensor, rounding: float
+        self, position: int, source: InputSet, centre: Tensor, rounding: float
     ) -> tuple[Tensor, Tensor]:
-        """Lower and upper bounds of what activation ``position`` reads, given its value ``centre`` at the images."""
+        """Lower and upper bounds of what activation ``position`` reads, given its value
+        ``centre`` at the images.
+        """
         layer = self.layers[position]
         size = centre.abs() + layer.kernel.abs().sum((1, 2, 3)).view(-1, 1, 1)
         ends = []
@@ -68,7 +74,7 @@ class FirstLayer:
         return ends[0], ends[1]
 
     def _gain(
-        self, position: int, layer: ImageConvolution, source: TransportSet, sign: float
+        self, position: int, layer: ImageConvolution, source: InputSet, sign: float
     ) -> Tensor:
         """The most ``sign * v`` can grow, ``(B, *layer)``."""
         assert source.power is not None
@@ -93,7 +99,8 @@ class FirstLayer:
             best = best + F.conv2d(
                 lo - x, kernel.clamp(max=0), stride=layer.stride, padding=layer.padding
             )
-        # Many prices at once on a GPU, one on a CPU: their gains are as many numbers as the layer has.
+        # Many prices at once on a GPU, one on a CPU: their gains are as many numbers as the layer
+        # has.
         step = max(1, AT_ONCE // (x.shape[0] * math.prod(layer.layer))) if x.is_cuda else 1
         for some, price in zip(kernels.split(step), prices.split(step), strict=True):
             units = some.flatten(0, 1)
@@ -111,7 +118,9 @@ class FirstLayer:
 
 
 def _kernels(kernel: Tensor, power: float) -> tuple[Tensor, Tensor]:
-    """``max_j (w_j - w_i - psi C_ij)`` on the enlarged kernel, one for every ``psi``; and the ``psi``, (T, units)."""
+    """``max_j (w_j - w_i - psi C_ij)`` on the enlarged kernel, one for every ``psi``; and the
+    ``psi``, (T, units).
+    """
     wide = F.pad(kernel, (MARGIN,) * 4)  # (units, C, h, w)
     height, width = wide.shape[2:]
     place = torch.arange(height * width, device=kernel.device)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from wball.certificates.convolution import transposed
 from wball.certificates.curves import CURVES, DIPS, ROOM, Lines, clamped_lines, curved_lines
 from wball.input_sets.rows import Rows, add, trim
-from wball.kernels.transposed_convolution.reference import transposed
 
 PRODUCT = 2**24
 """Numbers that a convolution written out as a matrix may have."""

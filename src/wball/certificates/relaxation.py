@@ -5,23 +5,24 @@ For a unit ``v`` with ``l <= v <= u``, ``l < 0 < u``, and leak ``s`` (0 for ReLU
 .. math::
     \alpha v \;\le\; \max(v, s v) \;\le\; k v + (s - k)\, l, \qquad k = \frac{u - s\,l}{u - l}, \quad s \le \alpha \le 1
 
-holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the left line where
-``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear function of the image, and its
-minimum over the ball is the support function of :mod:`wball.input_sets`. No interval of pixels ever
-appears. Upper lines that also know the budget are in :mod:`wball.certificates.anchor`.
+holds for every ``alpha``. A row with coefficient ``a`` on the unit is bounded from below by the
+left line where ``a >= 0`` and by the right one where ``a < 0``; what is left at the end is a linear
+function of the image, and its minimum over the ball is the support function of
+:mod:`wball.input_sets`. No interval of pixels ever appears. Upper lines that also know the budget
+are in :mod:`wball.certificates.anchor`.
 
-Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all searching may run
-in float32. The evaluation that counts is in float64 (rows, constants, charges, input maximum), from float64 bounds of
-earlier layers, and is lowered by ``ROUNDING`` times the sum of the magnitudes that entered it. The network that is
-certified is the one with the given weights in exact arithmetic.
+Soundness. Every bound holds for *any* slopes in range, any ``psi >= 0`` and any box prices, so all
+searching may run in float32. The evaluation that counts is in float64 (rows, constants, charges,
+input maximum), from float64 bounds of earlier layers, and is lowered by ``ROUNDING`` times the sum
+of the magnitudes that entered it. The network that is certified is the one with the given weights
+in exact arithmetic.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -34,64 +35,25 @@ from wball.certificates.activations import (
     relax_max_pool,
     upper_line,
 )
-from wball.certificates.anchor import ConvAnchor, image_convolution
+from wball.certificates.anchor import Anchor, ConvAnchor, charge, image_convolution
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
-from wball.certificates.cells import Carrier, follows, neighbours
 from wball.certificates.collector import LIMIT, Bound, Collector
 from wball.certificates.condition import Condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
-from wball.input_sets import InputSet, TransportSet
+from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
-from wball.input_sets.charges import Anchor, Kept
 from wball.input_sets.rows import Rows, units
 
-QUICK = 3
-"""Rounds of search that settle most units which are stable anyway."""
+QUICK, MARGIN_ROUNDS = 3, 3 * ROUNDS
+"""Rounds of search that settle most units which are stable anyway, and for the few rows that
+decide."""
 
 LARGE, SAMPLE, HOPE = 512, 64, 0.05
-"""Layers of so many units or more are sampled first, so many units an image, and left alone if fewer than this share of
-the sample, and of the whole layer before it, turns out stable."""
-
-PATCH = 0.15
-"""Share of the image below which rows are carried back one by one, each in its own patch, on a CPU."""
+"""Layers of so many units or more are sampled first, so many units an image, and left alone if
+fewer than this share of the sample, and of the whole layer before it, turns out stable."""
 
 Lower = Literal["adaptive", "parallel"]
-
-
-@dataclass
-class Choice:
-    """Free parameters of the relaxation per row and coefficient, by operation: any values in range are sound.
-
-    Attributes:
-        slopes: lower slopes, in ``[leak, 1]``.
-        shares: how much of an upper bound is anchored (1) rather than the usual line (0).
-        box: prices of the box.
-    """
-
-    slopes: dict[int, Tensor] = field(default_factory=dict)
-    shares: dict[int, Tensor] = field(default_factory=dict)
-    box: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [*self.slopes.values(), *self.shares.values()]
-
-
-@dataclass(frozen=True)
-class Ascent:
-    """How the free parameters of rows are optimised: Adam steps on each row's own bound.
-
-    Attributes:
-        steps: number of steps.
-        rate: step length for slopes and shares, which live in ``[0, 1]``; decays to a tenth.
-        box_rate: step length for box prices, relative to the row's largest coefficient.
-        box: whether to optimise box prices at all.
-    """
-
-    steps: int = 30
-    rate: float = 0.3
-    box_rate: float = 0.02
-    box: bool = True
 
 
 class Relaxation:
@@ -100,16 +62,18 @@ class Relaxation:
     Args:
         graph: the traced network.
         source: the input set of all images.
-        lower: initial lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else the leak) or ``parallel`` (the
-            upper line's slope, as in the dual of Wong and Kolter).
-        reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact search.
+        lower: initial lower slopes: ``adaptive`` (CROWN: 1 where ``u > -l``, else the leak) or
+            ``parallel`` (the upper line's slope, as in the dual of Wong and Kolter).
+        reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact
+            search.
         budget: how many numbers a chunk of rows may hold.
         first: bounds of first convolutions, which need no rows.
         centre: what each relaxed operation reads at the images themselves, in float64.
 
     Attributes:
         condition: bounds need hold only for images that satisfy it, if there is one.
-        deadline: of ``time.monotonic``; after it units keep the bounds they have, where those are finite.
+        deadline: of ``time.monotonic``; after it units keep the bounds they have, where those are
+            finite.
         limit: numbers per image and pixel that the gains of one layer may hold.
     """
 
@@ -135,23 +99,20 @@ class Relaxation:
         self.deadline, self.limit = math.inf, LIMIT
         self._intervals = Intervals(graph, source)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
-        self._chunks: dict[tuple[int, bool], tuple[int, float]] = {}
+        self._chunks: dict[tuple[int, bool], int] = {}
 
     # ---- one batch of rows
 
     def _relax(
         self,
         bounds: Bounds,
-        choice: Choice | None = None,
-        record: bool = False,
         charged: list[tuple[Anchor, Rows]] | None = None,
         scale: list[Tensor] | None = None,
     ) -> Callable[[int, Rows], tuple[Tensor, Rows]]:
         """The relaxation step of :func:`wball.certificates.graph.back`.
 
-        What ``choice`` does not say takes its initial value, and is written into it if ``record``. With ``charged``,
-        units that have an anchor are bounded by it, and their weights are added to the list. ``scale`` collects the
-        magnitudes of the constants.
+        With ``charged``, units that have an anchor are bounded by it, and their weights are added
+        to the list. ``scale`` collects the magnitudes of the constants.
         """
 
         def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
@@ -168,41 +129,20 @@ class Relaxation:
             assert isinstance(op, Activation)
             dtype = rows.coeff.dtype
             low, up = bounds.lower[position].to(dtype), bounds.upper[position].to(dtype)
-            line, height = upper_line(low, up, op.leak)
-            initial = self._initial(low, up, line, op.leak)
-            slope, shift = rows.read(line), rows.read(height)
+            slope, shift = upper_line(low, up, op.leak)
+            under = self._initial(low, up, slope, op.leak)
             positive, negative = rows.coeff.clamp(min=0), rows.coeff.clamp(max=0)
-            stable = slope
             if charged is not None and position in self.anchors:
                 anchor, centre = self.anchors[position]
-                bend, left, start, inside = anchored_line(
-                    low, up, centre.to(dtype), op.leak, line, height
+                bend, slope, shift, inside = anchored_line(
+                    low, up, centre.to(dtype), op.leak, slope, shift
                 )
-                initial = torch.where(inside, either(centre > 0, op.leak, initial), initial)
-                weight = rows.read(bend)
-                if choice is not None and record:
-                    choice.shares[position] = torch.ones_like(weight, dtype=torch.float32)
-                if choice is not None and position in choice.shares:
-                    share = choice.shares[position].to(dtype)
-                    weight = weight * share
-                    slope = slope + share * (rows.read(left) - slope)
-                    shift = shift + share * (rows.read(start) - shift)
-                else:
-                    slope, shift = rows.read(left), rows.read(start)
-                charged.append((anchor, rows.like(-negative * weight)))
-            if choice is not None and position in choice.slopes:
-                crossing = rows.read(((low < 0) & (up > 0)).to(dtype)) > 0
-                under = torch.where(
-                    crossing, choice.slopes[position].to(dtype).clamp(op.leak, 1.0), stable
-                )
-            else:
-                under = rows.read(initial)
-                if choice is not None and record:
-                    choice.slopes[position] = under.to(torch.float32)
-            constant = (negative * shift).flatten(1).sum(1)
+                under = torch.where(inside, either(centre > 0, op.leak, under), under)
+                charged.append((anchor, rows.like(-negative * rows.read(bend))))
+            constant = (negative * rows.read(shift)).flatten(1).sum(1)
             if scale is not None:
                 scale.append(constant.abs())
-            return constant, rows.like(positive * under + negative * slope)
+            return constant, rows.like(positive * rows.read(under) + negative * rows.read(slope))
 
         return relax
 
@@ -219,156 +159,74 @@ class Relaxation:
         bounds: Bounds,
         *,
         anchored: bool = False,
-        choice: Choice | None = None,
-        record: bool = False,
         rounds: int = ROUNDS,
         known: Tensor | None = None,
         settle: bool = False,
-        keep: bool = False,
         search: bool = True,
     ) -> Bound:
-        """A sound lower bound of each row over the value of operation ``target``, evaluated in float64.
+        """A sound lower bound of each row over the value of operation ``target``, evaluated in
+        float64.
 
-        ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle`` it is enough for a
-        row to be above 0: how far does not matter. With ``keep`` the bound holds on to its charges. Without ``search``
-        only the linear function is found, and the bound is ``-inf``.
+        ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle``
+        it is enough for a row to be above 0: how far does not matter. Without ``search`` only the
+        linear function is found, and the bound is ``-inf``.
         """
-        charged: list[tuple[Anchor, Rows]] = Kept() if keep else []
+        charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
-        relax = self._relax(bounds, choice, record, charged if anchored else None, scale)
+        relax = self._relax(bounds, charged if anchored else None, scale)
         constant, at_input = back(
             self.graph, target, rows.like(rows.coeff.to(torch.float64)), relax
         )
-        if not search:
-            return Bound(torch.full_like(constant, -math.inf), at_input, charged, constant)
-        box = None if choice is None or choice.box is None else choice.box.to(torch.float64)
-        return self._concluded(constant, at_input, charged, scale, box, rounds, known, settle)
-
-    def _concluded(
-        self,
-        constant: Tensor,
-        at_input: Rows,
-        charged: list[tuple[Anchor, Rows]],
-        scale: list[Tensor],
-        box: Tensor | None,
-        rounds: int,
-        known: Tensor | None,
-        settle: bool = False,
-    ) -> Bound:
-        """The bound that rows over the image give, in float64; ``scale`` are magnitudes that entered ``constant``."""
         size = sum(scale, constant.abs() + at_input.coeff.abs().flatten(1).sum(1))
-        if self.condition is None:
-            negated = at_input.like(-at_input.coeff)
-            # Most units are far from 0: a rough maximum is enough for them. On a GPU asking how many would cost more.
-            rough = self.source.rough(negated) if settle and constant.device.type == "cpu" else None
-            if rough is None:
-                largest = self.source.maximum(negated, charged, box, self.reg, rounds)
-            else:
-                left = (constant - rough - 2 * ROUNDING * (size + rough.abs()) <= 0).nonzero()[:, 0]
-                largest = rough
-                if left.shape[0]:
-                    largest[left] = self.source.maximum(
-                        negated.take(left), reg=self.reg, rounds=rounds
-                    )
-        else:
+        at_input, charges = charge(self.source, at_input, charged, dense=self.condition is not None)
+        if not search:
+            return Bound(torch.full_like(constant, -math.inf), at_input, charges, constant)
+        negated = at_input.like(-at_input.coeff)
+        if self.condition is not None:
             assert known is not None
-            least = constant - known
             largest, more = self.condition.maximum(
-                self.source, at_input.like(-at_input.coeff), charged, least, rounds
+                self.source, negated, charges, constant - known, rounds
             )
             size = size + more
-        size = size + largest.abs()
-        return Bound(constant - largest - ROUNDING * size, at_input, charged, constant)
+        elif settle:
+            largest = self._settled(negated, constant, size, rounds)
+        else:
+            largest = self.source.maximum(negated, charges, reg=self.reg, rounds=rounds)
+        value = constant - largest - ROUNDING * (size + largest.abs())
+        return Bound(value, at_input, charges, constant)
 
-    def _carrier(self, image: int, bounds: Bounds) -> Carrier:
-        """Carries units of one image back cell by cell, with the initial slopes."""
-
-        def lines(position: int) -> tuple[Tensor, Tensor, Tensor]:
-            op = self.graph.ops[position]
-            assert isinstance(op, Activation)
-            low, up = (b[position][image].flatten() for b in (bounds.lower, bounds.upper))
-            line, height = upper_line(low, up, op.leak)
-            return line, height, self._initial(low, up, line, op.leak)
-
-        return Carrier(self.graph, lines)
-
-    @torch.no_grad()
-    def climb(
-        self, target: int, rows: Rows, bounds: Bounds, ascent: Ascent, *, anchored: bool = False
-    ) -> Bound:
-        """The same bound with its free parameters improved by Adam; the value is never below the initial one."""
-        choice = Choice()
-        first = self.lower_bound(
-            target, rows, bounds, anchored=anchored, choice=choice, record=True
-        )
-        at_input = first.at_input.like(first.at_input.coeff.to(torch.float32))
-        prices = self.source.box_prices(at_input) if ascent.box else None
-        unit = at_input.coeff.abs().flatten(1).amax(1).clamp(min=1e-12)
-        groups: list[dict[str, object]] = []
-        if choice.tensors():
-            groups.append(
-                {"params": [v.requires_grad_(True) for v in choice.tensors()], "lr": ascent.rate}
-            )
-        if prices is not None:
-            unit = unit.view(-1, *[1] * (prices.ndim - 1))
-            prices.requires_grad_(True)  # in units of the row's largest coefficient
-            groups.append({"params": [prices], "lr": ascent.box_rate})
-        if not groups:
-            return first
-        optimiser = torch.optim.Adam(groups, betas=(0.9, 0.9))
-        decay = 0.1 ** (1.0 / max(1, ascent.steps))
-        for _ in range(ascent.steps):
-            charged: list[tuple[Anchor, Rows]] = []
-            with torch.enable_grad():
-                relax = self._relax(bounds, choice, charged=charged if anchored else None)
-                constant, image_rows = back(self.graph, target, rows, relax)
-                box = None if prices is None else prices * unit
-                value = constant - self.source.maximum(
-                    image_rows.like(-image_rows.coeff), charged, box
-                )
-                loss = -value.sum()
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            for group in optimiser.param_groups:
-                group["lr"] *= decay
-            for position, slope in choice.slopes.items():
-                op = self.graph.ops[position]
-                assert isinstance(op, Activation)
-                slope.clamp_(op.leak, 1.0)
-            for share in choice.shares.values():
-                share.clamp_(0.0, 1.0)
-            if prices is not None:
-                prices.clamp_(min=0.0)
-        choice = Choice(
-            {k: v.detach() for k, v in choice.slopes.items()},
-            {k: v.detach() for k, v in choice.shares.items()},
-            None if prices is None else prices.detach() * unit,
-        )
-        last = self.lower_bound(target, rows, bounds, anchored=anchored, choice=choice)
-        return replace(last, value=torch.maximum(first.value, last.value))
+    def _settled(self, rows: Rows, constant: Tensor, size: Tensor, rounds: int) -> Tensor:
+        """Maxima of rows; a rough one is enough where it leaves the bound above 0, as it does
+        for most units.
+        """
+        rough = self.source.rough(rows)
+        if rough is None:
+            return self.source.maximum(rows, reg=self.reg, rounds=rounds)
+        left = (constant - rough - 2 * ROUNDING * (size + rough.abs()) <= 0).nonzero()[:, 0]
+        if left.shape[0]:
+            rough[left] = self.source.maximum(rows.take(left), reg=self.reg, rounds=rounds)
+        return rough
 
     # ---- whole layers
 
     def _chunk(
         self, target: int, rows_of: Callable[[Tensor], Rows], bounds: Bounds, anchored: bool
-    ) -> tuple[int, float]:
-        """How many rows over ``target`` fit into the budget, and what share of the image one sees: by one trial."""
-        if (target, anchored) in self._chunks:
-            return self._chunks[target, anchored]
-        largest = [1]
-        step = self._relax(bounds)
+    ) -> int:
+        """How many rows over ``target`` fit into the budget, by one trial."""
+        if (target, anchored) not in self._chunks:
+            largest = [1]
+            step = self._relax(bounds)
 
-        def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
-            constant, out = step(position, rows)
-            largest.extend((rows.coeff[0].numel(), out.coeff[0].numel()))
-            return constant, out
+            def relax(position: int, rows: Rows) -> tuple[Tensor, Rows]:
+                constant, out = step(position, rows)
+                largest.extend((rows.coeff[0].numel(), out.coeff[0].numel()))
+                return constant, out
 
-        with torch.no_grad():
-            _, at_input = back(self.graph, target, rows_of(torch.zeros(1, dtype=torch.long)), relax)
-        share = at_input.coeff[0].numel() / math.prod(self.graph.ops[0].shape)
-        rows = max(1, self.budget // max(sum(largest), self.source.floats(at_input, anchored)))
-        return self._chunks.setdefault((target, anchored), (rows, share))
+            one = rows_of(torch.zeros(1, dtype=torch.long))
+            _, at_input = back(self.graph, target, one, relax)
+            numbers = max(sum(largest), self.source.floats(at_input, anchored))
+            self._chunks[target, anchored] = max(1, self.budget // numbers)
+        return self._chunks[target, anchored]
 
     @torch.no_grad()
     def bound_layer(
@@ -379,14 +237,15 @@ class Relaxation:
         like: Tensor,
         *,
         anchored: bool = False,
-        ascent: Ascent | None = None,
         sparing: bool = False,
     ) -> None:
-        """Bound what relaxed operation ``position`` reads: all units at first, then only its unstable units again.
+        """Bound what relaxed operation ``position`` reads: all units at first, then only its
+        unstable units again.
 
-        New bounds replace old ones only where they are tighter. Units found stable need no second bound: theirs may
-        stay infinite. ``anchored`` uses the anchors of earlier layers and leaves one for this layer. ``sparing`` leaves
-        out bounds that an anchor does not use: lower ones of units below 0 at the image, and upper ones of the others.
+        New bounds replace old ones only where they are tighter. Units found stable need no second
+        bound: theirs may stay infinite. ``anchored`` uses the anchors of earlier layers and leaves
+        one for this layer. ``sparing`` leaves out bounds that an anchor does not use: lower ones of
+        units below 0 at the image, and upper ones of the others.
         """
         op = self.graph.ops[position]
         shape = self.graph.ops[op.inputs[0]].shape
@@ -394,7 +253,6 @@ class Relaxation:
         known = position in bounds.lower
         gains = None
         if anchored and isinstance(op, Activation):
-            assert isinstance(self.source, TransportSet)
             gains = Collector(self.source, images, shape, like.device, self.limit)
         ready = gains is not None and self._shared_gains(position)
         if not known:
@@ -413,21 +271,23 @@ class Relaxation:
         if isinstance(op, Activation):
             every = bounds.worth_a_row(position).flatten().nonzero()[:, 0]
             if not known and self.centre is not None:
-                # The side that could prove a unit stable comes first: then the other one is not needed.
+                # The side that could prove a unit stable comes first: then the other one is not
+                # needed.
                 likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
                 every = self._without_hope(position, bounds, every, likely, like)
-                # A compiled search need not be repeated; in torch, a short one settles what is stable anyway.
-                once = self.source.compiled and gains is None and ascent is None
+                # A compiled search need not be repeated; in torch, a short one settles what is
+                # stable anyway.
+                once = self.source.compiled and gains is None
                 rounds, done = (ROUNDS, likely) if once else (QUICK, None)
                 self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
                 every = every[bounds.worth_a_row(position).flatten()[every]]
         if gains is not None and not ready:
-            self._bound_with_gains(position, bounds, every, like, ascent, gains, sparing)
+            self._bound_with_gains(position, bounds, every, like, gains, sparing)
             return
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
             sign = torch.full(some.shape, side, device=like.device)
-            self._bound_units(position, bounds, some, sign, like, anchored, ascent)
+            self._bound_units(position, bounds, some, sign, like, anchored)
 
     def _bound_with_gains(
         self,
@@ -435,33 +295,33 @@ class Relaxation:
         bounds: Bounds,
         every: Tensor,
         like: Tensor,
-        ascent: Ascent | None,
         gains: Collector,
         sparing: bool,
     ) -> None:
-        """Bound units from below, those that stay unstable from above, and leave an anchor with the gains of these."""
+        """Bound units from below, those that stay unstable from above, and leave an anchor
+        with the gains of these.
+        """
         assert self.centre is not None
         wanted = gains.choose(bounds.lower[position], bounds.upper[position]).flatten()
         above = self.centre[position].flatten() > 0
         some = every[(above | ~wanted)[every]] if sparing else every
-        self._bound_units(position, bounds, some, like.new_ones(some.shape), like, True, ascent)
+        self._bound_units(position, bounds, some, like.new_ones(some.shape), like, True)
         every = every[bounds.worth_a_row(position).flatten()[every]]
         spared = above & wanted & sparing
         for some, search in ((every[~spared[every]], True), (every[spared[every]], False)):
             sign = -like.new_ones(some.shape)
-            self._bound_units(
-                position, bounds, some, sign, like, True, ascent, gains, search=search
-            )
+            self._bound_units(position, bounds, some, sign, like, True, gains, search=search)
         found = gains.anchor()
         if found is not None:
             self.anchors[position] = found
 
     def _shared_gains(self, position: int) -> bool:
-        """Units of a first convolution share their gains: their anchor is ready without rows, or was given."""
+        """Units of a first convolution share their gains: their anchor is ready without rows,
+        or was given.
+        """
         if position in self.anchors:
             return True
-        assert isinstance(self.source, TransportSet)
-        if self.source.matrix is not None or self.centre is None:
+        if not self.source.shares_moves or self.centre is None:
             return False
         if (convolution := image_convolution(self.graph, position)) is None:
             return False
@@ -469,9 +329,11 @@ class Relaxation:
         return True
 
     def _contenders(self, op: MaxPool, position: int, bounds: Bounds) -> Tensor:
-        """The values that may be the largest of a window that is not settled, and of which rows could say more.
+        """The values that may be the largest of a window that is not settled, and of which rows
+        could say more.
 
-        Of an activation that bends they cannot: its line meets the bounds of what it reads at their ends.
+        Of an activation that bends they cannot: its line meets the bounds of what it reads at their
+        ends.
         """
         low, up = bounds.lower[position], bounds.upper[position]
         place = op.inputs[0]
@@ -494,11 +356,12 @@ class Relaxation:
     def _without_hope(
         self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor
     ) -> Tensor:
-        """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be proved stable.
+        """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be
+        proved stable.
 
-        Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A sample decides, image
-        by image; the units keep their intervals, where they have one. ``sign`` is the side that could prove each
-        unit of the batch stable.
+        Bounds over such a layer mean nothing whatever is done, and its rows would take minutes. A
+        sample decides, image by image; the units keep their intervals, where they have one.
+        ``sign`` is the side that could prove each unit of the batch stable.
         """
         size = math.prod(self.graph.ops[position].shape)
         if size < LARGE:
@@ -520,7 +383,6 @@ class Relaxation:
         """Bound a first convolution without rows, where that is possible."""
         if self.first is None or self.centre is None or position not in self.first.layers:
             return False
-        assert isinstance(self.source, TransportSet)
         bounds.set(
             position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING)
         )
@@ -534,12 +396,12 @@ class Relaxation:
         sign: Tensor,
         like: Tensor,
         anchored: bool = False,
-        ascent: Ascent | None = None,
         gains: Collector | None = None,
         rounds: int = ROUNDS,
         search: bool = True,
     ) -> None:
-        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is tighter.
+        """Bound units from below (``sign`` 1) or above (-1), chunk by chunk, and keep what is
+        tighter.
 
         ``every`` lists them by flat position in the whole batch.
         """
@@ -554,59 +416,33 @@ class Relaxation:
             here = every[index.to(like.device)]
             return units(shape, here // size, here % size, sign[index.to(like.device)], like)
 
-        plain = not anchored and ascent is None and isinstance(self.graph.ops[position], Activation)
-        step, reach = self._chunk(target, rows_of, bounds, anchored)
-        cells = plain and reach > PATCH and follows(self.graph, target, like)
-        carriers: dict[int, Carrier] = {}
-        parts = (
-            self._groups(shape, every)
-            if cells
-            else torch.arange(every.shape[0], device=like.device).split(step)
+        settle = (
+            not anchored
+            and isinstance(self.graph.ops[position], Activation)
+            and like.device.type == "cpu"  # on a GPU asking how many are left costs more
         )
-        for index in parts:
+        step = self._chunk(target, rows_of, bounds, anchored)
+        for index in torch.arange(every.shape[0], device=like.device).split(step):
             if time.monotonic() > self.deadline:
                 index = index[~torch.isfinite(up - low)[every[index]]]
                 if index.shape[0] == 0:
                     continue
             here = every[index]
-            known = torch.where(sign[index] > 0, low[here], -up[here])
-            if cells:
-                image = int(here[0]) // size
-                if image not in carriers:
-                    carriers = {image: self._carrier(image, bounds)}
-                constant, found, scale = carriers[image].back(target, here % size, sign[index])
-                at_input = Rows(found.coeff, here // size, found.corner)
-                bound = self._concluded(
-                    constant, at_input, [], scale, None, rounds, known, settle=True
-                )
-            elif ascent is not None:
-                bound = self.climb(target, rows_of(index), bounds, ascent, anchored=anchored)
-            else:
-                bound = self.lower_bound(
-                    target,
-                    rows_of(index),
-                    bounds,
-                    anchored=anchored,
-                    rounds=rounds,
-                    known=known,
-                    settle=plain,
-                    keep=gains is not None,
-                    search=search,
-                )
+            bound = self.lower_bound(
+                target,
+                rows_of(index),
+                bounds,
+                anchored=anchored,
+                rounds=rounds,
+                known=torch.where(sign[index] > 0, low[here], -up[here]),
+                settle=settle,
+                search=search,
+            )
             if gains is not None:
                 gains.add(here // size, here % size, bound)
             below = sign[index] > 0
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
-
-    @staticmethod
-    def _groups(shape: tuple[int, ...], every: Tensor) -> Iterator[Tensor]:
-        """Neighbouring units of one image at a time."""
-        size = math.prod(shape)
-        counts = torch.bincount(every // size).tolist()
-        for index in torch.arange(every.shape[0]).split(counts):
-            for part in neighbours(shape, every[index] % size):
-                yield index[part]
 
     def bound_all(self, images: int, like: Tensor) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
@@ -616,30 +452,12 @@ class Relaxation:
         return bounds
 
     @torch.no_grad()
-    def margins(
-        self,
-        y: Tensor,
-        bounds: Bounds,
-        like: Tensor,
-        *,
-        anchored: bool = False,
-        ascent: Ascent | None = None,
-        only: Tensor | None = None,
-        exact_box: bool = False,
-    ) -> Tensor:
-        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``.
-
-        ``only`` (B, classes), bool, leaves other entries at ``-inf``; ``exact_box`` solves for the box prices.
-        """
+    def margins(self, y: Tensor, bounds: Bounds, like: Tensor, *, anchored: bool = False) -> Tensor:
+        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``."""
         target = len(self.graph.ops) - 1
         classes = self.graph.ops[target].shape[0]
-        images = y.shape[0]
-        every = torch.arange(images * classes, device=like.device)
-        image, other = every // classes, every % classes
-        keep = other != y[image]
-        if only is not None:
-            keep &= only[image, other]
-        image, other = image[keep], other[keep]
+        out = torch.full((y.shape[0], classes), math.inf, dtype=torch.float64, device=like.device)
+        image, other = (torch.arange(classes, device=y.device) != y[:, None]).nonzero(as_tuple=True)
 
         def rows_of(index: Tensor) -> Rows:
             index = index.to(like.device)
@@ -648,26 +466,11 @@ class Relaxation:
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
 
-        out = torch.full((images, classes), -math.inf, dtype=torch.float64, device=like.device)
-        out[torch.arange(images, device=like.device), y] = math.inf
-        if image.shape[0] == 0:
-            return out
-        step, _ = self._chunk(target, rows_of, bounds, anchored)
-        rounds = 3 * ROUNDS if self.source.small else ROUNDS
+        step = self._chunk(target, rows_of, bounds, anchored)
         for index in torch.arange(image.shape[0], device=like.device).split(step):
-            rows = rows_of(index)
-            if ascent is not None:
-                bound = self.climb(target, rows, bounds, ascent, anchored=anchored)
-            else:
-                bound = self.lower_bound(target, rows, bounds, anchored=anchored, rounds=rounds)
-            value = bound.value
-            if exact_box and ascent is None:
-                negated = bound.at_input.like(-bound.at_input.coeff)
-                choice = Choice(box=self.source.exact_box_prices(negated, bound.charged))
-                boxed = self.lower_bound(
-                    target, rows, bounds, anchored=anchored, choice=choice, rounds=rounds
-                )
-                value = torch.maximum(value, boxed.value)
+            bound = self.lower_bound(
+                target, rows_of(index), bounds, anchored=anchored, rounds=MARGIN_ROUNDS
+            )
             slack = self.graph.slack_of(y[image[index]], other[index])
-            out[image[index], other[index]] = value - slack
+            out[image[index], other[index]] = bound.value - slack
         return out

@@ -1,20 +1,23 @@
 r"""Randomized smoothing in the flow domain: certificates that hold with a stated probability (Levine & Feizi, 2020).
 
-Moving mass between neighbouring pixels is a flow ``f`` on the grid's edges: ``z = x + m div(f)``, and the cheapest
-flow that takes ``x`` to ``z`` has ``|f|_1 = W(x, z)`` in (mass fraction) x (Manhattan pixels). So noise on the flow
-turns the Wasserstein ball into an l1 ball. With independent Laplace noise of scale ``s`` on every edge, a class that
-the noisy model gives with probability at least ``p > 1/2`` stays the most likely one for every ``z`` with
+Moving mass between neighbouring pixels is a flow ``f`` on the grid's edges: ``z = x + m div(f)``,
+and the cheapest flow that takes ``x`` to ``z`` has ``|f|_1 = W(x, z)`` in (mass fraction) x
+(Manhattan pixels). So noise on the flow turns the Wasserstein ball into an l1 ball. With
+independent Laplace noise of scale ``s`` on every edge, a class that the noisy model gives with
+probability at least ``p > 1/2`` stays the most likely one for every ``z`` with
 
 .. math:: W_{\text{Manhattan}}(x, z) < -s \log(2 (1 - p))
 
-which is tight for l1. Manhattan distance is at most ``sqrt(2)`` times the Euclidean one, so dividing by ``sqrt(2)``
-gives a radius in the unit of :class:`wball.WassersteinBall` with relative mass and ``p = 1``. (For ``p > 1`` moves
-cost at least as much, and the radius holds as well.) Full plans, all channels together.
+which is tight for l1. Manhattan distance is at most ``sqrt(2)`` times the Euclidean one, so
+dividing by ``sqrt(2)`` gives a radius in the unit of :class:`wball.WassersteinBall` with relative
+mass and ``p = 1``. (For ``p > 1`` moves cost at least as much, and the radius holds as well.) Full
+plans, all channels together.
 
-**What is certified.** The *smoothed* classifier, ``argmax_k P(model(x + m div(noise)) = k)``, not the model itself. Its
-probabilities are estimated from samples: for each image, the statement "the smoothed classifier answers
-``prediction`` all over the open ball of this ``radius``" is wrong with probability at most ``alpha`` over the noise
-drawn (an exact binomial bound, Clopper & Pearson). Over many images about a share ``alpha`` may be wrong.
+**What is certified.** The *smoothed* classifier, ``argmax_k P(model(x + m div(noise)) = k)``, not
+the model itself. Its probabilities are estimated from samples: for each image, the statement "the
+smoothed classifier answers ``prediction`` all over the open ball of this ``radius``" is wrong with
+probability at most ``alpha`` over the noise drawn (an exact binomial bound, Clopper & Pearson).
+Over many images about a share ``alpha`` may be wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class SmoothingResult:
     Attributes:
         prediction: the class with the most votes.
         abstained: bool: the votes do not support a prediction; ``radius`` is 0.
-        radius: certified radius (0 for :meth:`FlowSmoothing.predict`), float64, in the unit of ``metric``.
+        radius: certified radius (0 for :meth:`FlowSmoothing.predict`), float64, in the unit of
+            ``metric``.
         probability: lower bound of the predicted class's probability, float64.
         alpha: probability, per image, that the statement is wrong.
         samples: number of noisy copies that were counted.
@@ -66,15 +70,19 @@ class SmoothingResult:
 
 
 def divergence(horizontal: Tensor, vertical: Tensor) -> Tensor:
-    """What flows along the edges change: ``(B, C, H, W - 1)`` rightwards and ``(B, C, H - 1, W)`` downwards."""
+    """What flows along the edges change: ``(B, C, H, W - 1)`` rightwards and ``(B, C, H - 1,
+    W)`` downwards.
+    """
     across = F.pad(horizontal, (1, 0)) - F.pad(horizontal, (0, 1))
     return across + F.pad(vertical, (0, 0, 1, 0)) - F.pad(vertical, (0, 0, 0, 1))
 
 
 def flow_noise(x: Tensor, scale: float, generator: torch.Generator | None = None) -> Tensor:
-    """``x + m div(f)`` with Laplace noise ``f`` of this scale on every edge; ``m`` is the image's mass.
+    """``x + m div(f)`` with Laplace noise ``f`` of this scale on every edge; ``m`` is the image's
+    mass.
 
-    Mass is kept, pixels may leave the box: the model must be trained on such images. The standard deviation of the
+    Mass is kept, pixels may leave the box: the model must be trained on such images. The standard
+    deviation of the
     noise is ``sqrt(2) * scale``.
     """
     scale = inputs.check_positive("scale", scale)
@@ -106,7 +114,8 @@ def _laplace(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | 
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:
-    """Clopper and Pearson: the probability of success is at least this, except with probability ``alpha``.
+    """Clopper and Pearson: the probability of success is at least this, except with probability
+    ``alpha``.
 
     >>> round(lower_confidence(100, 100, 0.001), 4)
     0.9333
@@ -119,7 +128,8 @@ def lower_confidence(successes: int, trials: int, alpha: float) -> float:
 
 
 def laplace_radius(probability: float, scale: float, metric: Metric = "euclidean") -> float:
-    """The tight radius for a class of at least this probability under Laplace flow noise of this scale.
+    """The tight radius for a class of at least this probability under Laplace flow noise of this
+    scale.
 
     >>> round(laplace_radius(0.99, 0.01, "manhattan"), 4)
     0.0391
@@ -153,7 +163,9 @@ class FlowSmoothing:
 
     @torch.no_grad()
     def votes(self, x: Tensor, samples: int, generator: torch.Generator | None = None) -> Tensor:
-        """How often each class wins among noisy copies of each image, ``(B, classes)``; NaN is a vote for none."""
+        """How often each class wins among noisy copies of each image, ``(B, classes)``; NaN
+        is a vote for none.
+        """
         inputs.check_count("samples", samples)
         x = inputs.check_images("x", _images(x), None)
         x = x.to(result_dtype(x))
@@ -182,9 +194,11 @@ class FlowSmoothing:
         alpha: float = 0.001,
         generator: torch.Generator | None = None,
     ) -> SmoothingResult:
-        """The smoothed classifier's answer, or an abstention where two classes are too close to tell.
+        """The smoothed classifier's answer, or an abstention where two classes are too close to
+        tell.
 
-        An answer that is not abstained differs from the smoothed classifier's with probability at most ``alpha``.
+        An answer that is not abstained differs from the smoothed classifier's with probability at
+        most ``alpha``.
         """
         from scipy.stats import binomtest
 
@@ -211,7 +225,8 @@ class FlowSmoothing:
         alpha: float = 0.001,
         generator: torch.Generator | None = None,
     ) -> SmoothingResult:
-        """Radii within which the smoothed classifier's answer is certified, each with confidence ``1 - alpha``.
+        """Radii within which the smoothed classifier's answer is certified, each with confidence
+        ``1 - alpha``.
 
         ``select`` samples choose the class; ``samples`` fresh ones bound its probability.
         """

@@ -1,28 +1,21 @@
 r"""The largest value of linear functions over a set of images: all that a linear relaxation asks of a threat model.
 
-A ball answers with an :class:`InputSet` (``ball.input_set(x, plans)``); nothing else about it enters a certificate.
-Sets whose images are made by transport plans also say what a relaxation may charge to moved mass
-(:mod:`wball.input_sets.charges`).
+A ball answers with an :class:`InputSet` (``ball.input_set(x, plans)``); nothing else about it
+enters a certificate. Sets whose images are made by transport plans can also add charges on moved
+mass (:mod:`wball.input_sets.charges`).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from wball.input_sets.charges import Charged
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
 
-if TYPE_CHECKING:
-    from wball.input_sets.transport import TransportSet
-
-Array = NDArray[np.float64]
 Plans = Literal["window", "full"]
 """The transport plans a proof holds for: those of the ball's window, or all."""
 
@@ -30,59 +23,79 @@ ROUNDS = 10
 """Steps of the search for ``psi``."""
 
 
-@dataclass(frozen=True)
-class Constraints:
-    """``z = to_image t`` with ``low <= t <= high``, ``equal t = equal_to`` and ``below t <= below_to``."""
-
-    to_image: Array
-    low: Array
-    high: Array
-    equal: Array
-    equal_to: Array
-    below: Array
-    below_to: Array
-
-
 class InputSet(ABC):
-    """A set of images around each of ``B`` centres."""
+    """A set of images around each of ``B`` centres.
 
-    shape: tuple[int, ...]  # of one image
-    compiled = False  # whether a full search costs hardly more than a short one
-    small: bool = False  # whether a linear program over the whole set is a matter of milliseconds
-    kernel = "torch"  # behind :meth:`maximum`
+    Attributes:
+        shape: the shape of one image.
+        kernel: the kernel behind :meth:`maximum`.
+        compiled: whether a full search costs hardly more than a short one.
+        has_plans: whether images are made by transport plans. The other attributes are for such
+            sets.
+        x: the images on a grid, ``(B, C, H, W)``, float64.
+        budget: what a plan may cost, ``(B,)``, float64.
+        box: the range of a pixel.
+        power: moves cost their length to this power and all are allowed; ``None`` otherwise.
+        moves: row, column and cost of the moves that are listed one by one.
+        shares_moves: whether every pixel has the same listed moves.
+        far: the cheapest move that is not listed; ``None`` if all are listed.
+        follows_far: whether charges of moves that are not listed are bounded by those of two listed
+            ones.
+        active: pixels that can be sources of mass, ``(B, C, S)``; ``None``: every pixel.
+    """
 
-    @property
-    def transport(self) -> TransportSet | None:
-        """This set, if its images come from transport plans: then relaxations may charge moved mass."""
-        return None
+    shape: tuple[int, ...]
+    kernel = "torch"
+    compiled = False
+    has_plans = False
+    x: Tensor
+    budget: Tensor
+    box: tuple[float, float] | None
+    power: float | None = None
+    moves: list[tuple[int, int, float]]
+    shares_moves = False
+    far: float | None = None
+    follows_far: bool = False
+    active: Tensor | None = None
 
     @abstractmethod
     def maximum(
         self,
         rows: Rows,
-        charged: Charged = (),
+        charges: Charges | None = None,
         box: Tensor | None = None,
         reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
         """A sound upper bound of ``max <rows, z>`` plus charges, ``(N,)``, in the rows' precision.
 
-        ``box`` holds prices of the box; a finite ``reg`` takes ``psi`` from the entropic plan instead of the best,
-        which is searched for in ``rounds``.
-        Differentiable in coefficients, weights and prices: at the best ``psi`` its own slope is 0 (envelope theorem).
+        Rows with ``charges`` must have been :meth:`patched`. ``box`` holds prices of the box; a
+        finite ``reg`` takes ``psi`` from the entropic plan instead of the best, which is searched
+        for in ``rounds``. Differentiable in coefficients, charges and prices: at the best ``psi``
+        its own slope is 0 (envelope theorem).
         """
 
+    def patched(self, rows: Rows, allowed: bool = True) -> Rows:
+        """The rows as :meth:`maximum` reads them; dense unless patches pay and are ``allowed``."""
+        return rows
+
     def rough(self, rows: Rows) -> Tensor | None:
-        """A sound upper bound of ``max <rows, z>`` that costs next to nothing, ``(N,)``; ``None`` if there is none."""
+        """A sound upper bound of ``max <rows, z>`` that costs next to nothing, ``(N,)``;
+        ``None`` if there is none.
+        """
         return None
 
     @abstractmethod
     def ranges(self) -> tuple[Tensor, Tensor]:
-        """Least and largest value of every pixel that is known without searching, ``(B, *shape)`` each."""
+        """Least and largest value of every pixel that is known without searching, ``(B,
+        *shape)`` each.
+        """
 
-    @abstractmethod
     def box_prices(self, rows: Rows) -> Tensor | None:
-        """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for them."""
+        """Box prices of 0 for these rows, to be optimised; ``None`` if the set has no use for
+        them.
+        """
+        return None
 
     @abstractmethod
     def floats(self, rows: Rows, charged: bool = False) -> int:
@@ -93,13 +106,16 @@ class InputSet(ABC):
         """The set of some of the images, or several times the same."""
 
     def finer(self, reach: float) -> InputSet:
-        """The same set, its maxima tighter and dearer: moves shorter than ``reach`` pixels are told apart."""
+        """The same set with tighter maxima: moves shorter than ``reach`` pixels are listed
+        one by one.
+        """
         return self
 
-    def exact_box_prices(self, rows: Rows, charged: Charged = ()) -> Tensor | None:
-        """The best box prices of each row, by one linear program a row; ``None`` if the set has no use for them."""
-        return None
+    def gains(self, rows: Rows, charges: Charges | None) -> Charges:
+        """What moving mass gains in each row, as charges; for sets that have plans."""
+        raise NotImplementedError(f"{type(self).__name__} has no plans")
 
-    def constraints(self, image: int) -> Constraints:
-        """The set around one image, for linear programs; only ``small`` sets need to know."""
-        raise NotImplementedError
+    @property
+    def gain_size(self) -> int:
+        """How many numbers :meth:`gains` returns per row."""
+        raise NotImplementedError(f"{type(self).__name__} has no plans")

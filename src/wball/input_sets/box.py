@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from wball.input_sets.base import ROUNDS, Constraints, InputSet
-from wball.input_sets.charges import Charged
+from wball.input_sets.base import ROUNDS, InputSet
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows, units
 
 
 class IntervalSet(InputSet):
-    """``low <= z <= high`` in every pixel: the maximum is closed form, and there is nothing to search."""
+    """``low <= z <= high`` in every pixel: the maximum is closed form, and there is nothing
+    to search.
+    """
 
     def __init__(self, low: Tensor, high: Tensor) -> None:
         self.low, self.high = low.to(torch.float64), high.to(torch.float64)
@@ -23,12 +24,12 @@ class IntervalSet(InputSet):
     def maximum(
         self,
         rows: Rows,
-        charged: Charged = (),
+        charges: Charges | None = None,
         box: Tensor | None = None,
         reg: float = math.inf,
         rounds: int = ROUNDS,
     ) -> Tensor:
-        if charged:
+        if charges is not None:
             raise ValueError("an interval set has no plans to charge")
         dtype = rows.coeff.dtype
         high, low = rows.read(self.high.to(dtype)), rows.read(self.low.to(dtype))
@@ -37,21 +38,8 @@ class IntervalSet(InputSet):
     def ranges(self) -> tuple[Tensor, Tensor]:
         return self.low, self.high
 
-    def box_prices(self, rows: Rows) -> Tensor | None:
-        return None
-
     def take(self, index: Tensor) -> IntervalSet:
         return IntervalSet(self.low[index], self.high[index])
-
-    @property
-    def small(self) -> bool:  # type: ignore[override]
-        return math.prod(self.shape) <= 128
-
-    def constraints(self, image: int) -> Constraints:
-        size = math.prod(self.shape)
-        low, high = (ends[image].flatten().cpu().numpy() for ends in (self.low, self.high))
-        nothing, none = np.zeros((0, size)), np.zeros(0)
-        return Constraints(np.eye(size), low, high, nothing, none, nothing, none)
 
     def floats(self, rows: Rows, charged: bool = False) -> int:
         return 3 * rows.coeff[0].numel()
@@ -61,7 +49,9 @@ class IntervalSet(InputSet):
 def intervals(
     source: InputSet, images: int, device: torch.device, chunk: int = 4096
 ) -> IntervalSet:
-    """The smallest box of per-pixel intervals around each ball: what the paper's roadblock passes through."""
+    """The smallest box of per-pixel intervals around each ball: what the paper's roadblock
+    passes through.
+    """
     size = math.prod(source.shape)
     like = torch.zeros(0, dtype=torch.float64, device=device)
     ends = []

@@ -1,26 +1,25 @@
 """What moved mass pays: the charges that an anchored relaxation adds to the moves of a plan.
 
-How they come about is told in :mod:`wball.certificates.anchor`; an input set only adds them to what its moves earn.
+How they come about is told in :mod:`wball.certificates.anchor`; an input set only adds them to what
+its moves earn.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from wball.input_sets.rows import Rows
-
 
 @dataclass(frozen=True)
 class Charges:
-    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each source.
+    """What moved mass pays, per row: ``moves`` (N, C, K, S) for each listed move out of each
+    source.
 
-    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h, w) for its target.
+    A move that is not listed pays at most ``out`` (N, C, S) for its source plus ``into`` (N, C, h,
+    w) for its target.
     """
 
     moves: Tensor
@@ -29,6 +28,10 @@ class Charges:
 
     def plus(self, other: Charges) -> Charges:
         return Charges(self.moves + other.moves, self.out + other.out, self.into + other.into)
+
+    def take(self, index: Tensor) -> Charges:
+        """The charges of some of the rows."""
+        return Charges(self.moves[index], self.out[index], self.into[index])
 
     def times(self, weight: Tensor, index: Tensor) -> Charges:
         """The charges of rows ``index``, each times its ``weight``, in the weights' precision."""
@@ -39,46 +42,10 @@ class Charges:
         return Charges(scaled(self.moves), scaled(self.out), scaled(self.into))
 
 
-class Anchor(ABC):
-    """Positive gains of the units of one activation; ``layer`` is the shape of the activation."""
-
-    layer: tuple[int, ...]
-
-    @abstractmethod
-    def aligned(self, weights: Rows, rows: Rows) -> bool:
-        """Whether charges can be given in the patches of ``rows`` (image rows); dense rows can always be charged."""
-
-    @abstractmethod
-    def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
-        """Charges for weights ``b * omega >= 0`` on the units, on the sources of image rows ``rows``.
-
-        ``active`` lists the sources ``(B, C, S)`` of dense rows (``None``: all pixels).
-        """
-
-
-Charged = Sequence[tuple[Anchor, Rows]]
-"""Anchors with the weights that rows put on their units."""
-
-
 def rounded_up(gains: Tensor) -> Tensor:
     """The same in float32, no number smaller than it was: larger gains only loosen a bound."""
     single = gains.float()
     return torch.where(single < gains, torch.nextafter(single, single.new_tensor(math.inf)), single)
-
-
-class Kept(list[tuple[Anchor, Rows]]):
-    """Charged anchors that are asked twice: what they charge is kept."""
-
-    total: Charges | None = None
-
-    def take(self, index: Tensor) -> Kept:
-        """The same for some of the rows."""
-        some = Kept((anchor, weights.take(index)) for anchor, weights in self)
-        if self.total is not None:
-            some.total = Charges(
-                *(part[index] for part in (self.total.moves, self.total.out, self.total.into))
-            )
-        return some
 
 
 def spread(
@@ -88,7 +55,9 @@ def spread(
     active: Tensor | None,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0 outside the patches."""
+    """Patch maps ``(N, C, K, h, w)`` read at the sources of dense rows, ``(N, C, K, S)``; 0
+    outside the patches.
+    """
     size = (patches.shape[-2], patches.shape[-1])
     if active is None:
         place = torch.arange(shape[1] * shape[2], device=image.device).expand(

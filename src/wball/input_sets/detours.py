@@ -21,7 +21,8 @@ Offset = tuple[int, int]
 
 @dataclass(frozen=True)
 class Detours:
-    """Moves that follow the listed ones in length and are sums of two of them, as long as all of a length are.
+    """Moves that follow the listed ones in length and are sums of two of them, as long as all of a
+    length are.
 
     Attributes:
         offsets: where they lead, sorted by cost.
@@ -44,8 +45,8 @@ class Detours:
     def worth(self, charges: Tensor, targets: Tensor, size: Offset, radius: int) -> Tensor:
         """What every source finds at the end of these moves, and pays on the way, ``(N, C, O, S)``.
 
-        ``charges`` (N, C, K, S) are those of the listed moves, which span ``radius`` pixels, on a grid of that size;
-        ``targets`` cover it widened by twice the radius.
+        ``charges`` (N, C, K, S) are those of the listed moves, which span ``radius`` pixels, on a
+        grid of that size; ``targets`` cover it widened by twice the radius.
         """
         grid = F.pad(charges.unflatten(3, size), (radius,) * 4)
         cells = grid.shape[3] * grid.shape[4]
@@ -69,7 +70,9 @@ def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _places(offsets: tuple[Offset, ...], size: Offset, around: int, device: torch.device) -> Tensor:
-    """``(O, S)``: where each offset leads from every pixel of a grid, in the grid widened by ``around``."""
+    """``(O, S)``: where each offset leads from every pixel of a grid, in the grid widened by
+    ``around``.
+    """
     width = size[1] + 2 * around
     place = torch.arange(size[0] * size[1], device=device)
     centre = (place // size[1] + around) * width + place % size[1] + around
@@ -78,7 +81,9 @@ def _places(offsets: tuple[Offset, ...], size: Offset, around: int, device: torc
 
 @lru_cache(maxsize=64)
 def detours(listed: tuple[Offset, ...], power: float, height: int, width: int) -> Detours | None:
-    """The moves of an image of that size that follow the ``listed`` ones in length; ``None`` if there are none."""
+    """The moves of an image of that size that follow the ``listed`` ones in length; ``None``
+    if there are none.
+    """
     number = {offset: k for k, offset in enumerate(listed)}
     top = 2 * max((max(abs(r), abs(c)) for r, c in listed), default=0) + 1
     ends = [
@@ -120,7 +125,9 @@ def _between(part: int, whole: int) -> bool:
 
 
 def tiers_from(reach: float, least: float, p: float, side: int) -> list[tuple[float, int]]:
-    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many pixels it spans."""
+    """Lengths from ``reach`` on in a few tiers: what the shortest of each costs, and how many
+    pixels it spans.
+    """
     lengths = [
         length for length in (reach, reach * 4 / 3, reach * 2, reach * 10 / 3) if length < side
     ] or [reach]

@@ -1,8 +1,9 @@
 """Linear functions of a layer's values, many at a time, each stored only where it can be non-zero.
 
-A bound is carried backwards through the network as rows ``a``: row ``n`` stands for ``<a_n, h>``, where ``h`` is the
-value of some layer for image ``image[n]``. A unit of a convolution sees a small patch of its input, so a row over a
-feature map keeps a patch of fixed size at its own position; a *dense* row keeps the whole map.
+A bound is carried backwards through the network as rows ``a``: row ``n`` stands for ``<a_n, h>``,
+where ``h`` is the value of some layer for image ``image[n]``. A unit of a convolution sees a small
+patch of its input, so a row over a feature map keeps a patch of fixed size at its own position; a
+*dense* row keeps the whole map.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Rows:
     Attributes:
         coeff: ``(N, D)`` over a vector layer, ``(N, C, h, w)`` over a feature map.
         image: ``(N,)``, the image each row belongs to.
-        corner: top and left of each row's patch, two ``(N,)`` tensors, possibly outside the map (coefficients there
-            are 0); ``None`` if the rows are dense.
+        corner: top and left of each row's patch, two ``(N,)`` tensors, possibly outside the map
+            (coefficients there are 0); ``None`` if the rows are dense.
     """
 
     coeff: Tensor
@@ -39,7 +40,9 @@ class Rows:
         return Rows(self.coeff[index], self.image[index], corner)
 
     def read(self, layer: Tensor) -> Tensor:
-        """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``) where the rows live."""
+        """Values of a layer (``(B, C, H, W)``, or one per image-independent map, ``B = 1``)
+        where the rows live.
+        """
         image = self.image if layer.shape[0] > 1 else torch.zeros_like(self.image)
         if self.corner is None:
             return (
@@ -51,7 +54,9 @@ class Rows:
         return read_patches(layer, image, self.corner, (height, width))
 
     def inside(self, shape: tuple[int, ...]) -> Tensor | None:
-        """``(N, 1, h, w)``, bool: which coefficients lie inside a map of that shape (``None``: all)."""
+        """``(N, 1, h, w)``, bool: which coefficients lie inside a map of that shape
+        (``None``: all).
+        """
         if self.corner is None:
             return None
         height, width = self.coeff.shape[-2:]
@@ -105,7 +110,9 @@ def units(
     like: Tensor,
     dense: bool = False,
 ) -> Rows:
-    """Rows that read ``sign[n]`` times unit ``index[n]`` (flat position in ``shape``) of a layer."""
+    """Rows that read ``sign[n]`` times unit ``index[n]`` (flat position in ``shape``) of a
+    layer.
+    """
     count = index.shape[0]
     if len(shape) != 3:
         size = 1

@@ -56,14 +56,6 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "cpu": "wball.kernels.row_maximum.cpu",
         "torch": "wball.kernels.row_maximum.reference",
     },
-    "transposed_convolution": {
-        "cpu": "wball.kernels.transposed_convolution.cpu",
-        "torch": "wball.kernels.transposed_convolution.reference",
-    },
-    "sparse_transpose": {
-        "cpu": "wball.kernels.sparse_transpose.cpu",
-        "torch": "wball.kernels.sparse_transpose.reference",
-    },
 }
 """Operation -> name of a kernel -> its module."""
 

@@ -1,4 +1,5 @@
-"""Complete verification: branch and bound over the signs of units, for every ball with an input set."""
+"""Complete verification: branch and bound over the signs of units, for every ball with an
+input set."""
 
 from wball.certificates.complete.leaves import Leaf
 from wball.certificates.complete.rewriting import splittable

@@ -1,9 +1,10 @@
 r"""Bounds of many nodes at once: slopes, anchors, multipliers of splits and box prices, improved by Adam.
 
-A split fixes the sign ``sigma`` of a unit ``v``. In that node ``m >= m - beta sigma v`` for any ``beta >= 0``: this
-adds ``-beta sigma`` to the coefficient of ``v``, which is carried back like any other, so the input set need not know
-of splits (beta-CROWN; Wang et al., 2021). All searching is done in float32; the bound that counts is evaluated once in
-float64 from what was found, and rounded down as in :mod:`wball.certificates.relaxation`.
+A split fixes the sign ``sigma`` of a unit ``v``. In that node ``m >= m - beta sigma v`` for any
+``beta >= 0``: this adds ``-beta sigma`` to the coefficient of ``v``, which is carried back like any
+other, so the input set need not know of splits (beta-CROWN; Wang et al., 2021). All searching is
+done in float32; the bound that counts is evaluated once in float64 from what was found, and rounded
+down as in :mod:`wball.certificates.relaxation`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 from wball.certificates.activations import anchored_line, relax_curve, relax_max_pool, upper_line
-from wball.certificates.anchor import UnitAnchor
+from wball.certificates.anchor import Anchor, UnitAnchor, charge
 from wball.certificates.bounds import ROUNDING, Bounds
 from wball.certificates.complete.nodes import Nodes, State
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.input_sets import InputSet
-from wball.input_sets.charges import Anchor
+from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
 
 RATES = {"alpha": 1.0, "share": 1.0, "beta": 3.0, "box": 0.07}
-"""Step lengths of Adam by kind, relative; those of the box are in units of a row's largest coefficient, those of splits
-in units of the coefficient that the margin has on their unit."""
+"""Step lengths of Adam by kind, relative; those of the box are in units of a row's largest
+coefficient, those of splits in units of the coefficient that the margin has on their unit."""
 
 FORGET = 0.9
 """Of Adam's averages, each step."""
@@ -34,13 +35,13 @@ AGAIN = 4
 """How often more steps are given to nodes that are on their way to 0."""
 
 LOOK, ENOUGH = 4, 1e-3
-"""Steps between two looks at which nodes are done, and the bound in float32 that is enough: what counts may be a little
-lower."""
+"""Steps between two looks at which nodes are done, and the bound in float32 that is enough: what
+counts may be a little lower."""
 
 CANDIDATES, TRIED = 8, 1024
-"""Units whose splits are tried before one is chosen. On a hard digit of a network trained for l-inf balls the best
-score alone left 53 nodes open after 96 splits, 8 candidates 12 after 149, and 24 candidates 13 in the same time. And
-halves that are bounded together."""
+"""Units whose splits are tried before one is chosen. On a hard digit of a network trained for l-inf
+balls the best score alone left 53 nodes open after 96 splits, 8 candidates 12 after 149, and 24
+candidates 13 in the same time. And halves that are bounded together."""
 
 
 @dataclass
@@ -116,7 +117,6 @@ class Line:
     """What one operation's relaxation used, for choosing splits."""
 
     coeff: Tensor
-    charged: bool
     slope: Tensor
     shift: Tensor
     bend: Tensor
@@ -131,8 +131,10 @@ class Traced:
 
     value: Tensor
     rows: Rows
+    charges: Charges | None
+    largest: Tensor  # of minus the rows plus charges
     constant: Tensor
-    charged: list[tuple[Anchor, Rows]]
+    weights: dict[int, Tensor]  # of units that anchors charge
     lines: dict[int, Line]
 
 
@@ -141,10 +143,11 @@ def trace_back(
 ) -> Traced:
     """Bound the margin in every node, in that precision; in float64 the bound is sound.
 
-    With ``leaves`` the value is differentiable in the image rows and in the weights of charges, and in nothing else.
+    With ``leaves`` the value is differentiable in the image rows and in the weights of charges, and
+    in nothing else.
     """
     graph, state, problem = problems.graph, nodes.state, nodes.problem
-    charged: list[tuple[Anchor, Rows]] = []
+    charged: dict[int, tuple[Anchor, Rows]] = {}
     lines: dict[int, Line] = {}
     sizes: list[Tensor] = []
 
@@ -185,10 +188,9 @@ def trace_back(
                 slope + share * (left - slope),
                 shift + share * (begin - shift),
             )
-            charged.append((anchor, rows.like(-above * bend)))
+            charged[position] = anchor, rows.like(-above * bend)
         lines[position] = Line(
             rows.coeff,
-            position in problems.anchors,
             slope,
             shift,
             bend,
@@ -210,10 +212,14 @@ def trace_back(
     rows = rows.dense(tuple(problems.x.shape[1:]))
     if leaves:
         rows = rows.like(rows.coeff.detach().requires_grad_(True))
-        charged = [(anchor, w.like(w.coeff.detach().requires_grad_(True))) for anchor, w in charged]
+        charged = {
+            k: (anchor, w.like(w.coeff.detach().requires_grad_(True)))
+            for k, (anchor, w) in charged.items()
+        }
     box = state.get(("box", 0))
+    read, charges = charge(problems.source, rows, list(charged.values()))
     largest = problems.source.maximum(
-        rows.like(-rows.coeff), charged, None if box is None else box.to(dtype)
+        read.like(-read.coeff), charges, None if box is None else box.to(dtype)
     )
     size = (
         constant.detach().abs()
@@ -222,7 +228,9 @@ def trace_back(
     )
     rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
     rounding = rounding + graph.slack_of(problems.y[problem], problems.other[problem])
-    return Traced(constant - largest - rounding, rows, constant - rounding, charged, lines)
+    weights = {k: w.coeff for k, (_, w) in charged.items()}
+    value = constant - largest - rounding
+    return Traced(value, rows, charges, largest, constant - rounding, weights, lines)
 
 
 @torch.no_grad()
@@ -236,8 +244,8 @@ def sound(problems: Problems, nodes: Nodes) -> Nodes:
 def improve(problems: Problems, nodes: Nodes, steps: int, rate: float) -> Nodes:
     """Adam on every node's own bound; keeps the best parameters met and bounds them soundly.
 
-    Nodes that so many ``steps`` brought more than half of the way to 0 get as many again: multipliers of a split take
-    long to find their size where it changes much.
+    Nodes that so many ``steps`` brought more than half of the way to 0 get as many again:
+    multipliers of a split take long to find their size where it changes much.
     """
     found, rising = _climbed(problems, nodes, steps, rate)
     for _ in range(AGAIN):
@@ -334,7 +342,9 @@ class _Climber:
 
 
 def _units(traced: Traced) -> State:
-    """What prices of the box and multipliers of splits are measured in, so that steps of one length suit all."""
+    """What prices of the box and multipliers of splits are measured in, so that steps of one
+    length suit all.
+    """
     rows = traced.rows.coeff.abs()
     units = {("box", 0): rows.flatten(1).amax(1).clamp(min=1e-12).view(-1, *[1] * (rows.ndim - 1))}
     for position, line in traced.lines.items():
@@ -345,10 +355,11 @@ def _units(traced: Traced) -> State:
 
 
 def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The unit to split in each node: its operation, its place, whether there is one; and the image at the bound.
+    """The unit to split in each node: its operation, its place, whether there is one; and the image
+    at the bound.
 
-    Of the :data:`CANDIDATES` units with the best scores it is the one whose two halves have the best bounds with the
-    multipliers as they are: the product of what both gain, up to 0.
+    Of the :data:`CANDIDATES` units with the best scores it is the one whose two halves have the
+    best bounds with the multipliers as they are: the product of what both gain, up to 0.
     """
     scores, before, z = _scores(problems, nodes)
     if not scores:
@@ -376,22 +387,23 @@ def choose_splits(problems: Problems, nodes: Nodes) -> tuple[Tensor, Tensor, Ten
 
 
 def _scores(problems: Problems, nodes: Nodes) -> tuple[list[Tensor], Tensor, Tensor]:
-    """For each operation a number ``(N, units)`` that says how much a split may gain, -1 for units that are settled.
+    """For each operation a number ``(N, units)`` that says how much a split may gain, -1 for units
+    that are settled.
 
-    With the bounds, and the images ``z`` that attain them. There each unit's line is off the true activation by a known
-    amount; times the unit's coefficient this is what the bound lacks there. It is 0 where ``z`` happens to touch a
-    line, so the score is its geometric mean with the static measure ``|coefficient| min(u, -l)``.
+    With the bounds, and the images ``z`` that attain them. There each unit's line is off the true
+    activation by a known amount; times the unit's coefficient this is what the bound lacks there.
+    It is 0 where ``z`` happens to touch a line, so the score is its geometric mean with the static
+    measure ``|coefficient| min(u, -l)``.
     """
     with torch.enable_grad():
         traced = trace_back(problems, nodes, leaves=True)
-        weights = [weights.coeff for _, weights in traced.charged]
         z, *paid = torch.autograd.grad(
-            traced.value.sum(), [traced.rows.coeff, *weights], allow_unused=True
+            traced.value.sum(), [traced.rows.coeff, *traced.weights.values()], allow_unused=True
         )
     with torch.no_grad():
-        # The bound's gradient in its image rows is the image that attains it, in the weights minus what its plan pays.
-        charged = [k for k, line in traced.lines.items() if line.charged]
-        pays = {k: -p for k, p in zip(charged, paid, strict=True) if p is not None}
+        # The bound's gradient in its image rows is the image that attains it, in the weights minus
+        # what its plan pays.
+        pays = {k: -p for k, p in zip(traced.weights, paid, strict=True) if p is not None}
         at = problems.graph.values(z)
         scores = []
         for position in problems.split_layers():

@@ -1,4 +1,5 @@
-"""Gains of the units of many problems: listed unit by unit, and no more of them at a time than memory has room for."""
+"""Gains of the units of many problems: listed unit by unit, and no more of them at a time
+than memory has room for."""
 
 from __future__ import annotations
 
@@ -7,28 +8,31 @@ import math
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import UnitAnchor
+from wball.certificates.anchor import Anchor, UnitAnchor
 from wball.certificates.bounds import Bounds
 from wball.certificates.collector import chosen, gain_bytes
 from wball.certificates.complete.bound import Problems
-from wball.input_sets import InputSet, TransportSet
-from wball.input_sets.charges import Anchor, rounded_up
+from wball.certificates.relaxation import Relaxation
+from wball.input_sets import InputSet
+from wball.input_sets.charges import Charges, rounded_up
 from wball.input_sets.rows import Rows
 
 FIRST_LIMIT = 2**16
-"""Numbers per image and pixel that the gains of a first convolution may hold, which has the most units."""
+"""Numbers per image and pixel that the gains of a first convolution may hold, which has the
+most units."""
 
 
 def listed(
     anchor: Anchor, centre: Tensor, bounds: Bounds, position: int, source: InputSet
 ) -> tuple[UnitAnchor, Tensor]:
-    """An anchor as a list of the gains of its unstable units, so that charging many rows is one product.
+    """An anchor as a list of the gains of its unstable units, so that charging many rows is one
+    product.
 
-    With the units' values at the images, as they were given; ``inf`` for units that are not listed, for want of room.
+    With the units' values at the images, as they were given; ``inf`` for units that are not listed,
+    for want of room.
     """
     if isinstance(anchor, UnitAnchor):
         return anchor, centre
-    assert isinstance(source, TransportSet)
     unstable = bounds.unstable(position)
     images = unstable.shape[0]
     some = chosen(bounds.lower[position], bounds.upper[position], source, FIRST_LIMIT)
@@ -50,20 +54,33 @@ def listed(
             Rows(weights.reshape(-1, *anchor.layer), image[here]), nothing, source.active
         )
         parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
-    gains = tuple(torch.cat(part)[:count] for part in zip(*parts, strict=True))
-    return UnitAnchor(
-        anchor.layer, image[:count], unit[:count], (gains[0], gains[1], gains[2]), images
-    ), centre
+    gains = Charges(*(torch.cat(part)[:count] for part in zip(*parts, strict=True)))
+    return UnitAnchor(anchor.layer, image[:count], unit[:count], gains, images), centre
+
+
+def open_problems(
+    relaxation: Relaxation, x: Tensor, y: Tensor, bounds: Bounds, image: Tensor, other: Tensor
+) -> Problems:
+    """The problem of each pair of an image and a class ``other`` that may beat its label."""
+    graph, source = relaxation.graph, relaxation.source
+    anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
+    every = torch.arange(y.shape[0], device=y.device)
+    problems = Problems(graph, x, y, y, source, bounds, anchors, every).take(image)
+    problems.other, problems.index = other, torch.arange(image.shape[0], device=y.device)
+    return problems
+
+
+def grouped(size: Tensor, room: float) -> list[Tensor]:
+    """Indices of consecutive items whose sizes sum up to about ``room``."""
+    _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
+    return list(torch.arange(size.shape[0], device=size.device).split(counts.tolist()))
 
 
 def together(problems: Problems, room: int) -> list[Tensor]:
-    """Problems in groups whose gains take about ``room`` bytes: tightening gives every problem gains of its own."""
-    every = torch.arange(len(problems), device=problems.y.device)
-    if not isinstance(problems.source, TransportSet) or not problems.anchors:
-        return [every]
-    listed = torch.stack(
-        [problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]
-    ).sum(0)
-    size = gain_bytes(problems.source) * listed
-    _, counts = ((size.cumsum(0) - size) // room).unique_consecutive(return_counts=True)
-    return list(every.split(counts.tolist()))
+    """Problems in groups whose gains take about ``room`` bytes: tightening gives every
+    problem gains of its own.
+    """
+    if not problems.anchors:
+        return [torch.arange(len(problems), device=problems.y.device)]
+    units = [problems.bounds.unstable(k).flatten(1).sum(1) for k in problems.anchors]
+    return grouped(gain_bytes(problems.source) * torch.stack(units).sum(0), room)

@@ -1,8 +1,9 @@
 """What a tree leaves behind: the parts of the ball it was split into, each with what bounded it.
 
-The parts of one class cover the ball: the first split's unit is in all of them, one half has it positive, the other
-negative, and so on in each half. Any slopes in range and any prices of at least 0 give a sound bound, so whoever proves
-a part again may start from these numbers without believing them.
+The parts of one class cover the ball: the first split's unit is in all of them, one half has it
+positive, the other
+negative, and so on in each half. Any slopes in range and any prices of at least 0 give a sound
+bound, so whoever proves a part again may start from these numbers without believing them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ MOST = 1024
 
 @dataclass(frozen=True)
 class Leaf:
-    """Images of the ball whose units have these signs: the margin to class ``other`` was proved positive there.
+    """Images of the ball whose units have these signs: the margin to class ``other`` was proved
+    positive there.
 
     Attributes:
         other: the class.
-        splits: ``(activation, unit, sign)``: the activation by its place among the network's activations and pooling
-            layers, the unit by its flat position in it, the sign of what it reads.
+        splits: ``(activation, unit, sign)``: the activation by its place among the network's
+            activations and pooling layers, the unit by its flat position in it, the sign of what it
+            reads.
         prices: of the splits, in their order.
         slopes: lower slopes of every unit, by activation, in half precision.
         shares: shares of the anchored upper bound, likewise.

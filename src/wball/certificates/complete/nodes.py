@@ -1,4 +1,5 @@
-"""Open nodes of branch and bound: their problem, the units whose sign is known, and the multipliers found so far."""
+"""Open nodes of branch and bound: their problem, the units whose sign is known, and the
+multipliers found so far."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 State = dict[tuple[str, int], Tensor]
-"""By kind and operation, one row a node: ``alpha`` (lower slopes), ``share`` (of the anchored upper bound), ``beta``
-(multipliers of the splits) and ``sign`` (1 and -1 where a unit's sign is known, else 0); ``("box", 0)`` prices the
-box. Any values in range are sound, so they are kept in half precision between two visits."""
+"""By kind and operation, one row a node: ``alpha`` (lower slopes), ``share`` (of the anchored upper
+bound), ``beta`` (multipliers of the splits) and ``sign`` (1 and -1 where a unit's sign is known,
+else 0); ``("box", 0)`` prices the box. Any values in range are sound, so they are kept in half
+precision between two visits."""
 
 KEPT = {
     "alpha": torch.float16,
@@ -23,7 +25,9 @@ KEPT = {
 
 @dataclass
 class Nodes:
-    """``N`` nodes: the problem of each, a sound lower bound of the margin in it (float64), and its state."""
+    """``N`` nodes: the problem of each, a sound lower bound of the margin in it (float64),
+    and its state.
+    """
 
     problem: Tensor
     bound: Tensor
@@ -62,7 +66,9 @@ class Nodes:
         )
 
     def split(self, position: Tensor, unit: Tensor) -> Nodes:
-        """Both children of every node: unit ``unit[n]`` of operation ``position[n]`` is positive, or negative."""
+        """Both children of every node: unit ``unit[n]`` of operation ``position[n]`` is
+        positive, or negative.
+        """
         count = len(self)
         both = self.take(torch.arange(count, device=unit.device).repeat(2))
         for key, value in both.state.items():

@@ -1,14 +1,14 @@
 r"""Branch and bound: decide for each image whether its label holds all over the ball.
 
-Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes; optimised slopes; a
-small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open nodes a step, worst
-first; a strong attack; more of the tree where it gets on; bounds tightened under the margin
-(:mod:`wball.certificates.condition`), round after round, which hold in every open node; and the tree again. On a GPU,
-where an attack on many images takes hardly longer than on a few, all images are attacked first.
-Problems whose relaxation is a small linear program are bounded by that instead
-(:mod:`wball.certificates.complete.program`). At every step of the tree the point of the ball that is worst for the
-relaxation is tried as an adversarial example. What is found is kept at any time, so stopping early costs answers and
-never makes one wrong.
+Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes;
+optimised slopes; a
+small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open
+nodes a step, worst first; a strong attack; more of the tree where it gets on; bounds tightened
+under the margin (:mod:`wball.certificates.condition`), round after round, which hold in every open
+node; and the tree again. On a GPU, where an attack on many images takes hardly longer than on a
+few, all images are attacked first. At every step of the tree the point of the ball that is worst
+for the relaxation is tried as an adversarial example. What is found is kept at any time, so
+stopping early costs answers and never makes one wrong.
 """
 
 from __future__ import annotations
@@ -24,47 +24,48 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
-from wball.certificates.anchor import image_convolution
+from wball.certificates.anchor import image_convolution, ranked
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
-from wball.certificates.complete.gains import listed, together
+from wball.certificates.complete.gains import listed, open_problems, together
 from wball.certificates.complete.leaves import Closed, Leaf
 from wball.certificates.complete.nodes import Nodes
-from wball.certificates.complete.program import Program
 from wball.certificates.condition import condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
-from wball.certificates.tables import ranked
-from wball.input_sets import InputSet, Plans, TransportSet
+from wball.input_sets import InputSet, Plans
 from wball.model import Model, ask, evaluating
 
 REACH, FURTHER = 4.0, 6.0
-"""Lengths below which moves are told apart: at first, where more would cost twice as much, and once tightening has left
-few units unstable. What longer moves are taken to gain no split takes back."""
+"""Lengths below which moves are told apart: at first, where more would cost twice as much, and once
+tightening has left few units unstable. What longer moves are taken to gain no split takes back."""
 
 ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 12, 100
-"""Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree, and for a node that
-cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and trees grow without a better bound."""
+"""Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree,
+and for a node that cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and
+trees grow without a better bound."""
 
 EARLY = 20
-"""One split for so many unstable units before their bounds are tightened, which takes about as long: a few units of a
-last layer are often all that keeps a bound below 0."""
+"""One split for so many unstable units before their bounds are tightened, which takes about as
+long: a few units of a last layer are often all that keeps a bound below 0."""
 
 PROGRESS, MOST_ROUNDS = (0.3, 0.05), 12
-"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many rounds: with moves
-told apart below the first length, and below the second."""
+"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many
+rounds: with moves told apart below the first length, and below the second."""
 
 BATCH, STORED = 256, 2**31
-"""Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take before the tree goes
-depth first."""
+"""Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take
+before the tree goes depth first."""
 
 EAGER, LEAST = 2.0, 0.5
-"""Images that lack least are searched first. They may take up to so many even shares of the time that is left, and
-leave at least this part of one to every image after them: most of those that are far from a proof stay open anyway."""
+"""Images that lack least are searched first. They may take up to so many even shares of the time
+that is left, and leave at least this part of one to every image after them: most of those that are
+far from a proof stay open anyway."""
 
 NEAR = 0.02
-"""Margins up to this share of 1, or of the largest seen, are worth a projection: it may lower them."""
+"""Margins up to this share of 1, or of the largest seen, are worth a projection: it may lower
+them."""
 
 POSITIVE = torch.finfo(torch.float64).tiny
 """Margin of an image certified by contradiction: positive, and nothing more is known."""
@@ -72,9 +73,11 @@ POSITIVE = torch.finfo(torch.float64).tiny
 
 @dataclass
 class Answer:
-    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too large to keep.
+    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too
+    large to keep.
 
-    ``seconds`` is the time spent on each: what serves several images is shared equally by those it was spent on.
+    ``seconds`` is the time spent on each: what serves several images is shared equally by those it
+    was spent on.
     """
 
     margin: Tensor
@@ -88,8 +91,8 @@ class Answer:
 class Search:
     """Decides images of one model and ball, ``group`` of them searched together.
 
-    ``limit`` is in seconds an image, on average of those that are decided by one call. Gains of units take about
-    ``room`` bytes at a time.
+    ``limit`` is in seconds an image, on average of those that are decided by one call. Gains of
+    units take about ``room`` bytes at a time.
     """
 
     def __init__(
@@ -112,7 +115,8 @@ class Search:
     def decide(
         self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds | None = None
     ) -> Answer:
-        """Images that the model gets right, with bounds of their margins, on which so much time was ``spent`` already.
+        """Images that the model gets right, with bounds of their margins, on which so much time was
+        ``spent`` already.
 
         ``known`` bounds of their units need not be found again.
         """
@@ -135,7 +139,9 @@ class Search:
         return self.answer
 
     def _grant(self, waiting: Tensor, count: int) -> None:
-        """Allow the first ``count`` of the images that wait their part of the time that is left for all of them."""
+        """Allow the first ``count`` of the images that wait their part of the time that is
+        left for all of them.
+        """
         left = max(0.0, float((self.limit - self.answer.seconds).sum()))
         now, later = waiting[:count], max(0, waiting.shape[0] - count)
         part = min(EAGER * now.shape[0], waiting.shape[0] - LEAST * later) / waiting.shape[0]
@@ -248,7 +254,7 @@ class Search:
             if self.known is None
             else self.known.take(left)
         )
-        anchored = isinstance(source, TransportSet)
+        anchored = source.has_plans
         if anchored:
             for position in self.graph.relaxed():
                 relaxation.bound_layer(position, bounds, left.shape[0], like, anchored=True)
@@ -270,24 +276,8 @@ class Search:
         self._spent(left)
         if image.numel() == 0:
             return
-        anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
-        every = Problems(
-            self.graph,
-            x,
-            y,
-            y,
-            source,
-            bounds,
-            anchors,
-            torch.arange(left.shape[0], device=x.device),
-        )
-        problems = every.take(image)
-        problems.other, problems.index = other, torch.arange(image.shape[0], device=x.device)
-        if Program.serves(problems):
-            self._tree(problems, problems.start(), Program(problems))
-            self._settle(left)
-            return
-        del relaxation, every, anchors  # problems have their own
+        problems = open_problems(relaxation, x, y, bounds, image, other)
+        del relaxation  # problems have anchors of their own
         unattacked = left[: 0 if x.is_cuda else None]
         for part in self._in_turn(problems, source):
             part = part[~self.answer.broken[self.image[part]]]
@@ -304,16 +294,20 @@ class Search:
             self._settle(left)
 
     def _small_tree(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Split as often as takes about the time of tightening the bounds of these problems once."""
+        """Split as often as takes about the time of tightening the bounds of these problems
+        once.
+        """
         live = nodes.problem.unique()
         units = sum(int(problems.bounds.unstable(k)[live].sum()) for k in problems.split_layers())
-        return self._tree(problems, nodes, None, units / EARLY)
+        return self._tree(problems, nodes, units / EARLY)
 
     def _while_it_moves(self, problems: Problems, before: Nodes, nodes: Nodes) -> Nodes:
         """Go on splitting where that lifted a problem's bound, or closed more nodes than it opened.
 
-        Where few units have a sign of their own, tighter bounds hardly help while trees close: one round took a digit
-        of a network trained for l-inf balls from -4.06 to -4.01, as many seconds of splitting to -1.2.
+        Where few units have a sign of their own, tighter bounds hardly help while trees close: one
+        round took a digit
+        of a network trained for l-inf balls from -4.06 to -4.01, as many seconds of splitting to
+        -1.2.
         """
         aside = nodes.take(nodes.problem[:0])
         while len(nodes) and not self._late():
@@ -331,7 +325,9 @@ class Search:
         return nodes.plus(aside)
 
     def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
-        """Groups of problems that fit into memory together over that set, each with its share of the time left."""
+        """Groups of problems that fit into memory together over that set, each with its share
+        of the time left.
+        """
         last = self.deadline
         waiting = together(replace(problems, source=source), self.room) if len(problems) else []
         while waiting:
@@ -369,7 +365,9 @@ class Search:
         self.closed.add(done, problems.index[done.problem])
 
     def _tighten(self, problems: Problems, roots: Nodes, nodes: Nodes) -> None:
-        """Tighten bounds where the margin is not positive, as long as that helps, and split the open ``nodes`` on."""
+        """Tighten bounds where the margin is not positive, as long as that helps, and split
+        the open ``nodes`` on.
+        """
         live = nodes.problem.unique()
         if not live.numel():
             return
@@ -382,7 +380,7 @@ class Search:
             if len(few) and finer is not some.source and not self._late():
                 few, root = self._note(*self._finer(few, root, finer.take(part)))
             few, root = self._rounds(few, root, PROGRESS[1])
-            self._tree(few, self._again(few, _moved(nodes, problems, few)), None)
+            self._tree(few, self._again(few, _moved(nodes, problems, few)))
 
     def _finer(self, problems: Problems, nodes: Nodes, source: InputSet) -> tuple[Problems, Nodes]:
         """The problems over a set that tells more moves apart, with anchors of its own."""
@@ -425,12 +423,15 @@ class Search:
         bounds = problems.bounds  # tightened in place
         like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
-        anchored = isinstance(source, TransportSet)
+        anchored = source.has_plans
         for position in self.graph.relaxed():
             if self._late():
                 break
             row = trace_back(problems, nodes, torch.float64)
-            relaxation.condition = condition(source, row.rows, row.charged, row.constant, centre)
+            rows = source.patched(row.rows)
+            relaxation.condition = condition(
+                rows, row.charges, row.largest, row.constant, centre.view_as(rows.coeff)
+            )
             shared = (
                 image_convolution(self.graph, position) is not None and position in problems.anchors
             )
@@ -452,12 +453,12 @@ class Search:
 
     # ---- the tree
 
-    def _tree(
-        self, problems: Problems, nodes: Nodes, program: Program | None, splits: float = math.inf
-    ) -> Nodes:
-        """Split until nothing is open, time is up or so many ``splits`` are done; the nodes that are open then.
+    def _tree(self, problems: Problems, nodes: Nodes, splits: float = math.inf) -> Nodes:
+        """Split until nothing is open, time is up or so many ``splits`` are done; the nodes that
+        are open then.
 
-        The bound of a problem is that of its worst open node. Nodes without a unit to split wait if splits are limited.
+        The bound of a problem is that of its worst open node. Nodes without a unit to split wait if
+        splits are limited.
         """
         batch = BATCH if self.x.is_cuda else BATCH // 16
         dead = torch.zeros(
@@ -473,19 +474,16 @@ class Search:
             pick, rest = _turn(nodes, batch, image, self.capacity)
             now, nodes = nodes.take(pick).working(), nodes.take(rest)
             splits -= len(now)
-            if program is not None:
-                children, z = self._solved(program, now, dead, floor)
+            position, unit, possible, z = choose_splits(problems, now)
+            linear = now.take((~possible).nonzero()[:, 0])
+            if limited:
+                waiting = waiting.plus(linear.kept())
             else:
-                position, unit, possible, z = choose_splits(problems, now)
-                linear = now.take((~possible).nonzero()[:, 0])
-                if limited:
-                    waiting = waiting.plus(linear.kept())
-                else:
-                    self._exhaust(problems, linear, dead, floor)
-                keep = possible.nonzero()[:, 0]
-                children = improve(
-                    problems, now.take(keep).split(position[keep], unit[keep]), NODE_STEPS, 0.2
-                )
+                self._exhaust(problems, linear, dead, floor)
+            keep = possible.nonzero()[:, 0]
+            children = improve(
+                problems, now.take(keep).split(position[keep], unit[keep]), NODE_STEPS, 0.2
+            )
             self._candidates(problems, now.problem, z)
             self._close(problems, children)
             children = children.take((children.bound <= 0).nonzero()[:, 0])
@@ -503,7 +501,9 @@ class Search:
         return nodes
 
     def _again(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Open nodes of problems that have tighter bounds since: those that are open still, with new multipliers."""
+        """Open nodes of problems that have tighter bounds since: those that are open still,
+        with new multipliers.
+        """
         found = nodes.take(torch.zeros_like(nodes.problem[:0]))
         every, batch = (
             torch.arange(len(nodes), device=nodes.problem.device),
@@ -523,36 +523,14 @@ class Search:
         if len(nodes):
             nodes = improve(problems, nodes, LAST_STEPS, 0.3)
             self._close(problems, nodes)
-            self._stop(nodes.take((nodes.bound <= 0).nonzero()[:, 0]), dead, floor)
-
-    def _stop(self, nodes: Nodes, dead: Tensor, floor: Tensor) -> None:
-        dead[nodes.problem] = True
-        floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
-
-    def _solved(
-        self, program: Program, nodes: Nodes, dead: Tensor, floor: Tensor
-    ) -> tuple[Nodes, Tensor]:
-        """Bound nodes by their linear programs, and split those that stay open."""
-        found = [program.solve(nodes, n) for n in range(len(nodes))]
-        device = nodes.bound.device
-        bound = torch.tensor([f.bound for f in found], dtype=torch.float64, device=device)
-        problems, of = program.problems, nodes.problem
-        bound = bound - self.graph.slack_of(problems.y[of], problems.other[of])
-        nodes = Nodes(nodes.problem, torch.maximum(nodes.bound, bound), nodes.state)
-        z = torch.stack([torch.from_numpy(f.image).to(device) for f in found]).reshape(
-            -1, *self.x.shape[1:]
-        )
-        splits = torch.tensor([f.splits for f in found], dtype=torch.bool, device=device)
-        left = nodes.bound <= 0
-        self._close(program.problems, nodes)
-        self._stop(nodes.take((left & ~splits).nonzero()[:, 0]), dead, floor)
-        keep = (left & splits).nonzero()[:, 0]
-        position = torch.tensor([f.position for f in found], device=device)[keep]
-        unit = torch.tensor([f.unit for f in found], device=device)[keep]
-        return nodes.take(keep).split(position, unit), z
+            nodes = nodes.take((nodes.bound <= 0).nonzero()[:, 0])
+            dead[nodes.problem] = True
+            floor.scatter_reduce_(0, nodes.problem, nodes.bound, "amin")
 
     def _candidates(self, problems: Problems, problem: Tensor, z: Tensor) -> None:
-        """Try the image at the bound, brought into the ball, where the network gets it wrong: one for each problem."""
+        """Try the image at the bound, brought into the ball, where the network gets it wrong:
+        one for each problem.
+        """
         logits = self.graph.logits(z.to(torch.float64))
         own = logits.gather(1, problems.y[problem][:, None])[:, 0]
         margin = own - logits.gather(1, problems.other[problem][:, None])[:, 0]
@@ -560,7 +538,8 @@ class Search:
         order = order[problem[order].argsort(stable=True)]
         first = torch.ones_like(order, dtype=torch.bool)
         first[1:] = problem[order][1:] != problem[order][:-1]
-        # A projection is dear, and points of nearby nodes are alike: the next one must be worse by a tenth.
+        # A projection is dear, and points of nearby nodes are alike: the next one must be worse by
+        # a tenth.
         worst = self.worst[problems.index[problem[order]]]
         enough = torch.where(
             worst.isfinite(), worst - 0.1 * worst.abs(), NEAR * margin.abs().amax().clamp(max=1.0)
@@ -590,7 +569,9 @@ def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
 
 
 def _state_of(nodes: Nodes, problems: int) -> tuple[Tensor, Tensor]:
-    """The worst bound of the open nodes of each problem, 0 if there are none, and how many there are."""
+    """The worst bound of the open nodes of each problem, 0 if there are none, and how many
+    there are.
+    """
     worst = torch.zeros(problems, dtype=nodes.bound.dtype, device=nodes.bound.device)
     return worst.scatter_reduce(0, nodes.problem, nodes.bound, "amin"), torch.bincount(
         nodes.problem, minlength=problems
@@ -598,10 +579,13 @@ def _state_of(nodes: Nodes, problems: int) -> tuple[Tensor, Tensor]:
 
 
 def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The nodes to visit next, and the others; ``image`` is the image of each problem, numbered from 0.
+    """The nodes to visit next, and the others; ``image`` is the image of each problem, numbered
+    from 0.
 
-    Half are of every problem in turn, half of the images that lack least, one after the other: most trees that time
-    leaves open are far from closed, and would take most of it. Worst nodes first, or the best if memory is full.
+    Half are of every problem in turn, half of the images that lack least, one after the other: most
+    trees that time
+    leaves open are far from closed, and would take most of it. Worst nodes first, or the best if
+    memory is full.
     """
     key = nodes.bound if len(nodes) < capacity else -nodes.bound
     order = key.argsort(stable=True)

@@ -2,9 +2,10 @@ r"""The largest value of many rows over a Wasserstein ball, each over what it ca
 
 .. math:: \min_{\psi \ge 0} \; \psi E + \sum_i x_i \max_j \big( a_j + M_{ij} - \psi C_{ij} \big)
 
-Rows may live on patches, moves longer than a reach are summed up in tiers of length, and charges ``M`` may be added to
-what moves earn (:mod:`wball.input_sets.transport`). A scalar convex search per row: every ``psi >= 0`` gives a sound
-bound, so it may stop anywhere and run in float32. The bound that counts is evaluated in the precision of the rows.
+Rows may live on patches, moves longer than a reach are summed up in tiers of length, and charges
+``M`` may be added to what moves earn (:mod:`wball.input_sets.transport`). A scalar convex search
+per row: every ``psi >= 0`` gives a sound bound, so it may stop anywhere and run in float32. The
+bound that counts is evaluated in the precision of the rows.
 
 Whole images without charges are :mod:`wball.kernels.linear_maximum`.
 """
@@ -27,11 +28,13 @@ DOWN = 0.55
 
 @dataclass(frozen=True)
 class Field:
-    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with its cost.
+    """Rows seen from the pixels that hold mass: what staying is worth, and every other option with
+    its cost.
 
-    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``, with their cost
-    ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere`` (N, C, T) is the mass at several
-    distances from the patch, ``away`` (T,) what it costs to come from there, ``far`` (N, C) what that is worth.
+    ``mass`` and ``stay`` cover the sources, ``(N, C, S)``; ``worth`` the options, ``(N, C, L, S)``,
+    with their cost ``(L, 1)`` or ``(L, S)``. Rows on patches cannot see all pixels: ``elsewhere``
+    (N, C, T) is the mass at several distances from the patch, ``away`` (T,) what it costs to come
+    from there, ``far`` (N, C) what that is worth.
     """
 
     mass: Tensor
@@ -80,9 +83,11 @@ class RowProblem:
 
 
 def row_maximum(problem: RowProblem, rounds: int, kernel: str) -> tuple[Tensor, Tensor]:
-    """The bound of each row, ``(N,)`` in the rows' precision, and the ``psi`` behind it, in ``rounds`` of search.
+    """The bound of each row, ``(N,)`` in the rows' precision, and the ``psi`` behind it, in
+    ``rounds`` of search.
 
-    ``kernel`` is what :func:`wball.kernels.dispatch.choose` named for the images. Nothing is recorded for gradients.
+    ``kernel`` is what :func:`wball.kernels.dispatch.choose` named for the images. Nothing is
+    recorded for gradients.
     """
     found: tuple[Tensor, Tensor] = dispatch.load("row_maximum", kernel).row_maximum(problem, rounds)
     return found

@@ -31,8 +31,8 @@ class _Rows(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Where mass can go: the listed moves, each with its ring; what a move of a ring and of a tier costs; how wide the
-    tiers are, and the mass beyond the patches."""
+    """Where mass can go: the listed moves, each with its ring; what a move of a ring and of a tier
+    costs; how wide the tiers are, and the mass beyond the patches."""
 
     shifts: Any
     ring: Any

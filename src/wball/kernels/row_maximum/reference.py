@@ -54,9 +54,11 @@ def _evaluate(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_psi(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
-    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds of search.
+    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds
+    of search.
 
-    Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are left out. Not on a
+    Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are
+    left out. Not on a
     GPU, where groups cost four times the launches, and a host read.
     """
     if field.mass.is_cuda or field.mass[0].numel() < 16 or field.cost.shape[1] > 1:
@@ -124,14 +126,16 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
     better = value_high < best
     best, psi = torch.where(better, value_high, best), torch.where(better, high, psi)
     for k in range(rounds):
-        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
+        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at
+        # it.
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
         meet = (value_low - value_high + slope_high * high - slope_low * low) / drop.clamp(
             min=1e-30
         )
         trial = 0.5 * (low + high) if k % 3 == 2 else torch.where(drop > 0, meet, high)
-        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the bracket.
+        # The budget is small against the mass: the best psi is near the top, and 0 a bad end of the
+        # bracket.
         trial = torch.where(low > 0, trial, DOWN * high)
         trial = torch.maximum(torch.minimum(trial, high), low)
         worth, cost = _evaluate(field, trial)
@@ -147,7 +151,9 @@ def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
 
 
 def entropic_psi(field: Field, budget: Tensor, reg: float, steps: int = 30) -> Tensor:
-    r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi C_ij))`` costs ``E``."""
+    r"""``psi`` of the paper's conjugate: the entropic plan ``P ~ x_i exp(reg (a_j - psi
+    C_ij))`` costs ``E``.
+    """
     options = torch.cat([field.stay[:, :, None], field.worth], 2)
     costs = torch.cat([torch.zeros_like(field.cost[:1]), field.cost])
     low = torch.zeros_like(budget)

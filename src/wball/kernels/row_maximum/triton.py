@@ -1,7 +1,9 @@
-"""Row maxima (:mod:`wball.kernels.row_maximum`) in Triton: the whole search of a row is one program.
+"""Row maxima (:mod:`wball.kernels.row_maximum`) in Triton: the whole search of a row is one
+program.
 
-The choices of a row are read again for every price; they stay in the cache of a multiprocessor. Prices are compared in
-float32, sums are taken in float64, and the bound at the best price is evaluated in the precision of the field.
+The choices of a row are read again for every price; they stay in the cache of a multiprocessor.
+Prices are compared in float32, sums are taken in float64, and the bound at the best price is
+evaluated in the precision of the field.
 """
 
 # mypy: ignore-errors
@@ -140,7 +142,8 @@ def _row_kernel(
     # Nobody wants to move, or all may: then an end is the best price.
     steps = tl.where((high > 0.0) & (cost_low > budget), 0, rounds)
     while steps < rounds:
-        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at it.
+        # Convex and piecewise linear: the tangents at both ends meet below the minimum, and soon at
+        # it.
         slope_low, slope_high = budget - cost_low, budget - cost_high
         drop = slope_high - slope_low
         meet = (
@@ -151,7 +154,8 @@ def _row_kernel(
         )
         meet = (meet / tl.maximum(drop, 1e-300)).to(tl.float32)
         trial = tl.where(steps % 3 == 2, 0.5 * (low + high), tl.where(drop > 0.0, meet, high))
-        # The budget is small against the mass: the best price is near the top, and 0 a bad end of the bracket.
+        # The budget is small against the mass: the best price is near the top, and 0 a bad end of
+        # the bracket.
         trial = tl.where(low > 0.0, trial, _DOWN * high)
         trial = tl.maximum(tl.minimum(trial, high), low)
         value, cost = _evaluate(

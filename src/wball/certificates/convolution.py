@@ -1,6 +1,6 @@
-"""Transposed convolutions (:mod:`wball.kernels.transposed_convolution`) in plain PyTorch, on any device.
+"""Transposed convolutions as matrix products.
 
-Libraries run float64 convolutions slowly, and transposed ones patch by patch: here they are products where that pays.
+Libraries run float64 convolutions slowly, and transposed ones of many small maps one by one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.kernels.transposed_convolution import Window
 
-
-def transposed_convolution(
-    a: Tensor, weight: Tensor, stride: tuple[int, int], window: Window
+def windowed(
+    a: Tensor, weight: Tensor, stride: tuple[int, int], window: tuple[int, int, int, int]
 ) -> Tensor:
-    """See :func:`wball.kernels.transposed_convolution.transposed_convolution`."""
+    """The transposed convolution of ``a`` (N, C, h, w), cut to a ``window`` (top, left,
+    height, width).
+    """
     raw = _product(a, weight, stride, (1, 1), 1)
     if raw is None:
-        raw = (
-            folded(a, weight, stride) if a.is_cuda else F.conv_transpose2d(a, weight, stride=stride)
-        )
+        raw = folded(a, weight, stride)
     top, left, height, width = window
     return F.pad(raw, (-left, left + width - raw.shape[3], -top, top + height - raw.shape[2]))
 
@@ -40,7 +38,9 @@ def transposed(
 def _product(
     a: Tensor, weight: Tensor, stride: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> Tensor | None:
-    """As one matrix product where the patches are small and many; libraries run such convolutions patch by patch."""
+    """As one matrix product where the patches are small and many; libraries run such
+    convolutions patch by patch.
+    """
     count, *patch = a.shape
     cells = math.prod(patch)
     sides = [
@@ -49,7 +49,8 @@ def _product(
     out = (weight.shape[1] * groups, *sides)
     if count <= 2 * cells or cells * math.prod(out) > 2**22:
         return None
-    # In float64, which writes the weights down as they are: GPUs may round what float32 convolutions read.
+    # In float64, which writes the weights down as they are: GPUs may round what float32
+    # convolutions read.
     every = torch.eye(cells, dtype=torch.float64, device=a.device).reshape(cells, *patch)
     matrix = F.conv_transpose2d(
         every, weight.double(), stride=stride, dilation=dilation, groups=groups
@@ -64,9 +65,9 @@ FOLDED = 2**27
 def folded(a: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
     """The transposed convolution without padding as one product.
 
-    Outputs whose position leaves the same remainder by the stride see the same part of the kernel: they are an ordinary
-    convolution of ``a`` with it, and all remainders together one product of its windows. For GPUs and float64, where
-    products run at full speed and the library's convolutions do not.
+    Outputs whose position leaves the same remainder by the stride see the same part of the kernel:
+    they are an ordinary
+    convolution of ``a`` with it, and all remainders together one product of its windows.
     """
     channels, height, width = a.shape[1:]
     down, across = stride
