@@ -227,7 +227,8 @@ def trace_back(
         + rows.coeff.detach().abs().flatten(1).sum(1)
     )
     rounding = ROUNDING * torch.stack([size, *sizes]).sum(0)
-    rounding = rounding + graph.slack_of(problems.y[problem], problems.other[problem])
+    slack = graph.slack_of(problems.y[problem], problems.other[problem])
+    rounding = (rounding + slack).to(dtype)
     weights = {k: w.coeff for k, (_, w) in charged.items()}
     value = constant - largest - rounding
     return Traced(value, rows, charges, largest, constant - rounding, weights, lines)
