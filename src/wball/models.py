@@ -56,41 +56,26 @@ class Normalized(nn.Module):
             raise ValueError(f"x has {x.shape[1]} channels, but mean and std are for {channels}")
         return self.model((x - self.mean) / self.std)
 
-    def extra_repr(self) -> str:
-        return f"mean={self.mean.flatten().tolist()}, std={self.std.flatten().tolist()}"
-
 
 class Binarize(nn.Module):
-    """``1 where x >= threshold, else 0``.
+    """``1 where x >= 0.5, else 0``, with the gradient of the identity (straight-through).
 
-    The true gradient is 0 almost everywhere, which masks the model from gradient attacks. With
-    ``straight_through`` the backward pass is that of the identity, so that such attacks work.
+    The true gradient is 0 almost everywhere, which would mask the model from gradient attacks.
 
     >>> Binarize()(torch.tensor([0.4, 0.6]))
     tensor([0., 1.])
     """
 
-    def __init__(self, threshold: float = 0.5, straight_through: bool = True) -> None:
-        super().__init__()
-        self.threshold, self.straight_through = threshold, straight_through
-
     def forward(self, x: Tensor) -> Tensor:
-        hard = (x >= self.threshold).to(x.dtype)
-        # Both added terms are exactly 0: they only carry the gradient (1 or 0) to x.
-        return hard + (x - x.detach()) if self.straight_through else hard + 0 * x
-
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}, straight_through={self.straight_through}"
+        return (x >= 0.5).to(x.dtype) + (x - x.detach())  # adds 0, with gradient 1
 
 
 class Binarized(nn.Module):
     """The paper's binarized defence: a threshold in front of an ordinary network."""
 
-    def __init__(
-        self, model: nn.Module, threshold: float = 0.5, straight_through: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.binarize, self.model = Binarize(threshold, straight_through), model
+        self.binarize, self.model = Binarize(), model
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(self.binarize(x))
