@@ -67,7 +67,7 @@ def _cases(label: str, subject: Subject, x: Tensor) -> Iterator[tuple[str, Subje
     """
     if isinstance(subject.model, Binarized):
         behind = replace(subject, name=f"{subject.name}-before", model=subject.model.model)
-        yield BEFORE, behind, (x >= subject.model.binarize.threshold).to(x)
+        yield BEFORE, behind, subject.model.binarize(x).detach()
         label = INSIDE
     yield label, subject, x
 
