@@ -433,7 +433,7 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)
 
 
-@pytest.mark.parametrize("kernel", ["triton", "cpu"], indirect=True)
+@pytest.mark.parametrize("kernel", ["triton", "cpu", "torch"], indirect=True)
 @pytest.mark.parametrize("name", ["full pixels", "pixels that must keep something"])
 def test_newton_of_the_support_function(kernel: str, name: str) -> None:
     interpreted = kernel == "triton" and DEVICE == "cpu"

@@ -80,10 +80,9 @@ class Minimum:
         self._improve(kernel, partial(entropic_path, kernel=kernel), (start, tau_start), max_iter)
 
     def newton_for_support(self, start: Tensor, max_iter: int) -> None:
-        """The exact support function with a box, by kernels that take each image by itself; nothing where none does."""
+        """The exact support function with a box."""
         kernel = dispatch.choose("proximal_newton", self.problem.x, self.problem.moves)
-        if kernel != "torch":
-            self._improve(kernel, partial(proximal_newton, kernel=kernel), (start,), max_iter)
+        self._improve(kernel, partial(proximal_newton, kernel=kernel), (start,), max_iter)
 
     def newton(self, start: Tensor, max_iter: int, *, warm: bool) -> None:
         """The exact projection. What a kernel leaves undone goes to the next one, from where it stopped."""

@@ -37,7 +37,7 @@ def proximal_newton(
     """Improve ``best`` for every image; returns the Newton steps used.
 
     Args:
-        problem: exact. The torch kernel takes quadratic columns only, Triton linear ones in a box.
+        problem: exact. Triton takes linear columns in a box only.
         start: column potentials to start from.
         max_iter: Newton steps.
         best: what is known, improved in place.

@@ -38,30 +38,9 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 
 
 class _Settings(NamedTuple):
-    """:data:`wball.kernels.proximal_newton.settings.ALL`, and whether the start is warm."""
+    """The settings that depend on the columns, and whether the start is warm."""
 
-    first: float
-    first_linear: float
-    warmer: float
-    growth: float
-    quick: int
-    slow: int
-    shrink: float
-    inner: int
-    settled: float
-    settled_linear: float
-    spent: float
-    spent_linear: float
-    cg_tol: float
-    cg_tol_linear: float
-    cg_max: int
-    damping: float
-    damping_linear: float
-    halvings: int
-    least: float
-    most: float
-    patience: int
-    promising: float
+    method: settings.Method
     warm: bool
 
 
@@ -85,10 +64,8 @@ def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    method = _Settings(*settings.ALL, warm)
-    return improve(
-        _solve_images, method, problem, start, problem.tau, max_iter, best
-    )  # there are no temperatures
+    method = _Settings(settings.LINEAR if problem.columns.linear else settings.QUADRATIC, warm)
+    return improve(_solve_images, method, problem, start, problem.tau, max_iter, best)
 
 
 @compiled(inner=True)
@@ -256,7 +233,7 @@ def _range(values):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
-def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
+def _direction(p, step, method, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
     """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner; returns that of ``psi``."""
     n_rows, n_moves = p.end.shape
     n = u.size
@@ -290,8 +267,7 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         moving[j] = 1.0 if not linear or u[j] != target[j] or gradient[j] != 0.0 else 0.0
         diagonal[j] += column[j]
         largest = max(largest, diagonal[j])
-    damping = settings.damping_linear if linear else settings.damping
-    ridge = max(1e-12 * largest, damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
+    ridge = max(1e-12 * largest, method.damping * _norm(gradient) / (math.sqrt(n) * _range(u)))
     free = psi > 0.0 or slope > 0.0
     diagonal_psi = curvature if free and curvature > 0.0 else 1.0
 
@@ -306,9 +282,8 @@ def _direction(p, step, settings, u, psi, shares, gradient, slope, d):  # type: 
         r[j] = gradient[j]
         q[j] = r[j] * diagonal[j]
         size += r[j] * q[j]
-    tol = settings.cg_tol_linear if linear else settings.cg_tol
-    goal = tol * tol * size
-    for _ in range(settings.cg_max):
+    goal = method.cg_tol * method.cg_tol * size
+    for _ in range(settings.CG_MAX):
         if stop[0] != 0:
             break
         for j in range(n):
@@ -372,7 +347,7 @@ def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped
 
 
 @compiled(inner=True)
-def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
     """One image from ``u`` and ``psi`` (negative if unknown). ``found``: primal, dual, hard bound, and its price."""
     n, shape = u.size, p.end.shape
     gradient, shares, new_u, new_gradient, new_shares = (
@@ -399,30 +374,30 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
     for a in range(shape[0]):
         for k in range(shape[1]):
             end[a, k] = ends[a, k] if ends[a, k] >= 0 else n
-    sigma = (settings.first_linear if linear else settings.first) / _range(u)
-    if settings.warm:
-        sigma *= settings.warmer
-    least, step, idle, narrow = settings.least * sigma, _Step(sigma, centre, end), 0, math.inf
+    method, sigma = chosen.method, chosen.method.first / _range(u)
+    if chosen.warm:
+        sigma *= settings.WARM
+    least, step, idle, narrow = settings.LEAST * sigma, _Step(sigma, centre, end), 0, math.inf
     if psi < 0.0:
         psi = _first_price(p, step, u, found[3] if linear else 0.0, shares, gradient)
-    settled = settings.settled_linear if linear else settings.settled
     while steps < goal.max_iter:
         dual, slope, moved, pull = _evaluate(p, step, u, psi, shares, gradient)
         solved, taken, ascends = False, 0, True
-        while taken < settings.inner and steps < goal.max_iter and ascends and p.stop[0] == 0:
-            solved = _norm(gradient) <= settled * moved and abs(slope) <= settings.spent * p.budget
+        while taken < settings.INNER and steps < goal.max_iter and ascends and p.stop[0] == 0:
+            solved = _norm(gradient) <= method.settled * moved
+            solved = solved and abs(slope) <= settings.SPENT * p.budget
             solved = solved and (
-                not linear or abs(slope) <= settings.spent_linear * moved + 1e-13 * p.budget
+                not linear or abs(slope) <= settings.SPENT_LINEAR * moved + 1e-13 * p.budget
             )
             if solved:
                 break
-            d_psi = _direction(p, step, settings, u, psi, shares, gradient, slope, d)
+            d_psi = _direction(p, step, method, u, psi, shares, gradient, slope, d)
             steps += 1
             taken += 1
             # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
             length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
             ascends = False
-            for _ in range(settings.halvings):
+            for _ in range(settings.HALVINGS):
                 new_psi = max(psi + length * d_psi, 0.0)
                 promised = slope * (new_psi - psi)
                 for j in range(n):
@@ -458,20 +433,20 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
             copy(shares.count, centre.count)
             copy(shares.move, centre.move)
             copy(shares.part, centre.part)
-            if taken <= settings.quick:
-                sigma = min(sigma * settings.growth, settings.most / _range(u))
-            elif taken > settings.slow:
-                sigma /= settings.growth
+            if taken <= settings.QUICK:
+                sigma = min(sigma * settings.GROWTH, settings.MOST / _range(u))
+            elif taken > settings.SLOW:
+                sigma /= settings.GROWTH
         else:
-            sigma /= settings.shrink
+            sigma /= settings.SHRINK
         rest = dual - pull - bound  # the gap of the plan as it is
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
-        last = idle > settings.patience or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
+        last = idle > settings.PATIENCE or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
         last = (
             last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)
         )  # nothing but rounding is left
-        if last or rest <= settings.promising * (goal.tol * abs(found[0] + offset) + floor):
+        if last or rest <= settings.PROMISING * (goal.tol * abs(found[0] + offset) + floor):
             _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
             if primal < found[0]:
@@ -484,15 +459,15 @@ def _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found): 
 
 
 @compiled()
-def _solve_images(images, moves, goal, settings, known):  # type: ignore[no-untyped-def]
+def _solve_images(images, moves, goal, chosen, known):  # type: ignore[no-untyped-def]
     cell = np.empty(images.x[0].size, dtype=np.int64)
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
-        psi, steps, done = found[3] if settings.warm else -1.0, 0, False
+        psi, steps, done = found[3] if chosen.warm else -1.0, 0, False
         offset, floor = images.offset[m], images.floor[m]
         if p.linear:
             steps, done = without_box(p, goal, u, offset, floor, best_flow, best_u, found)
         if not done:
-            steps += _solve(p, goal, settings, u, psi, offset, floor, best_flow, best_u, found)
+            steps += _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found)
         known.n_iter[m] = steps
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

@@ -1,6 +1,6 @@
-"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch, any moves: the yardstick of the others.
+"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch for any moves, which the other kernels must match.
 
-A batch takes its steps together. An image that is done, or whose step is solved, is left alone.
+A batch takes its steps together. Images that are done, or whose proximal step is solved, are left unchanged.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
+from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.proximal_newton import settings
 from wball.plan import Plan
 
@@ -21,33 +22,26 @@ def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> Tensor:
     """See :func:`wball.kernels.proximal_newton.proximal_newton`."""
-    x, moves = problem.x, problem.moves
-    centre = (
-        torch.where(moves.stay(), 1.0, 0.0)
-        .to(x.dtype)
-        .expand(x.shape[0], x.shape[1], -1, -1, -1)
-        .clone()
-    )
-    sigma = settings.FIRST * (settings.WARM if warm else 1.0) / _range(start)
-    at = _Step(
-        centre,
-        sigma,
-        start,
-        best.psi.clone() if warm else _first_price(problem, centre, sigma, start),
-    )
-    least, narrow = settings.LEAST * sigma, torch.full_like(sigma, math.inf)
-    n_iter, idle = (
-        torch.zeros_like(sigma, dtype=torch.long),
-        torch.zeros_like(sigma, dtype=torch.long),
-    )
-    active = torch.arange(x.shape[0], device=x.device)
+    n_iter = torch.zeros(len(problem.x), dtype=torch.long, device=problem.x.device)
+    active, linear = torch.arange(len(n_iter), device=n_iter.device), problem.columns.linear
+    if linear:
+        n_iter += without_box(problem, max_iter, best)
+        active = (~problem.done(best)).nonzero().squeeze(1) if problem.boxed else active[:0]
+    here, method = problem.take(active), settings.LINEAR if linear else settings.QUADRATIC
+    sigma = method.first * (settings.WARM if warm else 1.0) / _range(start[active])
+    stay = here.moves.stay().to(here.x).expand(*here.x.shape[:2], -1, -1, -1)
+    at = _Step(stay, sigma, start[active], best.psi[active])
+    if not warm:
+        at = _Step(stay, sigma, at.u, _first_price(here, at))
+    least, narrow = torch.empty_like(best.psi), torch.full_like(best.psi, math.inf)
+    least[active], idle = settings.LEAST * sigma, torch.zeros_like(n_iter)
     while active.numel():
         here = problem.take(active)
         end, taken, solved = _solve_step(here, at, max_iter - n_iter[active])
         n_iter[active] += taken
         bounds = here.lower_bounds(end.u, end.psi)
         best.keep_duals(active, end.u, end.psi, bounds)
-        rest = end.dual - end.pull - bounds[0]  # the gap of the plan as it is
+        rest = end.dual - end.pull - bounds[0]  # the gap of the plan before its repair
         idle[active] = torch.where(rest < 0.999 * narrow[active], 0, idle[active] + 1)
         narrow[active] = torch.minimum(rest, narrow[active])
         grown = torch.minimum(at.sigma * settings.GROWTH, settings.MOST / _range(end.u))
@@ -56,15 +50,11 @@ def proximal_newton(
         sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
-        done = (
-            (idle[active] > settings.PATIENCE)
-            | (sigma < least[active])
-            | (n_iter[active] >= max_iter)
-        )
-        done |= problem.deadline.late
-        shown = (
-            (done | (rest <= settings.PROMISING * here.allowed(best, active))).nonzero().squeeze(1)
-        )
+        done = (idle[active] > settings.PATIENCE) | (sigma < least[active])
+        done |= (n_iter[active] >= max_iter) | problem.deadline.late
+        if linear:  # only rounding is left
+            done |= solved & (rest <= 3e-13 * (end.dual.abs() + _noise(here)))
+        shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
         _repair(here.take(shown), end.share[shown], active[shown], best)
         done |= here.done(best, active)
         if bool(done.any()):
@@ -72,9 +62,21 @@ def proximal_newton(
     return n_iter
 
 
+def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
+    """Solve linear columns without their box, where ``u = g`` is optimal; plans are repaired into the box."""
+    x, g = problem.x, problem.columns.target
+    plan, found = maximising_plan(g, x, problem.budget, problem.moves, max_iter=max_iter)
+    bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
+    everyone = torch.arange(len(x), device=x.device)
+    best.keep_duals(everyone, g, found.psi, (bound, bound))
+    plan = problem.repaired(plan)
+    best.keep_plan(everyone, plan, problem.objective(plan))
+    return found.n_iter
+
+
 @dataclass(frozen=True)
 class _Step:
-    """Where a proximal step starts: its centre, its length and the duals."""
+    """The start of a proximal step: its centre, its length and the duals."""
 
     centre: Tensor
     sigma: Tensor
@@ -93,14 +95,21 @@ class _Point:
     psi: Tensor
     dual: Tensor
     share: Tensor
+    come: Tensor  # columns of the plan
     gradient: Tensor
     slope: Tensor
     moved: Tensor
-    pull: Tensor  # what the proximal term costs
+    pull: Tensor  # value of the proximal term
 
     def where(self, mask: Tensor, other: _Point) -> _Point:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return _Point(*(torch.where(per_image(mask, mine), mine, theirs) for mine, theirs in pairs))
+
+
+def _noise(problem: Problem) -> Tensor:
+    """Size of the terms of a linear dual, to which its rounding error is proportional; 0 for quadratic columns."""
+    size = dot(problem.columns.target.abs(), problem.x)
+    return size if problem.columns.linear else torch.zeros_like(size)
 
 
 def _range(values: Tensor) -> Tensor:
@@ -132,45 +141,57 @@ def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
     away = (share - step.centre).square().sum(2)
     rows, pull = torch.where(share > 0, gain * share, 0.0).sum(2), dot(x, away) / (2 * step.sigma)
     flow = x.unsqueeze(2) * share
+    come = moves.scatter(flow)
     slope = (flow * moves.cost).flatten(1).sum(1) - problem.budget
     return _Point(
         u,
         psi,
         problem.columns.value(u) - psi * problem.budget - dot(x, rows) + pull,
         share,
-        problem.columns.gradient(u, moves.scatter(flow)),
+        come,
+        problem.columns.gradient(u, come),
         torch.where((psi <= 0) & (slope <= 0), 0.0, slope),
         torch.sqrt((x.square() * away).flatten(1).sum(1)),
         pull,
     )
 
 
-def _first_price(problem: Problem, centre: Tensor, sigma: Tensor, u: Tensor) -> Tensor:
-    """About the price at which the first step's plan costs the budget, from above."""
-    step = _Step(centre, sigma, u, torch.zeros_like(sigma))
-    low = torch.zeros_like(sigma)
-    high = torch.where(_evaluate(problem, step, u, low).slope > 0, 1e-3 * _range(u), 0.0)
-    for _ in range(80):
-        over = _evaluate(problem, step, u, high).slope > 0
-        if not bool(over.any()):
-            break
-        low, high = torch.where(over, high, low), torch.where(over, 4 * high, high)
+def _first_price(problem: Problem, step: _Step) -> Tensor:
+    """About the price at which the first step's plan costs the budget, from above.
+
+    For linear columns, the price of the step is such a price. For quadratic ones, a bracket is found first.
+    """
+
+    def costs_too_much(psi: Tensor) -> Tensor:
+        return _evaluate(problem, step, step.u, psi).slope > 0
+
+    low, high = torch.zeros_like(step.psi), step.psi
+    if not problem.columns.linear:
+        high = torch.where(costs_too_much(low), 1e-3 * _range(step.u), 0.0)
+        for _ in range(80):
+            over = costs_too_much(high)
+            if not bool(over.any()):
+                break
+            low, high = torch.where(over, high, low), torch.where(over, 4 * high, high)
     for _ in range(30):
         if bool((high - low <= 0.02 * high).all()):
             break
         middle = 0.5 * (low + high)
-        over = _evaluate(problem, step, u, middle).slope > 0
+        over = costs_too_much(middle)
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
     return high
 
 
 def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Tensor, Tensor]:
-    """Newton's method for one proximal step, ``left`` iterations at most; where it ends, who took how many, solved."""
+    """Newton's method for one proximal step, at most ``left`` iterations: its end, iterations used, and whether solved."""
     at = _evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
+    method = settings.LINEAR if problem.columns.linear else settings.QUADRATIC
     while True:
-        settled = at.gradient.flatten(1).norm(dim=1) <= settings.SETTLED * at.moved
+        settled = at.gradient.flatten(1).norm(dim=1) <= method.settled * at.moved
         solved = settled & (at.slope.abs() <= settings.SPENT * problem.budget)
+        if problem.columns.linear:
+            solved &= at.slope.abs() <= settings.SPENT_LINEAR * at.moved + 1e-13 * problem.budget
         going = ~solved & ascends & (taken < settings.INNER) & (taken < left)
         if problem.deadline.late or not bool(going.any()):
             return at, taken, solved
@@ -183,12 +204,14 @@ def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Te
 def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tensor]:
     """Newton's step by conjugate gradients with a diagonal preconditioner."""
     x, moves, cost = problem.x, problem.moves, problem.moves.cost
+    method = settings.LINEAR if problem.columns.linear else settings.QUADRATIC
+    still = problem.columns.held(at.u, at.come)
     used = (at.share > 0).to(x.dtype)
     ways = used.sum(2, keepdim=True).clamp(min=1)
     stiff = per_image(step.sigma, used) * x.unsqueeze(2) * used
     column = problem.columns.curvature(at.u)
     diagonal = column + moves.scatter(stiff * (1 - 1 / ways))
-    ridge = settings.DAMPING * at.gradient.flatten(1).square().mean(1).sqrt() / _range(at.u)
+    ridge = method.damping * at.gradient.flatten(1).square().mean(1).sqrt() / _range(at.u)
     ridge = per_image(
         torch.maximum(ridge, 1e-12 * diagonal.flatten(1).amax(1)).clamp(min=1e-300), diagonal
     )
@@ -202,16 +225,15 @@ def _direction(problem: Problem, step: _Step, at: _Point) -> tuple[Tensor, Tenso
         change = moves.gather(d) - per_image(d_psi, used) * cost
         change = stiff * (change - (used * change).sum(2, keepdim=True) / ways)
         out_psi = 1e-12 * diagonal_psi * d_psi - (change * cost).flatten(1).sum(1)
-        return column * d + moves.scatter(change), torch.where(free, out_psi, 0.0)
+        out = torch.where(still, 0.0, column * d + moves.scatter(change))
+        return out, torch.where(free, out_psi, 0.0)
 
     d, d_psi = torch.zeros_like(at.u), torch.zeros_like(at.psi)
     r, r_psi = at.gradient, torch.where(free, at.slope, 0.0)
     q, q_psi = r / diagonal, r_psi / diagonal_psi
     size = dot(r, q) + r_psi * q_psi
-    goal = settings.CG_TOL**2 * size
-    patience = (
-        8 if size.is_cuda else 1
-    )  # reading from a GPU takes longer than a few steps, which do no harm
+    goal = method.cg_tol**2 * size
+    patience = 8 if size.is_cuda else 1  # a read from a GPU takes longer than a few steps
     for k in range(1, settings.CG_MAX + 1):
         h, h_psi = apply(q, q_psi)
         curve = dot(q, h) + q_psi * h_psi
@@ -232,17 +254,19 @@ def _ascend(
     problem: Problem, step: _Step, at: _Point, d: Tensor, d_psi: Tensor
 ) -> tuple[_Point, Tensor]:
     """A backtracking step; also returns which images moved at all."""
-    # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+    # Stop where psi reaches 0: beyond it another set of variables is free.
     stops = (d_psi < 0) & (at.psi > 0)
     length = torch.where(stops, (at.psi / torch.where(stops, -d_psi, 1.0)).clamp(max=1), 1.0)
+    rounding = 1e-14 * (at.dual.abs() + _noise(problem))
     for _ in range(settings.HALVINGS):
         psi = (at.psi + length * d_psi).clamp(min=0)
-        new = _evaluate(problem, step, at.u + per_image(length, d) * d, psi)
-        promised = length * dot(at.gradient, d) + at.slope * (psi - at.psi)
-        ascends = new.dual >= at.dual + 1e-4 * promised - 1e-14 * at.dual.abs()
+        u = problem.columns.retract(at.u, at.come, at.u + per_image(length, d) * d)
+        new = _evaluate(problem, step, u, psi)
+        promised = dot(at.gradient, u - at.u) + at.slope * (psi - at.psi)
+        ascends = new.dual >= at.dual + 1e-4 * promised - rounding
         if bool(ascends.all()):
             break
-        # Where the slope along the direction vanishes, were it linear between here and there.
+        # Where a linear slope along the direction would vanish.
         rise, bend = promised / length, dot(new.gradient, d) + new.slope * d_psi
         fall = torch.where(bend < 0, rise / (rise - bend), 0.5).clamp(0.1, 0.5)
         length = torch.where(ascends, length, fall * length)

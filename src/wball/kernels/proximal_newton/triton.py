@@ -71,10 +71,14 @@ MAX_LISTED = 1024
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
-(FIRST, FIRST_LINEAR, WARM, GROWTH, QUICK, SLOW, SHRINK, INNER, SETTLED, SETTLED_LINEAR, SPENT, SPENT_LINEAR,
- CG_TOL, CG_TOL_LINEAR, CG_MAX, DAMPING, DAMPING_LINEAR, HALVINGS, LEAST, MOST, PATIENCE, PROMISING) = (
-    map(tl.constexpr, settings.ALL)
-)  # fmt: skip
+FIRST, SETTLED, CG_TOL, DAMPING = map(tl.constexpr, settings.QUADRATIC)
+FIRST_LINEAR, SETTLED_LINEAR, CG_TOL_LINEAR, DAMPING_LINEAR = map(tl.constexpr, settings.LINEAR)
+SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_LINEAR)
+GROWTH, SHRINK = tl.constexpr(settings.GROWTH), tl.constexpr(settings.SHRINK)
+QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
+CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
+WARM, LEAST, MOST = (tl.constexpr(n) for n in (settings.WARM, settings.LEAST, settings.MOST))
+PATIENCE, PROMISING = tl.constexpr(settings.PATIENCE), tl.constexpr(settings.PROMISING)
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
 
@@ -100,7 +104,7 @@ def proximal_newton(
     scratch = torch.empty(size, dtype=torch.float64, device=device)[table.guard :]
     bits = torch.int32 if len(moves) < 32 else torch.int64
     marks = torch.empty((batch, 2, table.staged + table.guard), dtype=bits, device=device)
-    lists = _lists(best.flow, table.staged)
+    lists = torch.empty((batch, 2 * len(moves) * table.staged), dtype=torch.int16, device=device)
     centre = torch.empty((batch, len(moves), table.staged), dtype=torch.float32, device=device)
     is_listed = table.block <= MAX_LISTED
     listed = torch.empty(
@@ -124,14 +128,6 @@ def proximal_newton(
     )  # fmt: skip
     best.hard.copy_(best.dual)
     return n_iter
-
-
-def _lists(flow: Tensor, staged: int) -> Tensor:
-    """Room for two lists of moves for each pixel: in the plans' own, which are written after the last step."""
-    batch, channels, moves, height, width = flow.shape
-    if 4 * channels * height * width >= 2 * staged and flow.is_contiguous():
-        return flow.view(batch, -1).view(torch.int16)
-    return torch.empty((batch, 2 * moves * staged), dtype=torch.int16, device=flow.device)
 
 
 @lru_cache(maxsize=64)
