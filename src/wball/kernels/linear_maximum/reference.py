@@ -1,4 +1,4 @@
-"""Linear maxima over the ball (:mod:`wball.kernels.linear_maximum`) in plain PyTorch: the yardstick of the others."""
+"""Linear maxima over the ball (:mod:`wball.kernels.linear_maximum`) in plain PyTorch, which the others must match."""
 
 from __future__ import annotations
 
@@ -28,15 +28,29 @@ def linear_maximum(
 def maximising_plan(
     a: Tensor, x: Tensor, budget: Tensor, moves: Moves, *, max_iter: int = 60
 ) -> tuple[Plan, LinearMaximum]:
-    """The maximum and the plan that reaches it: it mixes the two that meet at the kink so that they cost the budget."""
+    """The maximum and a plan that reaches it."""
     search = _Search(a, x, budget, moves)
     found, low, high = search.run(max_iter)
-    spread = low.cost - high.cost
-    blend = torch.where(
-        spread > 0, (search.budget - high.cost) / spread.clamp(min=1e-300), torch.zeros_like(spread)
-    )
-    blend = blend.clamp(0, 1)
-    return Plan(search.moves, search.flow(high.psi, 1 - blend) + search.flow(low.psi, blend)), found
+    dear, cheap = (best_plan(a, x, search.moves, end.psi) for end in (low, high))
+    return mixed_plan(dear, cheap, search.budget), found
+
+
+def best_plan(a: Tensor, x: Tensor, moves: Moves, psi: Tensor) -> Plan:
+    """All mass by the cheapest of the best moves at the price ``psi``."""
+    gained = torch.where(moves.allowed, moves.gather(a), -math.inf)
+    score = gained - per_image(psi, gained) * moves.cost
+    fees = torch.where(score >= score.amax(2, keepdim=True), moves.cost, math.inf)
+    sent = torch.zeros_like(gained).scatter_(2, fees.argmin(2, keepdim=True), x.unsqueeze(2))
+    return Plan(moves, sent)
+
+
+def mixed_plan(dear: Plan, cheap: Plan, budget: Tensor) -> Plan:
+    """The mixture of two plans that costs the budget, or the nearest to it."""
+    cost = cheap.cost()
+    spread = dear.cost() - cost
+    part = torch.where(spread > 0, (budget - cost) / spread.clamp(min=1e-300), 0.0).clamp(0, 1)
+    part = per_image(part.to(dear.flow.dtype), dear.flow)
+    return Plan(dear.moves, (1 - part) * cheap.flow + part * dear.flow)
 
 
 @dataclass(frozen=True)
@@ -114,14 +128,3 @@ class _Search:
             )
         best = low.where(low.value <= high.value, high)
         return LinearMaximum(best.psi, best.value, best.cost, None, n_iter), low, high
-
-    def flow(self, psi: Tensor, weight: Tensor) -> Tensor:
-        """The cheapest best moves at ``psi`` as an arc tensor, times ``weight``."""
-        cost = self.moves.cost
-        gained = torch.where(self.moves.allowed, self.moves.gather(self.a), -math.inf)
-        score = gained - per_image(psi, gained) * cost
-        choice = torch.where(score >= score.amax(2, keepdim=True), cost, math.inf).argmin(
-            2, keepdim=True
-        )
-        sending = self.x * per_image(weight.to(self.x.dtype), self.x)
-        return torch.zeros_like(gained).scatter_(2, choice, sending.unsqueeze(2))

@@ -1,7 +1,7 @@
 r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum`) in Triton: one program per row.
 
-Ring maxima are taken once and stay in registers; each evaluation of ``h`` is then a few comparisons a pixel and two
-sums, in float64. Rows are read in place, nothing is staged unless the maximiser is asked for.
+Ring maxima are computed once and stay in registers. Each evaluation of ``h`` is then a few comparisons per pixel and two
+sums in float64. The maximiser mixes the plans at both ends of the last bracket; torch makes these.
 """
 
 # mypy: ignore-errors
@@ -16,16 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from wball.kernels.linear_maximum import FLAT, LinearMaximum
+from wball.kernels.linear_maximum.reference import best_plan, mixed_plan
 from wball.kernels.triton_launch import kernel
-from wball.kernels.triton_stencil import (
-    MAX_VALUES,
-    is_halo,
-    ring_fees,
-    staged_position,
-    stencil,
-    sum_two,
-    too_large,
-)
+from wball.kernels.triton_stencil import MAX_VALUES, ring_fees, stencil, sum_two, too_large
 from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
@@ -49,20 +42,24 @@ def linear_maximum(
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
     table = stencil(moves, a)
     rows, device = a.shape[0], a.device
-    psi = torch.empty(rows, dtype=torch.float32, device=device)
+    # the price, and the low and the high end of its bracket
+    prices = torch.empty((3, rows), dtype=torch.float32, device=device)
     upper, cost = torch.empty((2, rows), dtype=torch.float64, device=device).unbind()
     n_iter = torch.empty(rows, dtype=torch.int32, device=device)
-    z = torch.empty(a.shape if point else (1,), dtype=torch.float32, device=device)
-    choice, mass = table.stage(2, rows, device) if point else (z, z)
     channels, height, width = table.shape
     if rows:
         _support_kernel[(rows,)](
-            a.contiguous(), x.contiguous(), budget.to(torch.float64), psi, upper, cost, n_iter, z, choice, mass,
-            table.offset, table.fee, _steps(moves, device), 1, max_iter,
-            C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], ENDS=table.ends,
-            POINT=point, BLOCK=table.block, num_warps=min(32, max(4, table.block // 128)), num_stages=1,
+            a.contiguous(), x.contiguous(), budget.to(torch.float64), *prices.unbind(), upper, cost, n_iter,
+            table.fee, _steps(moves, device), 1, max_iter,
+            C=channels, H=height, W=width, ENDS=table.ends, BLOCK=table.block,
+            num_warps=min(32, max(4, table.block // 128)), num_stages=1,
         )  # fmt: skip
-    return LinearMaximum(psi, upper, cost, z if point else None, n_iter.long())
+    psi, low, high = prices.unbind()
+    z = None
+    if point:
+        dear, cheap = (best_plan(a.float(), x.float(), moves.like(psi), end) for end in (low, high))
+        z = mixed_plan(dear, cheap, budget.to(torch.float64).clamp(min=0.0)).columns()
+    return LinearMaximum(psi, upper, cost, z, n_iter.long())
 
 
 @lru_cache(maxsize=64)
@@ -87,15 +84,13 @@ def _at(rings, fees, x, psi, budget):
 
 @kernel("one", "max_iter")
 def _support_kernel(
-    a_ptr, x_ptr, budget_ptr, psi_out, upper_out, cost_out, n_iter_out, z_out, choice_ptr, mass_ptr,
-    offset_ptr, fee_ptr, step_ptr, one, max_iter,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, ENDS: tl.constexpr,
-    POINT: tl.constexpr, BLOCK: tl.constexpr,
+    a_ptr, x_ptr, budget_ptr, psi_out, low_out, high_out, upper_out, cost_out, n_iter_out,
+    fee_ptr, step_ptr, one, max_iter,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C * H * W
-    MOVES: tl.constexpr = ENDS[len(ENDS) - 1]
     n = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK) * one  # see triton_plan: one pixel a thread, not four
+    index = tl.arange(0, BLOCK) * one  # one pixel a thread, not four: see triton_stencil.pixels
     real = index < N
     row, column = index % (H * W) // W, index % W
     a_ptr += n * N
@@ -155,53 +150,8 @@ def _support_kernel(
         steps += 1
     at_low = low_value <= high_value
     tl.store(psi_out + n, tl.where(at_low, low_psi, high_psi))
+    tl.store(low_out + n, low_psi)
+    tl.store(high_out + n, high_psi)
     tl.store(upper_out + n, tl.where(at_low, low_value, high_value))
     tl.store(cost_out + n, tl.where(at_low, low_cost, high_cost))
     tl.store(n_iter_out + n, steps)
-
-    if POINT:
-        STAGED: tl.constexpr = C * (H + RR) * (W + RC)
-        GUARD: tl.constexpr = RR * (W + RC) + RC
-        place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
-        choice_ptr += n * STAGED
-        mass_ptr += n * STAGED
-        for first in tl.range(0, STAGED + GUARD, BLOCK):
-            spot = first + index - GUARD
-            halo = is_halo(spot, H, W, RR, RC) & (spot < STAGED)
-            tl.store(choice_ptr + spot, -1.0, mask=halo)
-            tl.store(mass_ptr + spot, 0.0, mask=halo)
-        best_low, best_high = a, a
-        move_low, move_high = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        for k in tl.range(1, MOVES):
-            r, c = row + tl.load(step_ptr + 2 * k), column + tl.load(step_ptr + 2 * k + 1)
-            inside = real & (r >= 0) & (r < H) & (c >= 0) & (c < W)
-            shift = tl.load(step_ptr + 2 * k) * W + tl.load(step_ptr + 2 * k + 1)
-            end = tl.load(a_ptr + index + shift, mask=inside, other=float("-inf")).to(tl.float32)
-            fee = tl.load(fee_ptr + k)
-            number = k * 1.0
-            move_low = tl.where(end - low_psi * fee > best_low, number, move_low)
-            best_low = tl.maximum(best_low, end - low_psi * fee)
-            move_high = tl.where(end - high_psi * fee > best_high, number, move_high)
-            best_high = tl.maximum(best_high, end - high_psi * fee)
-        spread = low_cost - high_cost
-        blend = tl.where(spread > 0.0, (budget - high_cost) / tl.maximum(spread, 1e-300), 0.0)
-        blend = tl.minimum(tl.maximum(blend, 0.0), 1.0).to(tl.float32)
-        # Two choices in one number: move numbers are far below 4096.
-        code = move_high * 4096.0 + move_low
-        tl.store(choice_ptr + place, code, mask=real)
-        tl.store(mass_ptr + place, x, mask=real)
-        tl.debug_barrier()
-        z = x * (
-            tl.where(move_high == 0.0, 1.0 - blend, 0.0) + tl.where(move_low == 0.0, blend, 0.0)
-        )
-        for k in tl.range(1, MOVES):
-            behind = place - tl.load(offset_ptr + k)
-            code = tl.load(choice_ptr + behind)
-            high_number = tl.floor(code / 4096.0)
-            low_number = code - high_number * 4096.0
-            number = k * 1.0
-            share = tl.where(high_number == number, 1.0 - blend, 0.0) + tl.where(
-                low_number == number, blend, 0.0
-            )
-            z += tl.load(mass_ptr + behind) * share
-        tl.store(z_out + n * N + index, z, mask=real)

@@ -120,7 +120,7 @@ def proximal_newton(
         _numbers(lo, columns.hi, tolerance.tol, device), *(term.contiguous() for term in terms),
         best.flow, best.z, best.u, best.primal, best.dual, best.psi, n_iter,
         scratch, marks, lists, listed, centre, table.offset, *_tables(moves, device),
-        1, lists.stride(0), max_iter, int(warm),
+        1, max_iter, int(warm),
         C=channels, H=height, W=width, RR=table.reach[0], RC=table.reach[1], MOVES=len(moves),
         LOWER=columns.lo > 0, LINEAR=columns.linear, LISTED=is_listed, BLOCK=block,
         TILE=block // 2 if is_listed else TILE,
@@ -308,12 +308,12 @@ def _direction(
     return d_psi, tl.sum(gradient * d, 0)
 
 
-@kernel("one", "list_stride", "max_iter", "warm")
+@kernel("one", "max_iter", "warm")
 def _solve_kernel(
     x_ptr, target_ptr, start_ptr, common_ptr, budget_ptr, floor_ptr, offset_of_ptr,
     flow_ptr, z_ptr, best_u_ptr, primal_ptr, dual_ptr, psi_ptr, n_iter_ptr,
     scratch_ptr, marks_ptr, lists_ptr, listed_ptr, centre_ptr, offset_ptr, fee_ptr, reverse_ptr, flat_ptr,
-    one, list_stride, max_iter, warm,
+    one, max_iter, warm,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, LOWER: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -328,7 +328,7 @@ def _solve_kernel(
     place = staged_position(tl.where(real, index, 0), H, W, RR, RC)
     s_ptr = scratch_ptr + n * (BUFFERS * STAGED)
     mark_ptr = marks_ptr + n * (2 * MARKED) + GUARD
-    list_ptr = lists_ptr + n * list_stride
+    list_ptr = lists_ptr + n * (2 * MOVES * STAGED)
     row_ptr = listed_ptr + n * (2 * N)
     column_ptr = row_ptr + N
     centre_ptr += n * (MOVES * STAGED)
