@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import wball
 from wball import DualAveraging, WassersteinBall
 from wball.attacks.checks import check_model
-from wball.model import as_found, evaluating, in_training
+from wball.model import as_found, evaluating, full_precision, in_training
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -96,3 +97,78 @@ def test_a_module_that_refuses_its_mode_leaves_the_others_alone() -> None:
     with pytest.raises(RuntimeError, match="no"), evaluating(net):
         pass
     assert net.training and net[0].training and in_training(net)
+
+
+class Tf32(nn.Linear):
+    """A linear layer as a GPU computes it: to 10 bits, unless TF32 is off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = x.flatten(1)
+        if torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32:
+            z = z + ((z * 1024).ceil() / 1024 - z).detach()
+        return super().forward(z)
+
+
+def threshold(layer: nn.Linear, at: float) -> nn.Linear:
+    """Class 1 where the mass of the first of four pixels is above ``at``."""
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.0, 0, 0, 0], [1.0, 0, 0, 0]]))
+        layer.bias.copy_(torch.tensor([0.0, -at]))
+    return layer
+
+
+class AddsOne(nn.Module):
+    """Class 1 where float32 loses what is below half a unit in the last place of 1, which float64 keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lost = (self.one + 1e-9) - self.one
+        first = x.flatten(1)[:, :1]
+        return torch.cat([lost + 0 * first, 1e-12 * first], 1)
+
+
+@pytest.mark.parametrize("name", ["DualAveraging", "StandardAttack", "ScoreSearch"])
+def test_examples_in_tf32_or_in_float32_alone_do_not_count(name: str) -> None:
+    attack = getattr(wball, name)(WassersteinBall(0.05))
+    x, y = torch.full((2, 1, 2, 2), 0.5), torch.zeros(2, dtype=torch.long)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    reachable, beyond = threshold(Tf32(4, 2), 0.55), threshold(Tf32(4, 2), 0.6003)
+    assert attack(reachable, x, y).success.all()
+    assert not attack(
+        beyond, x, y
+    ).success.any()  # the ball ends at 0.6, which TF32 rounds to 0.6006
+    assert not attack(AddsOne(), x, y).success.any()
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_evaluations_read_claims_and_clean_images_without_tf32() -> None:
+    x, y = torch.full((4, 1, 2, 2), 0.5), torch.zeros(4, dtype=torch.long)
+    x[:2, :, 0, 0] = 0.60028  # right, unless it is rounded
+    result = wball.evaluate(
+        threshold(Tf32(4, 2), 0.6003), x, y, WassersteinBall(0.05), attack="fast", radii=[1e-9]
+    )
+    assert result.clean_accuracy == 1.0 and result.accuracy_at(1e-9) == 1.0
+
+
+def test_minimal_radii_hold_in_float64() -> None:
+    x, y = torch.full((1, 1, 2, 2), 0.5), torch.zeros(1, dtype=torch.long)
+    net = threshold(Tf32(4, 2), 0.6003)
+    found = wball.minimal_radius(net, x, y, DualAveraging(WassersteinBall(0.1)), hi=0.1)
+    assert bool(found.success) and float(found.images.flatten()[0]) > 0.6003
+
+
+def test_the_newer_settings_of_tf32_are_restored() -> None:
+    conv = getattr(torch.backends.cudnn, "conv", None)
+    if not hasattr(conv, "fp32_precision"):
+        pytest.skip("this torch has one setting")
+    before = conv.fp32_precision
+    try:
+        conv.fp32_precision = "ieee"
+        with full_precision():
+            assert conv.fp32_precision == "ieee"
+        assert conv.fp32_precision == "ieee"
+    finally:
+        conv.fp32_precision = before

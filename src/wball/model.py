@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,33 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
+def _tf32_parts(backend: str) -> tuple[Any, ...]:
+    """Torch's newer settings of TF32, which replace ``allow_tf32``."""
+    cudnn: Any = torch.backends.cudnn
+    return (torch.backends.cuda.matmul,) if backend == "matmul" else (cudnn.conv, cudnn.rnn)
+
+
+def _tf32_owner(backend: str) -> Any:
+    return torch.backends.cuda.matmul if backend == "matmul" else torch.backends.cudnn
+
+
+def _tf32(backend: str) -> bool | tuple[str, ...]:
+    try:
+        return bool(_tf32_owner(backend).allow_tf32)
+    except RuntimeError:  # the caller uses the newer settings, and torch refuses to mix them
+        return tuple(part.fp32_precision for part in _tf32_parts(backend))
+
+
+def _set_tf32(backend: str, value: bool | tuple[str, ...]) -> None:
+    if isinstance(value, bool) and isinstance(_tf32(backend), bool):
+        _tf32_owner(backend).allow_tf32 = value
+        return
+    parts = _tf32_parts(backend)
+    precisions = ("ieee",) * len(parts) if isinstance(value, bool) else value
+    for part, precision in zip(parts, precisions, strict=True):
+        part.fp32_precision = precision
+
+
 _modes = _Lent[nn.Module](
     id, lambda module: module.training, lambda module, mode: setattr(module, "training", mode)
 )
@@ -135,6 +163,10 @@ _flags = _Lent[Tensor](
     id, lambda p: p.requires_grad, lambda p, flag: setattr(p, "requires_grad", flag)
 )
 _random = _Lent[torch.device](str, _random_state, _set_random_state)
+_precision = _Lent[str](str, _tf32, _set_tf32)
+
+_doubles: dict[int, tuple[nn.Module, nn.Module | None]] = {}
+"""Copies in float64 of models that are being attacked; ``None`` if a model has none."""
 
 
 def in_training(model: Model) -> bool:
@@ -155,4 +187,69 @@ def as_found(model: Model, device: torch.device) -> Iterator[None]:
     parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
     devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
     with _random(devices), evaluating(model), _flags(parameters, False):
+        try:
+            yield
+        finally:
+            _doubles.pop(id(model), None)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run float32 matrix products and convolutions on GPUs without TF32, which rounds to 10 bits.
+
+    The previous setting is restored after the last thread has left.
+    """
+    with _precision(("matmul", "cudnn"), False):
         yield
+
+
+@torch.no_grad()
+def judge(model: Model, z: Tensor, y: Tensor, target: Tensor | None = None) -> Tensor:
+    """Return which images meet the goal: ``argmax != y``, or ``argmax == target``.
+
+    The model runs in its own precision without TF32. If it is a module of float32 parameters that also runs in
+    float64, an image must meet the goal in both. Call it inside :func:`as_found`.
+    """
+    with full_precision():
+        logits = ask(model, z)
+    success = reached(logits, y, target)
+    claimed = success.nonzero().squeeze(1)
+    double = _double(model) if claimed.numel() else None
+    if double is None:
+        return success
+    goal = None if target is None else target[claimed]
+    try:
+        holds = reached(ask(double, z[claimed].double()), y[claimed], goal)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - float32 constants, or a function without float64
+        _doubles[id(model)] = cast("nn.Module", model), None
+        return success
+    if bool(holds.all()):
+        return success
+    with full_precision():
+        again = ask(model, z)
+    # The float64 copy of a model with random answers draws other numbers.
+    holds |= answers_differ(logits, again)[claimed]
+    success[claimed] = holds
+    return success
+
+
+def answers_differ(first: Tensor, again: Tensor) -> Tensor:
+    """Images whose logits differ by more than a different order of summation explains."""
+    drift = (first - again).abs().nan_to_num().amax(1)
+    return drift > 1e-4 * (1 + first.abs().nan_to_num().max())
+
+
+def _double(model: Model) -> nn.Module | None:
+    """A copy of a float32 module in float64, kept until :func:`as_found` ends."""
+    if not isinstance(model, nn.Module):
+        return None
+    if id(model) not in _doubles:
+        floating = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        double = None
+        if floating == {torch.float32}:
+            with suppress(Exception):  # not every module can be copied
+                double = copy.deepcopy(model).double()
+        _doubles[id(model)] = model, double
+    return _doubles[id(model)][1]

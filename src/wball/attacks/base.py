@@ -31,10 +31,10 @@ from wball.attacks.batch import AttackBatch, State
 from wball.attacks.levels import check_on_levels, to_levels
 from wball.attacks.progress import Bar, bar
 from wball.attacks.recording import RECORDERS, Steps
-from wball.attacks.result import STATUSES, AttackResult, empty, joined
+from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, ask, reached
+from wball.model import Model, as_found, judge
 from wball.plan import FactoredPlan, Plan, StoredPlan
 
 Kind = TypeVar("Kind", Plan, FactoredPlan)
@@ -194,17 +194,17 @@ class Attack(ABC):
         target: Tensor | None,
         ball: Ball,
     ) -> AttackResult:
-        """What was found, on the levels if there are some."""
-        if self.levels is None:
+        """The result with only the examples that :func:`wball.model.judge` confirms, on the levels if there are some."""
+
+        def judged(index: Tensor, images: Tensor) -> Tensor:
+            return judge(model, images, y[index], None if target is None else target[index])
+
+        if self.levels is not None:
+            return to_levels(found, ball, x, self.levels, judged)
+        claimed = found.success.nonzero().squeeze(1)
+        if claimed.numel() == 0:
             return found
-
-        def judge(index: Tensor, images: Tensor) -> Tensor:
-            with torch.no_grad():
-                return reached(
-                    ask(model, images), y[index], None if target is None else target[index]
-                )
-
-        return to_levels(found, ball, x, self.levels, judge)
+        return without(found, claimed[~judged(claimed, found.images[claimed])])
 
     def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
         long = images * self.n_gradients > PROGRESS_AFTER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,7 +14,7 @@ from wball.attacks import objectives
 from wball.attacks.progress import Bar
 from wball.attacks.result import STATUSES, AttackStatus
 from wball.ball import Ball
-from wball.model import Model, ask, check_classes, reached
+from wball.model import Model, ask, check_classes, full_precision, judge, reached
 from wball.plan import AnyPlan, StoredPlan
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
@@ -119,7 +120,9 @@ class AttackBatch:
         self._all_proof: StoredPlan | None = None
         self._progress = progress
         with torch.no_grad():
-            logits = ask(model, x)
+            # A recording reads nothing from the device, so training does not judge.
+            with nullcontext() if whole else full_precision():
+                logits = ask(model, x)
             check_classes("y", y, logits)
             if target is not None:
                 check_classes("target", target, logits)
@@ -127,13 +130,17 @@ class AttackBatch:
                 objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
             )
             success, loss = self.reached(logits), self.loss(logits)
+            wrong = success.nonzero().squeeze(1) if not whole else success[:0]
+            if wrong.numel():  # an image that is wrong by rounding alone is attacked
+                goal = None if target is None else target[wrong]
+                success[wrong] = judge(model, x[wrong], y[wrong], goal)
         self.logits = logits
         zero = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-        survived, wrong = (
+        survived, already_wrong = (
             STATUSES.index(AttackStatus.SURVIVED),
             STATUSES.index(AttackStatus.ALREADY_WRONG),
         )
-        status = torch.where(success, wrong, survived)
+        status = torch.where(success, already_wrong, survived)
         steps = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
         queries = steps + self.queries
         late = loss.clone()

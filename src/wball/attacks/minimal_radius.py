@@ -22,7 +22,7 @@ from wball.attacks.base import Attack, check_labels
 from wball.batch import per_image
 from wball.display import Summarised
 from wball.inputs import result_dtype
-from wball.model import Model, as_found, ask, reached
+from wball.model import Model, as_found, ask, full_precision, judge, reached
 
 PULL_BACK_STEPS = 8
 """Halvings of the segment from an example to its image: 1/256 of its length."""
@@ -139,11 +139,12 @@ def _pull_back(
     """The nearest success on the segment from ``z`` to ``x``, by bisection, and its share of the way."""
     low = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     high, best = torch.ones_like(low), z
-    with as_found(model, x.device), torch.no_grad():
+    with as_found(model, x.device), full_precision(), torch.no_grad():
         for _ in range(PULL_BACK_STEPS if x.shape[0] else 0):
             share = (low + high) / 2
             point = x + per_image(share.to(x.dtype), x) * (z - x)
             success = reached(ask(model, point), y, target)
             low, high = torch.where(success, low, share), torch.where(success, share, high)
             best = torch.where(per_image(success, x), point, best)
-    return best, high
+        held = judge(model, best, y, target)
+    return torch.where(per_image(held, x), best, z), torch.where(held, high, 1.0)

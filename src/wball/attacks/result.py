@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -97,6 +97,17 @@ class AttackResult(Summarised):
             [s is AttackStatus.ALREADY_WRONG for s in self.status], device=self.success.device
         )
         return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
+
+
+def without(found: AttackResult, index: Tensor) -> AttackResult:
+    """The result with no example claimed at ``index``."""
+    if index.numel() == 0:
+        return found
+    success, status = found.success.clone(), list(found.status)
+    success[index] = False
+    for i in index.tolist():
+        status[i] = AttackStatus.SURVIVED
+    return replace(found, success=success, status=tuple(status))
 
 
 def empty(x: Tensor) -> AttackResult:

@@ -71,12 +71,12 @@ from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
-from wball.attacks.result import AttackResult, AttackStatus, empty
+from wball.attacks.result import AttackResult, AttackStatus, empty, without
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.search import Search
 from wball.attacks.views import LOOKED_AT, View, best_view, plain_view
 from wball.ball import Ball
-from wball.model import Model, as_found, ask, check_classes
+from wball.model import Model, as_found, ask, check_classes, full_precision
 from wball.result import joined_kernels
 
 Version = Literal["standard", "standard-1", "fast"]
@@ -283,6 +283,7 @@ class StandardAttack(Attack):
             torch.ones_like(member_of, dtype=torch.bool),
         )
         near, almost = torch.zeros_like(rising), None
+        rejected = torch.zeros_like(rising)
         if any(kind.near for kind in kinds.values()):
             with torch.no_grad():
                 almost = NEAR * objectives.margin(ask(view.model, x), y, target)
@@ -310,7 +311,9 @@ class StandardAttack(Attack):
             if kind is not None and kind.steady and found.rising is not None:
                 rising[here] = found.rising
             found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
+            claimed = found.success
             found, margin, clear = _judged(found, view, model, y[here], goal)
+            rejected[here] |= claimed & ~found.success
             better = torch.ones_like(clear) if best is None else _is_better(best, here, found)
             best = found if best is None else _merged(best, here, found, better)
             member_of[here[found.success & better]] = number
@@ -318,16 +321,44 @@ class StandardAttack(Attack):
                 near[here] |= margin > almost[here]
             unclear[here] = ~clear
         assert best is not None
+        here = (rejected & ~best.success).nonzero().squeeze(1)
+        if here.numel() and x.is_cuda and not view.random:
+            # TF32 led the members to examples that are none: one attempt without it.
+            goal, begin = None if target is None else target[here], best.images[here]
+            member = _falling("margin", steps=60).on(self.ball.take(here), self.proofs)
+            with full_precision():
+                found = member.attack_batch(
+                    view.model, x[here], y[here], goal, generator, progress, begin
+                )
+            found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
+            found = _judged(found, view, model, y[here], goal)[0]
+            better = _is_better(best, here, found)
+            best = _merged(best, here, found, better)
+            member_of[here[found.success & better]] = 1
         by_a_hair = (best.success & unclear).nonzero().squeeze(1)
         if by_a_hair.numel() and self.version != "standard-1" and not view.random:
             goal = None if target is None else target[by_a_hair]
             held = _asked_again(view, model, best.images[by_a_hair], y[by_a_hair], goal)
-            best = _without(best, by_a_hair[~held])
+            best = without(best, by_a_hair[~held])
             member_of[by_a_hair[~held]] = -1
         best = replace(best, member=member_of, rising=rising & ~best.success)
         if self.version == "standard-1":
             return best
         return replace(best, findings=self._findings(view, model, x, y, best, members, targeted))
+
+    def stored(
+        self,
+        found: AttackResult,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+        ball: Ball,
+    ) -> AttackResult:
+        """The result on the levels. Members' examples are judged by the view, which knows of random answers."""
+        if self.levels is None:
+            return found
+        return super().stored(found, model, x, y, target, ball)
 
     def _findings(
         self,
@@ -394,15 +425,6 @@ def _asked_again(view: View, model: Model, z: Tensor, y: Tensor, target: Tensor 
     twice = None if target is None else target.repeat(2)
     again = view.judge(model, torch.cat([z, z]), y.repeat(2), twice)
     return alone & again[: len(z)] & again[len(z) :]
-
-
-def _without(best: AttackResult, index: Tensor) -> AttackResult:
-    """``best`` with no examples claimed at ``index``."""
-    success, status = best.success.clone(), list(best.status)
-    success[index] = False
-    for i in index.tolist():
-        status[i] = AttackStatus.SURVIVED
-    return replace(best, success=success, status=tuple(status))
 
 
 def _is_better(best: AttackResult, index: Tensor, found: AttackResult) -> Tensor:

@@ -23,7 +23,7 @@ from wball.attacks.dual_averaging import normalised
 from wball.attacks.oracle import oracle_of
 from wball.attacks.stand_ins import StandIns
 from wball.ball import Ball
-from wball.model import Model, ask, reached
+from wball.model import Model, answers_differ, ask, full_precision, judge, reached
 
 LOOKED_AT = 32
 """Images that views are compared on: half of them as they are, half moved as an attack moves them."""
@@ -136,8 +136,9 @@ class View:
         """Which images meet the goal: by the majority of :data:`ANSWERS`, if answers are random."""
         with torch.no_grad():
             if not self.random:
-                return reached(ask(model, z), y, target)
-            answers = torch.stack([reached(ask(model, z), y, target) for _ in range(ANSWERS)])
+                return judge(model, z, y, target)
+            with full_precision():
+                answers = torch.stack([reached(ask(model, z), y, target) for _ in range(ANSWERS)])
             return answers.sum(0) * 2 > ANSWERS
 
 
@@ -156,12 +157,6 @@ def are_labels(outputs: Tensor) -> bool:
     """Whether the same few numbers answer for every image, as in one-hot rows."""
     rows = outputs.sort(1).values
     return rows.shape[0] > 1 and bool((rows == rows[:1]).all())
-
-
-def answers_differ(first: Tensor, again: Tensor) -> Tensor:
-    """Images whose two answers differ by more than another order of summation explains."""
-    drift = (first - again).abs().nan_to_num().amax(1)
-    return drift > 1e-4 * (1 + first.abs().nan_to_num().max())
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:

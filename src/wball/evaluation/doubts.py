@@ -18,7 +18,7 @@ from wball.ball import Ball
 from wball.evaluation.result import Evaluation
 from wball.evaluation.stream import Images
 from wball.evaluation.trust import HARMLESS, EvaluationWarning
-from wball.model import Model, as_found, ask, top_class
+from wball.model import Model, as_found, judge
 
 SUPERSEDED = {
     "zero-gradient": {"masked-gradients", "stand-in-gradients"},
@@ -108,9 +108,9 @@ def _others(result: Evaluation, labels: Tensor, shift: int) -> Tensor | None:
 
 
 def _wrong(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:
-    with torch.no_grad(), as_found(model, points.device):
-        predicted = torch.cat([top_class(ask(model, part)) for part in points.split(size)]).cpu()
-    return (predicted >= 0) & (predicted != labels)
+    with as_found(model, points.device):
+        parts = zip(points.split(size), labels.to(points.device).split(size), strict=True)
+        return torch.cat([judge(model, *part) for part in parts]).cpu()
 
 
 def weaker_at_larger(result: Evaluation) -> tuple[EvaluationWarning, ...]:

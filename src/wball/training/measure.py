@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wball import inputs
 from wball.attacks import Attack
-from wball.model import Model, as_found, ask, top_class
+from wball.model import Model, as_found, ask, full_precision, top_class
 from wball.training.bounds import verified
 from wball.training.config import TrainConfig
 from wball.training.distributed import World, current
@@ -51,7 +51,8 @@ def verified_accuracy(
 
 @torch.no_grad()
 def _right(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    return top_class(ask(model, x)) == y
+    with full_precision():
+        return top_class(ask(model, x)) == y
 
 
 def _counted(
