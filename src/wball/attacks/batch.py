@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,8 +119,7 @@ class AttackBatch:
         self._all_proof: StoredPlan | None = None
         self._progress = progress
         with torch.no_grad():
-            # A recording reads nothing from the device, so training does not judge.
-            with nullcontext() if whole else full_precision():
+            with full_precision():
                 logits = ask(model, x)
             check_classes("y", y, logits)
             if target is not None:
@@ -130,7 +128,7 @@ class AttackBatch:
                 objective.rival(logits, y) if isinstance(objective, objectives.RunnerUp) else None
             )
             success, loss = self.reached(logits), self.loss(logits)
-            wrong = success.nonzero().squeeze(1) if not whole else success[:0]
+            wrong = success.nonzero().squeeze(1)
             if wrong.numel():  # an image that is wrong by rounding alone is attacked
                 goal = None if target is None else target[wrong]
                 success[wrong] = judge(model, x[wrong], y[wrong], goal)
