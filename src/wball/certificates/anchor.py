@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 from wball.certificates.convolution import windowed
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
+from wball.certificates.tables import Spread, Tables, ranked
 from wball.input_sets import InputSet
 from wball.input_sets.charges import Charges
 from wball.input_sets.rows import Rows
@@ -180,13 +181,15 @@ class UnitAnchor(Anchor):
         flat = torch.cat([part.flatten(1) for part in parts], 1)
         gains_of = flat.new_zeros((images, most, flat.shape[1]))
         gains_of[image[order], place] = flat[order]
-        self.gains, self.units = gains_of, units
+        self.gains, self.units = Tables(gains_of), units
+        # Of the rows charged last: an optimiser repeats them.
+        self._spread: tuple[Tensor, Spread] | None = None
         self.table = torch.arange(images, device=image.device)  # the row of each image in both
 
     def take(self, index: Tensor) -> UnitAnchor:
         """The anchor for some of the images, or several times the same; gains are not copied."""
         out = copy(self)
-        out.table = self.table[index]
+        out.table, out._spread = self.table[index], None
         return out
 
     def restricted(self, unstable: Tensor) -> UnitAnchor:
@@ -195,7 +198,7 @@ class UnitAnchor(Anchor):
         """
         units = self.units[self.table]
         image, place = unstable.gather(1, units).nonzero(as_tuple=True)
-        gains = self._parts(self.gains[self.table[image], place])
+        gains = self._parts(self.gains.values[self.table[image], place])
         return UnitAnchor(self.layer, image, units[image, place], gains, unstable.shape[0])
 
     def _parts(self, flat: Tensor) -> Charges:
@@ -208,34 +211,9 @@ class UnitAnchor(Anchor):
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
         table = self.table[rows.image]  # spare places have no gains
         weight = weights.coeff.flatten(1).gather(1, self.units[table])
-        return self._parts(products(weight, table, self.gains))
-
-
-def products(weight: Tensor, table: Tensor, tables: Tensor) -> Tensor:
-    """Row ``n`` of ``weight`` (N, U) times table ``table[n]`` of ``tables`` (T, U, M), ``(N,
-    M)``.
-    """
-    order, rank, count = ranked(table, tables.shape[0])
-    back = order.argsort()
-    counts = count.tolist()
-    if weight.is_cuda and max(counts) * len(counts) <= 2 * weight.shape[0]:
-        padded = weight.new_zeros((len(counts), max(counts), weight.shape[1]))
-        padded = padded.index_put((table[order], rank), weight[order])
-        return (padded @ tables.to(weight.dtype))[table, rank[back]]
-    parts = zip(tables, weight[order].split(counts), strict=True)
-    found = [part @ values.to(part.dtype) for values, part in parts if part.shape[0]]
-    nothing = weight[:0] @ weight.new_zeros(tables.shape[1:])  # recorded if there are no rows
-    return torch.cat([nothing, *found])[back]
-
-
-def ranked(group: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An order sorted by group, the rank inside its group of each member in that order, and
-    the size of each group.
-    """
-    order = group.argsort(stable=True)
-    count = torch.bincount(group, minlength=groups)
-    start = count.cumsum(0) - count
-    return order, torch.arange(group.shape[0], device=group.device) - start[group[order]], count
+        if self._spread is None or self._spread[0] is not rows.image:
+            self._spread = rows.image, Spread(table, len(self.gains))
+        return self._parts(self._spread[1].product(weight, self.gains))
 
 
 @dataclass(frozen=True)

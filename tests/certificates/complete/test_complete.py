@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
-from wball.certificates import CertificateStatus, certificate, certify, collector
-from wball.certificates.anchor import ConvAnchor, image_convolution, products
+from wball.certificates import CertificateStatus, certificate, certify, collector, tables
+from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import bound, gains, search
 from wball.certificates.complete.bound import Problems
@@ -366,16 +366,33 @@ def test_half_of_the_nodes_are_of_the_images_that_lack_least() -> None:
     assert sorted(pick.tolist()) == list(range(9)) and rest.numel() == 0
 
 
+@pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize(
     "table", [[3, 3, 3, 3, 1, 3, 3, 4, 3], [0, 1, 2, 3, 0, 1], [2, 2, 2, 2, 5], [0, 0], []]
 )
-def test_rows_meet_the_gains_of_their_own_table(table: list[int]) -> None:
-    """A tree may have no nodes left."""
+def test_rows_meet_the_gains_of_their_own_table(
+    table: list[int], sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded into one product, or table by table where one has most of the rows; a tree may have no nodes left.
+
+    Tables with few numbers are read number by number, and gradients pass over zeros.
+    """
     draw = torch.Generator().manual_seed(0)
     gains = torch.rand((1 if table == [0, 0] else 6, 4, 40), generator=draw)
     weight = torch.rand((len(table), 4), generator=draw).requires_grad_()
-    found = products(weight, torch.tensor(table, dtype=torch.long), gains)
+    gains = gains * (torch.rand(gains.shape, generator=draw) < (0.1 if sparse else 1.0))
+    spread = tables.Spread(torch.tensor(table, dtype=torch.long), gains.shape[0])
+    found = spread.product(weight, tables.Tables(gains))
     wanted = torch.einsum("nu,num->nm", weight, gains[table])
     torch.testing.assert_close(found, wanted)
-    slopes = [torch.autograd.grad(each.square().sum(), weight)[0] for each in (found, wanted)]
+    monkeypatch.setattr(tables, "MANY", 1)
+    exact = torch.einsum("nu,num->nm", weight.detach().double(), gains[table].double())
+    double = spread.product(weight.detach().double(), tables.Tables(gains))
+    torch.testing.assert_close(double, exact, rtol=1e-14, atol=1e-15)
+    some = torch.arange(40) == 3 if sparse else torch.ones(40)  # the first row gets nothing back
+    later = torch.arange(len(table))[:, None] > 0
+    slopes = [
+        torch.autograd.grad((each.square() * some * later).sum(), weight)[0]
+        for each in (found, wanted)
+    ]
     torch.testing.assert_close(*slopes)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
-from wball.certificates.anchor import image_convolution, ranked
+from wball.certificates.anchor import image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
 from wball.certificates.complete.gains import listed, open_problems, together
@@ -34,6 +34,7 @@ from wball.certificates.condition import condition
 from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
+from wball.certificates.tables import ranked
 from wball.input_sets import InputSet, Plans
 from wball.model import Model, ask, evaluating
 

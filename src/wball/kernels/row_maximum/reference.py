@@ -12,7 +12,7 @@ from wball.kernels.row_maximum import DOWN, NOWHERE, Field, RowProblem
 def row_maximum(problem: RowProblem, rounds: int) -> tuple[Tensor, Tensor]:
     """See :func:`wball.kernels.row_maximum.row_maximum`."""
     field, dtype = problem.field(), problem.coeff.dtype
-    psi = best_psi(field.single(), problem.budget.float(), problem.step, rounds).to(dtype)
+    psi = _search(field.single(), problem.budget.float(), problem.step, rounds).to(dtype)
     return worth_of(field, psi) + psi * problem.budget.to(dtype), psi
 
 
@@ -53,63 +53,8 @@ def _evaluate(field: Field, psi: Tensor) -> tuple[Tensor, Tensor]:
     return (worth, total) if rest is None else (worth + rest[0], total + rest[1])
 
 
-def best_psi(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
-    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, up to a few rounds
-    of search.
-
-    Most pixels around most rows hold no mass: rows are grouped by how many do, and the others are
-    left out. Not on a
-    GPU, where groups cost four times the launches, and a host read.
-    """
-    if field.mass.is_cuda or field.mass[0].numel() < 16 or field.cost.shape[1] > 1:
-        return _search(field, budget, step, rounds)
-    holds = (field.mass > 0).flatten(1)
-    count = holds.sum(1)
-    order = count.argsort()
-    groups = [g for g in order.chunk(4 if order.shape[0] >= 64 else 1) if g.numel()]
-    psi = torch.zeros_like(budget)
-    for group, most in zip(
-        groups, torch.stack([count[g].max() for g in groups]).tolist(), strict=True
-    ):
-        if most > 0.7 * holds.shape[1]:
-            part = _pick(field, group)
-        else:
-            part = _pick(field, group, _listing(holds[group], max(1, most)))
-        psi[group] = _search(part, budget[group], step, rounds)
-    return psi
-
-
-def _listing(holds: Tensor, most: int) -> Tensor:
-    """``(N, most)``: positions of the true entries of each row, padded with the row's size."""
-    size = holds.shape[1]
-    rank = torch.where(holds, holds.cumsum(1) - 1, most)
-    out = torch.full((holds.shape[0], most + 1), size, dtype=torch.long, device=holds.device)
-    return out.scatter(1, rank, torch.arange(size, device=holds.device).expand_as(holds))[:, :most]
-
-
-def _pick(field: Field, group: Tensor, place: Tensor | None = None) -> Field:
-    """Some rows of a field and, of each, the sources at ``place`` (one beyond the end: no mass)."""
-
-    def read(values: Tensor) -> Tensor:
-        values = values[group]
-        if place is None:
-            return values
-        if values.ndim == 3:
-            return values.flatten(1).gather(1, reach)[:, None]
-        flat = values.transpose(1, 2).flatten(2)
-        return flat.gather(2, reach[:, None].expand(-1, flat.shape[1], -1))[:, None]
-
-    sources = field.mass.shape[1] * field.mass.shape[2]
-    reach = torch.empty(0) if place is None else place.clamp(max=sources - 1)
-    mass = read(field.mass)
-    if place is not None:
-        mass = mass * (place < sources)[:, None]
-    far = None if field.far is None else field.far[group]
-    elsewhere = None if field.elsewhere is None else field.elsewhere[group]
-    return Field(mass, read(field.stay), read(field.worth), field.cost, far, elsewhere, field.away)
-
-
 def _search(field: Field, budget: Tensor, step: float, rounds: int) -> Tensor:
+    """The ``psi`` that minimises ``psi E + sum_i x_i max_j (a_j - psi C_ij)``, in a few rounds."""
     low = torch.zeros_like(budget)
     value_low, cost_low = _evaluate(field, low)
     # Above the steepest gain per unit of cost nobody moves.
