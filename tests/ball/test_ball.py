@@ -102,6 +102,17 @@ def test_bad_settings_are_refused() -> None:
         BALL.project(image(), image(), mode="paper")
 
 
+def test_a_ball_describes_itself_and_samples_points_of_itself() -> None:
+    for ball in (BALL, wball.LinfBall(0.1)):
+        assert ball.unit in ball._repr_html_() and "eps" in ball._repr_html_()
+        assert ball.describe()["unit"] == ball.unit
+        assert ball.contains(image(), ball.sample(image())).all()
+        assert ball.contains(image(), ball.oracle(image())(torch.randn(2, 1, 4, 4)).z).all()
+        assert (ball.problem(image()) is not None) == ball.has_plans
+    with pytest.raises(TypeError, match="ball must be a threat model"):
+        wball.PGD("ball")  # type: ignore[arg-type]
+
+
 def test_units() -> None:
     x = torch.rand(3, 3, 5, 5)
     relative, absolute = wball.WassersteinBall(0.2), wball.WassersteinBall(7.0, mass="absolute")

@@ -55,6 +55,7 @@ def test_bounds_hold_at_every_point_of_the_ball(model, shape, crown) -> None:  #
         assert (logits.gather(1, y[:, None]) - logits >= margins - 1e-9).all()
 
 
+@pytest.mark.slow
 def test_provable_training_can_begin_with_a_fresh_residual_network() -> None:
     torch.manual_seed(0)
     x, y = torch.rand(4, 3, 32, 32), torch.arange(4)
@@ -107,6 +108,7 @@ def test_provable_training_refuses_statistics_that_change() -> None:
         train(small_config(adversary=None, provable=Provable(0.1)), small_data(32), model=net)
 
 
+@pytest.mark.slow
 def test_provable_training_raises_verified_accuracy() -> None:
     data = small_data(256)
     options = Optimisation("adamw", lr=1e-2, weight_decay=0.0, schedule="one-cycle")
