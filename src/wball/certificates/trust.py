@@ -156,7 +156,7 @@ class _Digest(pickle.Pickler):
         self.code = {name for name in homes if not name.startswith("torch.")}
         try:
             self.dump(model)
-        except Exception as error:  # noqa: BLE001 - a part of the hash is better than none
+        except Exception as error:  # noqa: BLE001 - then only asking again can tell
             self.write(type(error).__name__.encode())
 
     def write(self, data: Any) -> None:
@@ -180,6 +180,9 @@ class _Digest(pickle.Pickler):
         return name, named, cells, value.__defaults__, vars(value)
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):  # another thread may change the mode
+            held = {name: part for name, part in vars(value).items() if name != "training"}
+            return str, (type(value),), held
         try:
             found = value.__reduce_ex__(4)
             return (str, (found,)) if isinstance(found, str) else found
