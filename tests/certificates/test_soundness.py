@@ -167,9 +167,9 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
     # in the ball to the last digit, may not.
     closest = 1.0
     for seed in range(200 if LONG else 12):
-        net = dense_net(1 + seed % 2, 2 + seed % 3 // 2, (5,), 3, seed)
+        net = dense_net(1 + seed % 2, 2 + seed % 3 // 2, (5,), 3, seed).double()
         side = 2 + seed % 3 // 2
-        x = images(1, 1 + seed % 2, side, seed)
+        x = images(1, 1 + seed % 2, side, seed).double()
         y = net(x).argmax(1)
         box = (0.0, 1.0) if seed % 2 else None
         ball = wball.WassersteinBall(0.02 + 0.1 * (seed % 5), box=box)
@@ -189,8 +189,8 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
 def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
     # A black image: a referee with tolerances may be above the true margin by more than our bound is below it.
     for seed in range(20 if LONG else 5):
-        net = dense_net(1, 2, (12,), 3, seed)
-        x = torch.zeros(1, 1, 2, 2)
+        net = dense_net(1, 2, (12,), 3, seed).double()
+        x = torch.zeros(1, 1, 2, 2, dtype=torch.float64)
         y = net(x).argmax(1)
         bound = certify(net, x, y, wball.WassersteinBall(0.5)).margin
         (_, b1), (second, b2) = chain(net)

@@ -153,7 +153,7 @@ class _Digest(pickle.Pickler):
         super().__init__(self, protocol=4)
         self.hash, self.seen = hashlib.sha256(), set[int]()
         homes = {type(module).__module__ for module in model.modules()}
-        self.code = {name for name in homes if not name.startswith("torch.")}
+        self.code = {name for name in homes if not name.startswith(("torch.", "wball."))}
         try:
             self.dump(model)
         except Exception as error:  # noqa: BLE001 - then only asking again can tell
@@ -168,7 +168,8 @@ class _Digest(pickle.Pickler):
         if isinstance(value, Tensor):
             return str(value.dtype), _bytes(value)
         if not isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)):
-            return None
+            own = type(value).__module__.startswith("wball.") and not isinstance(value, nn.Module)
+            return type(value).__name__ if own else None
         name = getattr(value, "__qualname__", value.__name__)
         if id(value) in self.seen or getattr(value, "__module__", None) not in self.code:
             return name
