@@ -70,7 +70,10 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
     return wball.StandardAttack(ball, version=VERSION, check=False)(net, x, y).success
 
 
-@pytest.mark.parametrize("kind", ["random", "trained", "noise", "pooled"])
+@pytest.mark.parametrize(
+    "kind",
+    ["random", "trained", *(pytest.param(k, marks=pytest.mark.slow) for k in ("noise", "pooled"))],
+)
 def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
     certificates, falls = 0, 0
     for seed in range(2 if LONG else 1):
@@ -95,7 +98,9 @@ def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
     assert kind == "random" or falls > IMAGES / 2
 
 
-@pytest.mark.parametrize("name", ["mnist-standard", "mnist-certified"])
+@pytest.mark.parametrize(
+    "name", ["mnist-certified", pytest.param("mnist-standard", marks=pytest.mark.slow)]
+)
 def test_zoo_models_at_the_edge_of_what_is_certified(name: str) -> None:
     net = wball.load_model(name)
     x, y = wball.load_sample("mnist")

@@ -71,7 +71,7 @@ def test_answers_agree_with_mixed_integer_programs() -> None:
     assert counts["UNKNOWN"] <= NETWORKS // 12, counts
 
 
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_little_memory_costs_answers_and_makes_none_wrong(
     few: bool, monkeypatch: pytest.MonkeyPatch
