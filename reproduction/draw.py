@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,14 +34,11 @@ def curves(
         radii = [
             p["eps"] for _, shown in panels for _, curve in shown for p in curve if p["eps"] > 0
         ]
-        edge = (
-            min(radii, default=1.0) / 2
-        )  # on a logarithmic axis the clean accuracy stands at the left edge
         known = {}
         for axis, (title, shown) in zip(axes.flat, panels, strict=False):
             for label, curve in shown:
                 number = order.index(label)
-                eps = [max(p["eps"], edge) if log else p["eps"] for p in curve]
+                eps = [p["eps"] for p in curve]
                 (known[label],) = axis.plot(
                     eps,
                     [100 * p["accuracy"] for p in curve],
@@ -56,17 +52,8 @@ def curves(
             axis.set_title(title, fontsize=8)
             axis.set(ylim=(-2, 102))
             if log:
-                axis.set_xscale("log")
-                decades = [
-                    10.0**k
-                    for k in range(
-                        math.ceil(math.log10(edge)), math.ceil(math.log10(max(radii))) + 1
-                    )
-                ]
-                shown_at = [d for d in decades if d <= 1.5 * max(radii)]
-                axis.set_xticks([edge, *shown_at], ["0", *(f"{d:g}" for d in shown_at)])
-            else:
-                axis.set_xlim(left=0)
+                axis.set_xscale("symlog", linthresh=min(radii))  # linear near 0, the clean accuracy
+            axis.set_xlim(left=0)
         for axis in axes[:, 0]:
             axis.set_ylabel("accuracy (%)")
         for axis in axes[-1, :]:
@@ -81,42 +68,6 @@ def curves(
             ncols=min(3, len(known)),
             fontsize=6.5,
         )
-        return figure
-
-
-def bars(
-    labels: Sequence[str],
-    series: Sequence[tuple[str, Sequence[float | None]]],
-    unit: str,
-    *,
-    said: Callable[[float], str] = "{:.1f}".format,
-    log: bool = False,
-) -> Figure:
-    """What a table says, at a glance: a group of bars for each label, with their values. ``None`` has no bar."""
-    with style():
-        thick = 0.8 / len(series)
-        figure = new_figure((1.6 * WIDTH, 0.5 + 0.17 * len(labels) * (len(series) + 0.5)))
-        axis = figure.subplots()
-        for k, (name, values) in enumerate(series):
-            here = [(i + (k + 0.5) * thick - 0.4, v) for i, v in enumerate(values) if v is not None]
-            drawn = axis.barh(
-                [at for at, _ in here],
-                [v for _, v in here],
-                thick,
-                label=name,
-                color=COLOURS[k % len(COLOURS)],
-            )
-            axis.bar_label(drawn, [said(v) for _, v in here], padding=2, fontsize=6)
-        axis.set(yticks=range(len(labels)), yticklabels=labels, xlabel=unit)
-        axis.invert_yaxis()
-        axis.grid(False, axis="y")
-        axis.set_axisbelow(True)
-        axis.tick_params(axis="y", length=0)
-        axis.margins(x=0.08)
-        if log:
-            axis.set_xscale("log")
-        if len(series) > 1:
-            figure.legend(loc="outside lower center", ncols=len(series), fontsize=6.5)
         return figure
 
 

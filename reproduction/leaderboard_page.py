@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from reproduction import published
-from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled, read
+from reproduction.leaderboard import BOARD, PROTOCOLS, Protocol, filled
 from reproduction.measure import accuracy_at
 from reproduction.page import template
 from reproduction.tables import Table, percent
@@ -18,21 +17,18 @@ from wball.storage.atomic import write_whole
 from wball.storage.files import read_json
 
 PAGE = Path("docs/leaderboard.md")
-AGAIN = Path("results/leaderboard_again.json")
-"""Rows of the board that were measured a second time, with another random seed: a board of its own."""
 DECIDED = Path("results/complete_mnist.json")
 """What complete verification decides (``python -m benchmarks proofs`` measures others)."""
 
 
 def tables(content: Data) -> list[Table]:
-    """One ranked table per data set, and the smoothed models by both certificates."""
+    """One ranked table per data set."""
     made = []
     for dataset, protocol in PROTOCOLS.items():
         rows = [row for row in content["rows"] if row["dataset"] == dataset]
         if rows:
             made.append(_ranking(dataset, protocol, rows))
-    smoothed = [row for row in content["rows"] if row.get("smoothing")]
-    return [*made, *([_side_by_side(smoothed)] if smoothed else [])]
+    return made
 
 
 def _ranking(dataset: str, protocol: Protocol, rows: Sequence[Data]) -> Table:
@@ -69,32 +65,6 @@ def _marked(values: Sequence[float | None]) -> list[str | None]:
     best = max((v for v in values if v is not None), default=None)
     top = None if not best else f"{100 * best:.1f}"
     return [f"**{s}**" if s is not None and s == top else s for s in shown]
-
-
-def _side_by_side(rows: Sequence[Data]) -> Table:
-    radii = list(rows[0]["smoothing"]["authors"])
-    body: list[list[str | None]] = []
-    for row in rows:
-        smooth, proofs = row["smoothing"], row["certificate"].get("accuracy", {})
-        for how, values in (
-            ("smoothed, the authors' rule", smooth["authors"]),
-            ("smoothed, the tight rule on the same votes", smooth["tight"]),
-            ("not smoothed, `certify` for any plan", proofs),
-        ):
-            body.append(
-                [
-                    row["name"],
-                    how,
-                    f"{smooth['images']:,}",
-                    *(percent(values.get(r)) for r in radii),
-                ]
-            )
-    title = (
-        "Models made for randomized smoothing (Levine & Feizi), by their certificate and by ours"
-    )
-    return Table(
-        ["model", "certificate", "images", *(f"certified {r}" for r in radii)], body, title
-    )
 
 
 def claims(content: Data, own: Data | None = None) -> Table | None:
@@ -137,44 +107,6 @@ def claims(content: Data, own: Data | None = None) -> Table | None:
     return Table(head, body, "Published and measured: accuracy under attack") if body else None
 
 
-def repeated(content: Data, again: Data) -> Table | None:
-    """Rows and the same rows measured once more with another random seed, beside what chance may do to either."""
-    board, body = {(row["name"], row["sha256"], row["images"]): row for row in content["rows"]}, []
-    for second in again["rows"]:
-        first = board.get((second["name"], second["sha256"], second["images"]))
-        if first is None:
-            continue
-        pairs = {
-            r: (first["attack"]["accuracy"][r], share)
-            for r, share in second["attack"]["accuracy"].items()
-        }
-        r, (one, other) = max(pairs.items(), key=lambda item: abs(item[1][0] - item[1][1]))
-        body.append(
-            [
-                second["name"],
-                f"{second['images']:,}",
-                *(" / ".join(f"{100 * share:.2f}" for share in pairs[key]) for key in pairs),
-                f"{100 * abs(one - other):.2f} at {r}",
-                f"± {100 * _interval(max(one, other), second['images']):.2f}",
-                f"`{second['provenance']['command']} --board {AGAIN}`, commit {second['provenance']['commit'][:12]}",
-            ]
-        )
-    if not body:
-        return None
-    radii = again["rows"][0]["attack"]["accuracy"]
-    head = [
-        "model",
-        "images",
-        *(f"robust {r}" for r in radii),
-        "largest difference",
-        "95 % interval there",
-        "made by",
-    ]
-    return Table(
-        head, body, "Rows measured twice: random seed of the row / another one, in percent"
-    )
-
-
 def decided(content: Data) -> Table:
     """What complete verification says about the images of each model at each radius, and what it takes."""
     head = ["complete verification", "eps", "images", "clean", "broken", "proved", "undecided"]
@@ -195,32 +127,14 @@ def decided(content: Data) -> Table:
     return Table([*head, "an image takes (median / mean / worst)", "and may take on average"], body)
 
 
-def _interval(share: float, images: int) -> float:
-    """Half the width of the 95 % interval of an accuracy (Wilson's, which has a width at 0, too)."""
-    z = 1.96
-    return (
-        z
-        / (1 + z * z / images)
-        * math.sqrt(share * (1 - share) / images + z * z / (4 * images * images))
-    )
-
-
-def page(
-    content: Data, own: Data | None = None, again: Data | None = None, searched: Data | None = None
-) -> str:
+def page(content: Data, own: Data | None = None, searched: Data | None = None) -> str:
     """The page of a board.
 
-    ``own`` is the stored recipe ``authors-weights``, ``again`` rows of another random seed, ``searched`` what complete
-    verification decides.
+    ``own`` is the stored recipe ``authors-weights``, ``searched`` what complete verification
+    decides.
     """
-    title = (
-        'Proved by complete verification (`method="complete"`), where the board has bounds alone'
-    )
-    below = (
-        claims(content, own),
-        repeated(content, again) if again else None,
-        replace(decided(searched), title=title) if searched else None,
-    )
+    title = 'Certified by complete verification (`method="complete"`)'
+    below = (claims(content, own), replace(decided(searched), title=title) if searched else None)
     shown = [table.markdown() for table in (*tables(content), *(table for table in below if table))]
     lines = [f"- **{row['name']}**: {_source(row)}. {_made(row)}" for row in content["rows"]]
     rows = "## Rows\n\n" + "\n".join(lines) if lines else ""
@@ -252,15 +166,11 @@ def _made(row: Data) -> str:
     return said + "." + "".join(f" **{flag}**" for flag in row["flags"])
 
 
-def beside(results: Path) -> tuple[Data | None, Data, Data | None]:
-    """What a folder of results has for the page of its board, in the order of :func:`page`; ``None`` if there is none.
-
-    The claims of the recipe ``authors-weights``, rows of another random seed, and what complete verification decides.
-    """
+def beside(results: Path) -> tuple[Data | None, Data | None]:
+    """What a folder of results has for the page of its board, in the order of :func:`page`."""
     claimed, searched = results / "paper" / "authors-weights.json", results / DECIDED.name
     return (
         read_json(claimed)["data"] if claimed.is_file() else None,
-        read(results / AGAIN.name),
         read_json(searched) if searched.is_file() else None,
     )
 

@@ -22,16 +22,8 @@ def template(name: str) -> str:
 def text(results: Mapping[str, dict[str, Any]], recipes: Mapping[str, Recipe]) -> str:
     """The page of stored results."""
     parts = [template("reproduction.md")]
-    if not results:
-        parts.append("No results are stored yet.")
     for name, content in results.items():
         parts.append(section(recipes[name], content))
-    absent = [name for name in recipes if name not in results]
-    if results and absent:
-        parts.append(
-            "## Not measured yet\n\n"
-            + "\n".join(f"- `{name}`: {recipes[name].title}" for name in absent)
-        )
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -50,8 +42,6 @@ def section(made: Recipe, content: dict[str, Any]) -> str:
     lines += [f"- {remark}" for remark in made.remarks(data)]
     for model, why in content["missing"].items():
         lines.append(f"- Left out: `{model}` ({why}).")
-    for what, why in data.get("left_out", {}).items():
-        lines.append(f"- Left out: {what} ({why}).")
     for model in sorted(set(replaced(data))):
         lines.append(
             f"- `{model}`: measured with earlier weights. Those of the zoo were trained anew since."

@@ -118,14 +118,6 @@ def _draw_six(data: Data) -> Figure:
     return sums(rows)
 
 
-def _six_remark(moved: Data, greyer: Data) -> str:
-    dear = (greyer["wasserstein"] / greyer["linf"]) / (moved["wasserstein"] / moved["linf"])
-    return (
-        f"For the same l-inf change, making pixels greyer costs {dear:.1f} times the Wasserstein distance that moving "
-        "them by one does."
-    )
-
-
 SIX_PIXELS = Recipe(
     "six-pixels",
     "Wasserstein and l-inf distance on six pixels",
@@ -133,7 +125,7 @@ SIX_PIXELS = Recipe(
     _measure_six,
     _six_tables,
     _draw_six,
-    lambda data: [_six_remark(*data["rows"][:2])],
+    lambda data: ["For the same l-inf change, greyer pixels cost more than moved ones."],
 )
 
 
@@ -393,23 +385,6 @@ def _draw_gallery(data: Data) -> Figure:
     )
 
 
-def _gallery_remarks(data: Data) -> list[str]:
-    said = [
-        f"Total change over the three channels is at most {max(r['change'] for r in data['rows']):.3f} in a pixel "
-        f"(paper: {published.GALLERY_SCALE})."
-    ]
-    earlier = [
-        f"{r['survived']} of {r['label']}"
-        for r in data["rows"]
-        if r.get("survived") and r["radius"] is not None
-    ]
-    if earlier:
-        said.append(
-            f"Shown is the first image of a class that falls; survived by images before it: {', '.join(earlier)}."
-        )
-    return said
-
-
 GALLERY = Recipe(
     "cifar10-gallery",
     "CIFAR-10 examples of all ten classes",
@@ -417,7 +392,10 @@ GALLERY = Recipe(
     _measure_gallery,
     _gallery_tables,
     _draw_gallery,
-    _gallery_remarks,
+    lambda data: [
+        "Shown is the first image of a class that is broken. In the paper, the total change over the "
+        f"three channels is at most {published.GALLERY_SCALE} in a pixel."
+    ],
 )
 
 
@@ -501,38 +479,6 @@ def _draw_grid(data: Data) -> Figure:
     return grid(data["cells"], data["shown"])
 
 
-def _grid_remarks(data: Data) -> list[str]:
-    low = [c for c in data["cells"] if c["lambda"] <= 10]
-    broken = sum(r is not None for c in low for r in c["radius"])
-    tried = sum(len(c["radius"]) for c in low)
-    said = [
-        f"The paper finds no example for lambda 1 and 10, because the image is blurred beyond use; here {broken} of "
-        f"{tried} fall there. Exact projections (`reg=inf`, the default everywhere else in this library) do not blur."
-    ]
-    last = {
-        c["p"]: c["radius"]
-        for c in data["cells"]
-        if c["lambda"] == max(d["lambda"] for d in data["cells"])
-    }
-    all_fall = [
-        k
-        for k in range(len(last[min(last)]))
-        if all(radii[k] is not None for radii in last.values())
-    ]
-    if all_fall:
-        means = [
-            f"{sum(last[p][k] for k in all_fall) / len(all_fall):.3f} (p = {p:g})"
-            for p in sorted(last)
-        ]
-        said.append(
-            "The paper says that the radius grows with p, as dearer moves must; its caption, that p makes no "
-            f"significant change. Mean radius of the {len(all_fall)} digits that fall for every p at the largest "
-            f"lambda: {', '.join(means)}. A move by one pixel costs 1 whatever p is: once the others are too dear to "
-            "be used, p changes nothing."
-        )
-    return said
-
-
 GRID = Recipe(
     "lambda-p",
     "Entropy lambda and ground cost p",
@@ -540,5 +486,10 @@ GRID = Recipe(
     _measure_grid,
     _grid_tables,
     _draw_grid,
-    _grid_remarks,
+    lambda data: [
+        "The paper finds no example for lambda 1 and 10, because the image is blurred beyond use. "
+        "Exact projections (`reg=inf`, the default of this library) do not blur.",
+        "A move by one pixel costs 1 whatever p is: once longer moves are too expensive, p changes "
+        "nothing.",
+    ],
 )

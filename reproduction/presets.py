@@ -9,7 +9,6 @@ from wball.attacks import PGD, DualAveraging, GrowingRadius
 from wball.ball import WassersteinBall
 from wball.training import (
     Adversary,
-    Loss,
     Optimisation,
     Provable,
     TrainConfig,
@@ -17,25 +16,6 @@ from wball.training import (
 )
 from wball.training import presets as packaged_presets
 from wball.training.presets import preset as packaged_preset
-
-MNIST_FLOW_NOISE = dataclasses.replace(
-    packaged_preset("mnist-standard"),
-    name="mnist-flow-noise",
-    epochs=30,
-    batch_size=128,
-    optimisation=Optimisation(schedule="one-cycle", nesterov=True),
-    noise=0.01,
-    summary="The paper's MNIST network trained with Laplace noise of scale 0.01 in the flow domain.",
-)
-
-CIFAR10_STANDARD_PLAIN = dataclasses.replace(
-    packaged_preset("cifar10-standard"),
-    name="cifar10-standard-plain",
-    cutout=0,
-    loss=Loss(),
-    optimisation=dataclasses.replace(packaged_preset("cifar10-standard").optimisation, ema=0.0),
-    summary="ResNet-18 with standard training, without label smoothing, cutout and averaged weights.",
-)
 
 CIFAR10_LINF_PROVABLE = TrainConfig(
     "cifar10-linf-provable",
@@ -76,8 +56,6 @@ CIFAR10_ADVERSARIAL_PAPER = TrainConfig(
 _PRESETS = {
     config.name: config
     for config in (
-        MNIST_FLOW_NOISE,
-        CIFAR10_STANDARD_PLAIN,
         CIFAR10_LINF_PROVABLE,
         CIFAR10_ADVERSARIAL_PAPER,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import time
@@ -16,12 +15,9 @@ from reproduction import (
     authors,
     certificates,
     curves,
-    epochs,
     nominal,
     page,
     pictures,
-    timings,
-    tricks,
 )
 from reproduction.recipe import Recipe
 from reproduction.tables import Table
@@ -43,17 +39,11 @@ RECIPES: dict[str, Recipe] = {
         pictures.DIGITS,
         curves.MNIST_CURVES,
         curves.CIFAR10_CURVES,
-        tricks.RECIPE,
         pictures.GALLERY,
-        curves.HEADLINES,
         authors.RECIPE,
-        epochs.MNIST_EPOCHS,
-        epochs.CIFAR10_EPOCHS,
         curves.WINDOW_SIZES,
         pictures.GRID,
-        timings.RECIPE,
         certificates.RECIPE,
-        curves.DEFENCES,
     )
 }
 """In the order of the paper."""
@@ -76,12 +66,9 @@ def overview() -> Table:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Names of recipes; ``all`` stands for all of them."""
-    words = [names] if isinstance(names, str) else list(names)
-    named = [recipe(name).name for name in words if name.lower() != "all"]
-    if not words:
-        raise ValueError(f"names is empty: give some of {', '.join(RECIPES)}, or all")
-    return list(RECIPES) if len(named) < len(words) else list(dict.fromkeys(named))
+    """Names of recipes; ``all`` means all of them."""
+    named = [recipe(name).name for name in names if name != "all"]
+    return list(RECIPES) if "all" in names else list(dict.fromkeys(named))
 
 
 def reproduce(name: str, settings: Settings, shop: Workshop | None = None) -> dict[str, Any]:
@@ -163,14 +150,11 @@ def _read(path: Path, name: str) -> dict[str, Any]:
 
 
 def draw(
-    names: Iterable[str],
-    out: str | os.PathLike[str],
-    kinds: Sequence[str] = ("pdf", "png"),
-    into: str | os.PathLike[str] | None = None,
+    names: Iterable[str], out: Path, kinds: Sequence[str] = ("pdf", "png"), into: Path | None = None
 ) -> list[Path]:
-    """Figures of stored results, beside them or ``into`` another folder. Needs matplotlib, and nothing else."""
-    out, paths = Path(out), []
-    for name in [names] if isinstance(names, str) else names:
+    """Draw stored results, beside them or ``into`` another folder."""
+    paths = []
+    for name in names:
         made, path = recipe(name), out / f"{name}.json"
         if made.draw is None:
             continue
@@ -180,7 +164,7 @@ def draw(
             )
         figure = made.draw(_read(path, name)["data"])
         for kind in kinds:
-            paths.append(save_figure(figure, Path(into or out) / f"{name}.{kind}", dpi=160))
+            paths.append(save_figure(figure, (into or out) / f"{name}.{kind}", dpi=160))
     return paths
 
 

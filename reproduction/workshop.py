@@ -7,13 +7,12 @@ second waits for the first.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +28,7 @@ from wball.models import build_model
 from wball.storage.atomic import locked
 from wball.storage.files import read_json, read_tensors, write_json, write_tensors
 from wball.storage.weights import load_weights
-from wball.training.config import TrainConfig, Validation
 from wball.training.loop import train
-from wball.training.presets import override
 from wball.zoo import list_models, load_model, model_card, public_models
 from wball.zoo.public import PublicModel, models_folder
 
@@ -73,10 +70,6 @@ class Settings:
         if self.images is not None:
             check_count("images", self.images)
         check_seed(self.seed)
-        for name in ("data", "models", "out"):
-            folder = getattr(self, name)
-            if folder is not None:
-                object.__setattr__(self, name, Path(folder))
 
 
 @dataclass(frozen=True)
@@ -154,15 +147,8 @@ class Workshop:
         return self._images[dataset, split]
 
     def _load(self, dataset: str, split: Literal["train", "test"]) -> tuple[Tensor, Tensor]:
-        if self._bundled(dataset):
-            if not self.quick:
-                raise FileNotFoundError(
-                    "the full recipe needs MNIST: `wball data mnist --data-dir data` gets it; give --data-dir data "
-                    "(or --quick, for which the bundled digits serve)"
-                )
-            x, y = load_sample("mnist", device=self.device)
-            half = len(x) // 2  # nothing is measured on the half that models are trained on
-            return (x[:half], y[:half]) if split == "test" else (x[half:], y[half:])
+        if self._bundled(dataset) and self.quick:
+            return load_sample("mnist", device=self.device)
         if self.settings.data is None:
             raise FileNotFoundError(
                 f"this recipe needs {dataset_info(dataset).title}: get it with `wball data {dataset} --data-dir data` "
@@ -196,7 +182,7 @@ class Workshop:
         for name in names:
             try:
                 found.append(self.subject(name))
-            except MissingModel as error:
+            except (MissingModel, OSError) as error:
                 self.missing[name] = str(error)
                 self.say(f"{name} is left out: {error}")
         if not found:
@@ -229,72 +215,32 @@ class Workshop:
             )
         return self._train(name)
 
-    def trained(self, name: str, epochs: int) -> Subject:
-        """What a preset makes in other than its own number of epochs: trained here, once."""
-        model, architecture, origin = self._train(name, epochs)
-        model = model.to(self.device).eval()
-        about = provenance.describe_model(model, name)
-        return Subject(f"{name}-{epochs}-epochs", model, architecture, origin, about["sha256"])
-
-    def _train(self, name: str, epochs: int | None = None) -> tuple[nn.Module, str, str]:
-        kind = "quick" if self.quick else "full" if epochs is None else f"{epochs}-epochs"
-        folder = self.settings.out / "models" / f"{name}-{kind}-{self.settings.seed}"
+    def _train(self, name: str) -> tuple[nn.Module, str, str]:
+        folder = self.settings.out / "models" / f"{name}-{self.settings.seed}"
         weights = folder / f"{name}.safetensors"
-        if not weights.is_file() and not self.settings.may_train:
+        if not weights.is_file() and (self.quick or not self.settings.may_train):
             raise MissingModel(
-                f"neither in the zoo nor in a models' folder (--models DIR with {name}/{name}.safetensors), "
-                "and not to be trained (--no-train)"
+                f"neither in the zoo nor in a models' folder (--models DIR with "
+                f"{name}/{name}.safetensors), and quick runs and --no-train train nothing"
             )
-        with locked(
-            folder.with_name(f".{folder.name}"), wait=True
-        ):  # the training holds the folder itself
+        with locked(folder.with_name(f".{folder.name}"), wait=True):  # the training locks folder
             if not weights.is_file():
-                config, data, test = self._training(name, epochs)
+                config = preset(name, seed=self.settings.seed)
+                data, test = (self._loaded(config.dataset, kind) for kind in ("train", "test"))
                 self.say(f"training {name} ({config.epochs} epochs of {len(data[0]):,} images)")
-                train(
-                    config,
-                    data,
-                    test,
-                    model=self._start(config),
-                    out=folder,
-                    device=self.device,
-                    progress=False,
-                )
-        model, architecture = _load(name, weights)
-        trained = "trained here, quick" if self.quick else "trained here by its preset"
-        return model, architecture, trained
+                train(config, data, test, out=folder, device=self.device, progress=False)
+        return *_load(name, weights), "trained here by its preset"
 
     def _stored(self, name: str) -> Path | None:
         """The file in the models' folder: there, in a folder of its own, or as an earlier run of recipes left it."""
         if self.settings.models is None:
             return None
-        left = [f"{name}-{kind}-{self.settings.seed}" for kind in ("full", *["quick"] * self.quick)]
         places = (
             self.settings.models / folder / f"{name}{end}"
-            for folder in (".", name, *left)
+            for folder in (".", name, f"{name}-{self.settings.seed}")
             for end in ENDINGS
         )
         return next((path for path in places if path.is_file()), None)
-
-    def _training(
-        self, name: str, epochs: int | None = None
-    ) -> tuple[TrainConfig, tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        config = preset(name, seed=self.settings.seed)
-        config = config if epochs is None else replace(config, epochs=epochs)
-        x, y = self._loaded(config.dataset, "train")
-        if not self.quick:
-            return config, (x, y), self._loaded(config.dataset, "test")
-        few = 1000 if config.adversary is None else 250
-        return quick_config(config), (x[:few], y[:few]), None
-
-    def _start(self, config: TrainConfig) -> nn.Module | None:
-        """A few steps from nothing make nothing: quick runs start from the standard model."""
-        if not self.quick or config.name == f"{config.dataset}-standard":
-            return None
-        standard = self.subject(f"{config.dataset}-standard")
-        return (
-            copy.deepcopy(standard.model) if standard.architecture == config.architecture else None
-        )
 
     # ---- parts
 
@@ -353,37 +299,6 @@ class Workshop:
     @cached_property
     def commit(self) -> str:
         return provenance.commit()
-
-
-def quick_config(config: TrainConfig) -> TrainConfig:
-    """A preset cut down to a minute or less on two cores: small network, few epochs, few steps of the attack."""
-    small = "cifar10-resnet-small" if config.dataset == "cifar10" else config.architecture
-    options = replace(
-        config.optimisation,
-        schedule="one-cycle",
-        bf16=False,
-        channels_last=False,
-        ema=0.0,
-    )
-    fresh = config.name.endswith("-standard")
-    gentle = (0.05 if fresh else 0.01) if options.method == "sgd" else (2e-3 if fresh else 5e-4)
-    options = replace(options, lr=min(options.lr, gentle), clip=1.0)
-    config = replace(
-        config,
-        architecture=small,
-        epochs=4 if config.adversary is None else 1,
-        batch_size=50,
-        optimisation=options,
-        evaluation=Validation(),
-    )
-    if config.adversary is not None:
-        grows = getattr(config.adversary.attack, "growth", None) is not None
-        config = override(config, "adversary.attack.steps", 4)
-        if grows:
-            config = override(config, "adversary.attack.growth.every", 1)
-    if config.provable is not None:
-        config = replace(config, provable=replace(config.provable, crown=0.0, crown_end=0.0))
-    return config
 
 
 def _load(name: str, weights: Path) -> tuple[nn.Module, str]:

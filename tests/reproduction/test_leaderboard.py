@@ -25,7 +25,7 @@ from reproduction.leaderboard import (
     run,
     submitted,
 )
-from reproduction.leaderboard_page import beside, claims, page, repeated, tables, write_page
+from reproduction.leaderboard_page import beside, claims, page, tables, write_page
 from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.storage.files import write_json
 
@@ -247,22 +247,6 @@ def test_published_and_measured() -> None:
         told is not None and told.rows[0][3] == "20.0 % (text); 20.0 % (scripts)"
     )  # thresholded before the attack
     assert claims({"rows": []}) is None and "Published and measured" in page(content, own)
-
-
-def test_rows_measured_twice_stand_side_by_side() -> None:
-    content = {"rows": [row("some", 0.5, 0.1, 0.0, 0.0, 0.0), row("other", *[0.0] * 5)]}
-    table = repeated(
-        content, {"rows": [row("some", 0.504, 0.1, 0.0, 0.0, 0.0), row("gone", *[0.0] * 5)]}
-    )
-    assert table is not None and len(table.rows) == 1
-    told = dict(zip(table.head, table.rows[0], strict=True))
-    assert told["robust 0.05"] == "50.00 / 50.40" and told["largest difference"] == "0.40 at 0.05"
-    assert told["95 % interval there"] == "± 0.98"  # 1.96 x 0.5 / sqrt(10,000)
-    other_weights = row("some", *[0.0] * 5, sha256="another")
-    assert repeated(content, {"rows": [other_weights]}) is None
-    assert "measured twice" not in page(content) and "measured twice" in page(
-        content, again=content
-    )
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

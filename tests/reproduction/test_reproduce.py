@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,12 +18,10 @@ from torch import nn
 
 import wball
 from reproduction import measure as measuring
-from reproduction import page, timings, workshop
+from reproduction import page, workshop
 from reproduction.__main__ import main
-from reproduction.curves import MNIST_CURVES
-from reproduction.draw import bars, curves
 from reproduction.page import ASSETS, section
-from reproduction.presets import preset, presets
+from reproduction.presets import preset
 from reproduction.run import (
     RECIPES,
     chosen,
@@ -37,7 +34,7 @@ from reproduction.run import (
     write_page,
 )
 from reproduction.tables import Table, pack, percent, unpack
-from reproduction.workshop import Data, MissingModel, Settings, Subject, Workshop, quick_config
+from reproduction.workshop import Data, MissingModel, Settings, Subject, Workshop
 from wball import provenance
 from wball.attacks import PGD, Attack, AttackResult, GrowingRadius, StandardAttack
 from wball.storage.files import read_json, write_json
@@ -92,9 +89,8 @@ def test_every_figure_and_table_of_the_paper_has_a_recipe() -> None:
     places = " ".join(r.place for r in RECIPES.values())
     assert "Table 1" in places and all(f"Figure {n}" in places for n in range(1, 9))
     assert all(name in overview().text() for name in RECIPES)
-    assert chosen(["all"]) == list(RECIPES) and chosen(["timings", "timings"]) == ["timings"]
-    assert chosen(["ALL"]) == chosen("all") == list(RECIPES) and chosen("timings") == ["timings"]
-    for wrong in (["nothing"], ["all", "nothing"], []):
+    assert chosen(["all"]) == list(RECIPES) and chosen(["windows", "windows"]) == ["windows"]
+    for wrong in (["nothing"], ["all", "nothing"]):
         with pytest.raises(ValueError, match="mnist-curves"):
             chosen(wrong)
 
@@ -231,16 +227,6 @@ def test_a_part_is_measured_once_by_processes_that_share_a_folder(tmp_path: Path
     assert order == ["first", "first is done", "second"]
 
 
-def test_quick_settings_are_small_for_every_preset() -> None:
-    for name in presets():
-        config = quick_config(preset(name))
-        assert (
-            config.epochs <= 4
-            and config.batch_size <= 50
-            and config.architecture != "cifar10-resnet18"
-        )
-
-
 def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
     assert Workshop(Settings(device="cpu", out=tmp_path)).subject("mnist-standard").origin == "zoo"
     folder = tmp_path / "models" / "cifar10-linf-provable"
@@ -254,7 +240,7 @@ def test_models_come_from_the_zoo_a_folder_or_nowhere(tmp_path: Path) -> None:
         shop.subject("cifar10-standard")
     for path in (
         "a/cifar10-linf-provable.pth",
-        "b/cifar10-linf-provable-full-0/cifar10-linf-provable.safetensors",
+        "b/cifar10-linf-provable-0/cifar10-linf-provable.safetensors",
     ):
         (tmp_path / path).parent.mkdir(parents=True)
         save_it = torch.save if path.endswith("pth") else save_file
@@ -309,8 +295,7 @@ def test_words_that_make_no_sense_are_refused(
     for words, said in (
         (["page"], "no results in"),
         (["everything"], "mnist-curves"),
-        (["figures", "timings"], "run `python -m reproduction timings"),
-        (["timings"], "wball data cifar10"),  # nothing to time
+        (["figures", "windows"], "run `python -m reproduction windows"),
         (["six-pixels", "--images", "0"], "at least 1"),
         (["six-pixels", "--seed", "-1"], "at least 0"),
         (["six-pixels", "--models", str(tmp_path / "nowhere")], "is not a folder"),
@@ -368,6 +353,7 @@ def test_a_recipe_that_cannot_be_drawn_leaves_the_others(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_damaged_parts_are_measured_again(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,12 +397,9 @@ def test_damaged_parts_are_measured_again(
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Quick results of a few recipes, on next to no images."""
     out = tmp_path_factory.mktemp("results")
-    settings = Settings(quick=True, device="cpu", out=out, images=6)
-    assert (
-        run(["six-pixels", "wasserstein-vs-linf"], replace(settings, images=None), figures=False)
-        == 0
-    )
-    assert run(["timings"], settings, figures=False) == 0
+    settings = Settings(quick=True, device="cpu", out=out)
+    for name in ("six-pixels", "wasserstein-vs-linf"):
+        reproduce(name, settings)
     return out
 
 
@@ -453,8 +436,8 @@ def test_results_are_data_with_their_origin(results: Path) -> None:
     assert origin["command"] == "python -m reproduction six-pixels --quick --device cpu --seed 0"
     asked = Settings(images=7, may_train=False, device="cpu")
     assert (
-        command("timings", asked)
-        == "python -m reproduction timings --images 7 --no-train --device cpu --seed 0"
+        command("windows", asked)
+        == "python -m reproduction windows --images 7 --no-train --device cpu --seed 0"
     )
     assert {"commit", "device", "kernel", "versions", "seed", "seconds"} <= set(origin)
     moved, greyer, grey = content["data"]["rows"]
@@ -467,7 +450,7 @@ def test_results_are_data_with_their_origin(results: Path) -> None:
 
 def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    names = ["six-pixels", "wasserstein-vs-linf", "timings"]
+    names = ["six-pixels", "wasserstein-vs-linf"]
     paths = draw(names, results, into=tmp_path)
     assert {p.name for p in paths} == {f"{n}.{k}" for n in names for k in ("pdf", "png")}
     assert (tmp_path / "six-pixels.png").read_bytes().startswith(b"\x89PNG")
@@ -475,11 +458,10 @@ def test_figures_and_page_need_only_the_files(results: Path, tmp_path: Path) -> 
     assert (
         b"/Type3" not in drawn and b"/CIDFontType2" in drawn
     )  # text that can be searched, fonts that journals take
-    assert draw("six-pixels", str(results), into=str(tmp_path)) == paths[:2]
     written, *pictures = write_page(results, tmp_path / "docs" / "page.md")
     said = written.read_text(encoding="utf-8")
-    assert said == text(results) and len(pictures) == 3
-    assert "A quick run" in said and "Not measured yet" in said and "`mnist-curves`" in said
+    assert said == text(results) and len(pictures) == 2
+    assert "A quick run" in said
     assert (
         f"{ASSETS}/six-pixels.png" in said
         and (tmp_path / "docs" / ASSETS / "six-pixels.png").is_file()
@@ -498,170 +480,6 @@ def curve(*accuracies: float) -> dict[str, object]:
         "checked_exactly": 5,
     }
     return {"attack": "a", "images": 10, "curve": points, "examples": checks, "seconds": 1.0}
-
-
-def test_a_fall_under_our_attack_is_said_plainly(tmp_path: Path) -> None:
-    model = {
-        "label": "adv. training",
-        "name": "m",
-        "paper_attack": curve(0.9, 0.8),
-        "same_ball": curve(0.9, 0.2),
-        "standard_attack": curve(0.9, 0.1),
-        "at": [{"eps": 0.1, "paper_attack": 0.8, "same_ball": 0.2, "standard_attack": 0.1}],
-    }
-    data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
-    said = " ".join(MNIST_CURVES.remarks(data))
-    assert (
-        "**falls**" in said
-        and "from 80.0 % to 10.0 %" in said
-        and "90.0 % of the paper's attack's" in said
-    )
-    assert "every counted example is audited" in said  # stored by an earlier version, and so said
-    for key in ("same_ball", "standard_attack"):
-        model[key]["examples"] = {**model[key]["examples"], "proved_by_plan": 10}
-    assert (
-        "20 examples all passed the audit of mass, box and distance, 20 by a transport"
-        in " ".join(MNIST_CURVES.remarks(data))
-    )
-    assert [t.rows[0][-1] for t in MNIST_CURVES.tables(data)] == ["80.0 %", "20.0 %", "10.0 %"]
-    assert "first" not in said and "begins" not in said
-    early = {
-        "eps": 0.05,
-        "paper_attack": 0.9,
-        "same_ball": 0.3,
-        "standard_attack": 0.0,
-    }  # the curves begin at 0.1
-    fewer = {**curve(0.9, 0.1), "images": 5}
-    other = {**data, "models": [{**model, "standard_attack": fewer, "at": [early, *model["at"]]}]}
-    said = " ".join(MNIST_CURVES.remarks(other))
-    assert (
-        "from 80.0 % to 10.0 %" in said
-        and "begins at eps 0.1" in said
-        and "the first 5 of the 10 images" in said
-    )
-    assert [t.rows[0][-2] for t in MNIST_CURVES.tables(other)] == [None, None, None]
-    pytest.importorskip("matplotlib")
-    assert MNIST_CURVES.draw is not None
-    titles = [axis.get_title() for axis in MNIST_CURVES.draw(data).axes]
-    assert titles == ["the paper's attack (a)", "ours, valid examples (a)"]
-
-
-def test_remarks_say_no_more_than_their_data() -> None:
-    row = {"dataset": "mnist", "label": "standard", "paper": 0.9890, "accuracy": 0.9887}
-    nominal, digits = RECIPES["nominal-accuracies"], RECIPES["lambda-p"]
-    assert nominal.remarks({"rows": [row]}) == [
-        "Less accurate than the paper's: MNIST standard (by 0.03 points)."
-    ]
-    assert nominal.remarks({"rows": [{**row, "accuracy": 0.9890}]})[0].startswith(
-        "Every model is at least as accurate"
-    )
-    shown = {**row, "images": 10_000, "architecture": "a", "linf": 0.1, "verified": 0.939}
-    assert (
-        nominal.tables({"rows": [{**shown, "verified_images": 200}]})[0].rows[0][-1]
-        == "93.9 % of 200 at 0.1"
-    )
-    cells = [{"lambda": 1.0, "p": 1.0, "radius": [0.3, None, 0.6, 0.4, 0.5]}]
-    (table,) = digits.tables({"cells": cells})
-    assert table.rows == [["1", "0.45 (4/5)"]]  # the median, not the upper one
-    pixels = [{"wasserstein": 1.0, "linf": 0.5}, {"wasserstein": 0.6, "linf": 0.2}]
-    assert "costs 1.5 times" in RECIPES["six-pixels"].remarks({"rows": pixels})[0]
-    fell = {
-        "claim": "a",
-        "eps": 0.1,
-        "paper": 0.5,
-        "paper_attack": 0.4,
-        "same_ball": 0.3,
-        "standard_attack": 0.2,
-    }
-    (table,) = RECIPES["headlines"].tables({"rows": [{**fell, "images": [10_000, 1_000]}]})
-    assert table.rows[0][-4:] == ["40.0 %", "30.0 %", "20.0 %", "10,000; 1,000"]
-
-
-def test_windows_and_certificates_from_their_data() -> None:
-    row = {"label": "l-inf robust", "name": "mnist-linf-provable", "paper_attack": curve(1.0, 0.4)}
-    rows = [
-        {**row, "window": window, "p": p, "standard_attack": curve(1.0, 0.1) if p == 1 else None}
-        for p in (1.0, 2.0)
-        for window in (3, 5)
-    ]
-    data = {"images": "ten", "unit": "px", "rows": rows}
-    windows, proofs = RECIPES["windows"], RECIPES["certificates"]
-    (table,) = windows.tables(data)
-    assert table.rows[0] == ["l-inf robust", "1", "3 x 3", "0.10", "40.0 %", "41.0 %", "10.0 %"]
-    assert table.title == "Ten; ours is a"
-    assert table.rows[2][-1] is None and len(windows.remarks(data)) == 2
-    assert "it leaves here, at eps 0.10, 40.0 % with 3 x 3" in windows.remarks(data)[0]
-    methods = [
-        ("interval", "proof", 0.0),
-        ("anchored", "proof", 0.7),
-        ("StandardAttack", "attack", 0.9),
-    ]
-    seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
-    lines = [
-        {"method": m, "kind": k, "images": 10, "curve": curve(1.0, a)["curve"], "seconds": 1.0}
-        | seen
-        for m, k, a in methods
-    ]
-    proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
-    said = " ".join(proofs.remarks(proved))
-    assert "prove nothing at any radius" in said and "prove 70.0 % of the images at eps 0.1" in said
-    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["0.0 %", "70.0 %", "90.0 %"]
-    pytest.importorskip("matplotlib")
-    assert windows.draw is not None and proofs.draw is not None
-    assert len(windows.draw(data).axes) == 2 and len(proofs.draw(proved).axes[0].lines) == 3
-
-
-def test_the_time_of_compiling_is_not_counted(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[object] = []
-
-    def slow_at_first(way: object, device: torch.device) -> tuple[object, float]:
-        calls.append(way)
-        return SimpleNamespace(n_iter=torch.ones(1), kernel="k"), 0.25 if way in calls[
-            :-1
-        ] else 100.0
-
-    monkeypatch.setattr(timings, "_timed", slow_at_first)
-    data = timings.measure(shop)
-    assert {row["seconds"] for row in data["rows"]} == {0.25}
-    row = {**data["rows"][0], "iterations": 10, "median_iterations": 4}
-    assert timings.tables({"rows": [row]})[0].rows[0][1:4] == ["250 ms", "4; 10", "25 ms"]
-
-
-def test_every_recipe_has_a_figure_and_bars_say_their_values() -> None:
-    assert all(r.draw is not None for r in RECIPES.values())
-    pytest.importorskip("matplotlib")
-    figure = bars(["a", "b"], [("paper", [98.9, None]), ("here", [99.04, 7.0])], "accuracy (%)")
-    (axis,) = figure.axes
-    assert [t.get_text() for t in axis.get_yticklabels()] == ["a", "b"]
-    assert (
-        sorted(t.get_text() for t in axis.texts) == ["7.0", "98.9", "99.0"]
-        and len(axis.patches) == 3
-    )
-
-
-def test_curves_share_their_axis_and_one_legend() -> None:
-    pytest.importorskip("matplotlib")
-    small = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.001, 0.9), (0.1, 0.1))]
-    large = [{"eps": e, "accuracy": a} for e, a in ((0.0, 1.0), (0.01, 0.5), (0.05, 0.2))]
-    figure = curves(
-        [("one", [("a", small)]), ("two", [("a", large), ("b", large)])], "px", log=True
-    )
-    left, right = figure.axes
-    assert left.get_xlim() == right.get_xlim()  # the same radius at the same place
-    assert [t.get_text() for t in left.get_xticklabels()] == ["0", "0.001", "0.01", "0.1"]
-    assert (
-        left.lines[0].get_xdata()[0]
-        == right.lines[0].get_xdata()[0]
-        == left.get_xticks()[0]
-        < 0.001
-    )
-    (legend,) = figure.legends
-    assert [t.get_text() for t in legend.get_texts()] == [
-        "a",
-        "b",
-    ]  # b is in the second panel alone
 
 
 def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
@@ -688,67 +506,49 @@ def test_the_committed_page_is_what_the_committed_results_say() -> None:
             assert (written.parent / line.split("](")[1].rstrip(")")).is_file()
 
 
-def test_reproduce_is_repeatable(tmp_path: Path) -> None:
-    settings = Settings(quick=True, device="cpu", out=tmp_path)
-    first, second = (reproduce("six-pixels", settings) for _ in range(2))
-    assert first["data"] == second["data"]
-
-
-def test_a_missing_model_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(quick=True, device="cpu", out=tmp_path)
-    monkeypatch.setattr(
-        workshop, "quick_config", lambda config: replace(quick_config(config), epochs=1)
-    )
-    trained = Workshop(settings).subject("mnist-flow-noise")
-    assert trained.origin == "trained here, quick"
-    monkeypatch.setattr(
-        workshop, "train", lambda *arguments, **options: pytest.fail("trained again")
-    )
-    assert Workshop(settings).subject("mnist-flow-noise").sha256 == trained.sha256
-    only = replace(settings, may_train=False)
-    assert Workshop(only).subject("mnist-flow-noise").sha256 == trained.sha256  # it is there
-    with pytest.raises(MissingModel, match="--no-train"):
-        Workshop(replace(only, seed=1)).subject("mnist-flow-noise")
-
-
-def test_models_of_full_recipes_are_trained_as_their_presets_say(
+def test_a_missing_model_is_trained_once_by_its_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = {split: images(4) for split in ("train", "test")}
-    given: list[object] = []
+    name, given = "cifar10-linf-provable", list[object]()
 
-    def train(
-        config: TrainConfig,
-        data: object,
-        test: object,
-        *,
-        out: Path,
-        model: object,
-        **options: object,
-    ) -> None:
-        given.extend([config, data, test, model])
-        wball.save_weights(
-            wball.build_model(config.architecture), out / f"{config.name}.safetensors"
-        )
+    def train(config: TrainConfig, data: object, test: object, *, out: Path, **_: object) -> None:
+        given.append((config, data, test))
+        model = wball.build_model(config.architecture)
+        wball.save_weights(model, out / f"{config.name}.safetensors")
 
     monkeypatch.setattr(Workshop, "_load", lambda self, dataset, split: sets[split])
     monkeypatch.setattr(workshop, "train", train)
-    subject = Workshop(Settings(device="cpu", out=tmp_path, seed=3)).subject("mnist-flow-noise")
-    assert given == [preset("mnist-flow-noise", seed=3), sets["train"], sets["test"], None]
-    assert subject.origin == "trained here by its preset" and subject.architecture == "mnist-cnn"
-    given.clear()
-    quick = Workshop(Settings(quick=True, device="cpu", out=tmp_path))
-    assert quick.subject("mnist-flow-noise").origin == "trained here, quick"
-    config, _, test, start = given
-    assert (
-        config == quick_config(preset("mnist-flow-noise"))
-        and test is None
-        and isinstance(start, nn.Module)
-    )
-    standard = quick.subject("mnist-standard").model
-    assert start is not standard and all(
-        map(torch.equal, start.parameters(), standard.parameters())
-    )
+    settings = Settings(device="cpu", out=tmp_path, seed=3)
+    subject = Workshop(settings).subject(name)
+    assert given == [(preset(name, seed=3), sets["train"], sets["test"])]
+    assert subject.origin == "trained here by its preset"
+    only = replace(settings, may_train=False)
+    assert Workshop(only).subject(name).sha256 == subject.sha256 and len(given) == 1
+    for other in (replace(only, seed=1), replace(settings, quick=True, seed=1)):
+        with pytest.raises(MissingModel, match="train nothing"):
+            Workshop(other).subject(name)
+
+
+def test_tables_and_remarks_from_their_data() -> None:
+    curves, proofs = RECIPES["mnist-curves"], RECIPES["certificates"]
+    kinds = ("paper_attack", "same_ball", "standard_attack")
+    model = {
+        "label": "some",
+        **dict.fromkeys(kinds, curve(0.9, 0.2)),
+        "at": [{"eps": eps, **dict.fromkeys(kinds, 0.2)} for eps in (0.05, 0.1)],
+    }
+    data = {"dataset": "mnist", "images": "ten", "unit": "px", "models": [model]}
+    assert [t.rows[0][-2:] for t in curves.tables(data)] == 3 * [[None, "20.0 %"]]  # not tried
+    assert "9 of the 10 examples" in curves.remarks(data)[0] and "All 20" in curves.remarks(data)[1]
+    seen = {"proved_and_attacked": 7, "proved_and_broken": 0}
+    lines = [
+        {"method": m, "kind": k, "images": 10, "curve": curve(1.0, a)["curve"], **seen}
+        for m, k, a in (("anchored", "proof", 0.7), ("StandardAttack", "attack", 0.9))
+    ]
+    proved = {"unit": "px", "sets": [{"images": "ten", "name": "m", "rows": lines}]}
+    assert [r[-1] for r in proofs.tables(proved)[0].rows] == ["70.0 %", "90.0 %"]
+    assert "attacked 7 certified balls and found no examples" in proofs.remarks(proved)[-1]
 
 
 def test_a_result_of_weights_that_were_replaced_says_so() -> None:

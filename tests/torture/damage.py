@@ -1,17 +1,11 @@
-"""Flipped bits in everything the library keeps: each is noticed, or changes nothing that is read.
+"""Flipped bits in every kind of file: each is noticed, or changes nothing that is read.
 
-``python -m torture.damage`` (from ``tests``) flips 1,000 bits in each kind of file and writes the counts to
-``results/damage.json``; the test suite flips a few.
+``results/damage.json`` has the counts of 1,000 bits in each kind of file.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,28 +108,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results") / "damage.json")
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kinds = {
-            kind: flip_bits(path, read, given.flips, given.seed)
-            for kind, (path, read) in make_files(folder).items()
-        }
-    shutil.rmtree(folder)
-    given.out.write_text(
-        json.dumps({"flips": given.flips, "seed": given.seed, "kinds": kinds}, indent=2) + "\n"
-    )
-    if any(counts["silent"] for counts in kinds.values()):
-        raise SystemExit("some flips went unnoticed")
-
-
-if __name__ == "__main__":
-    main()

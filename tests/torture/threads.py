@@ -1,21 +1,16 @@
-"""Calls from several threads on one model: ``python -m tests.torture.threads`` counts 1,000 of them.
+"""Calls from several threads on one model.
 
-Each round makes a model in training mode, with batch normalisation, dropout and a frozen parameter, and lets four
-threads attack and certify with it at once. Wrong would be a success flag that the model itself contradicts (*wrong
-flags*), a certificate that differs from the one made alone (*wrong certificates*), or a model that is left in another
-mode, with other weights or other gradient flags (*changed models*). The counts are written to
-``results/torture_threads.json``.
+Each round makes a model in training mode, with batch normalisation, dropout and a frozen parameter,
+and lets four threads attack and certify with it at once. Wrong would be a success flag that the
+model itself contradicts (*wrong flags*), a certificate that differs from the one made alone (*wrong
+certificates*), or a model that is left in another mode, with other weights or other gradient flags
+(*changed models*). ``results/torture_threads.json`` has the counts of 1,000 calls.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -23,12 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball import provenance
 from wball.model import evaluating
 
-from .blocks import write_json
-
-ROOT = Path(__file__).parent.parent.parent
 THREADS, CALLS = 4, 8
 """Threads of a round, and calls of each."""
 
@@ -106,34 +97,3 @@ def a_round(seed: int) -> Counter[str]:
                         ((net(images).argmax(1) != y[worker]) != said).sum()
                     )
     return counts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.torture.threads", description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_threads.json")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    counts: Counter[str] = Counter()
-    seed = options.seed
-    while counts["calls"] < options.calls:
-        counts += a_round(seed)
-        seed += 1
-    names = ("calls", "models", "flags", "wrong flags", "wrong certificates", "changed models")
-    summary = {
-        "command": f"python -m tests.torture.threads --calls {options.calls} --seed {options.seed}",
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "threads": THREADS,
-        **{name: counts[name] for name in names},
-    }
-    write_json(options.summary, summary)
-    print(json.dumps(summary))
-    if counts["wrong flags"] or counts["wrong certificates"] or counts["changed models"]:
-        raise SystemExit("some calls were wrong")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a checkout need not be installed
 
-from reproduction import certificates, curves, leaderboard_page, published  # noqa: E402
+from reproduction import certificates, leaderboard_page, published  # noqa: E402
 from reproduction.tables import Table, percent  # noqa: E402
 from wball.storage.atomic import write_whole  # noqa: E402
 
@@ -38,11 +38,6 @@ class BlockError(ValueError):
 def certified(path: Path) -> list[Table]:
     """The recipe's own table."""
     return certificates.tables(_content(path)["data"])
-
-
-def defended(path: Path) -> list[Table]:
-    """The recipe's own tables."""
-    return curves.DEFENCES.tables(_content(path)["data"])
 
 
 def calls(path: Path) -> list[Table]:
@@ -224,7 +219,6 @@ class Source:
 TABLES = {
     "certified": Source(certified, "paper/certificates.json"),
     "decided": Source(decided, "complete_mnist.json"),
-    "defences": Source(defended, "paper/defences.json"),
     "masks": Source(masks, "masks.json"),
     "public-checks": Source(public_checks, "public_checks.json"),
     "summary": Source(
