@@ -17,7 +17,7 @@ from rich.console import Console
 from wball.ball import WassersteinBall
 from wball.data import dataset_info, load_sample
 from wball.evaluation import evaluate, exit_code
-from wball.evaluation.trust import EXIT_CLAIMS
+from wball.evaluation.requirements import EXIT_CLAIMS
 from wball.report import write_report
 from wball.zoo import list_models, load_model
 

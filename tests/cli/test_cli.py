@@ -527,14 +527,14 @@ def test_full_disk_and_folder_in_use(
 def test_claims_that_fail_the_audit_have_an_exit_code(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wball.evaluation import check
+    from wball.evaluation import batches
 
     def strict(
         ball: wball.WassersteinBall, x: torch.Tensor, z: torch.Tensor, **_: object
     ) -> wball.AuditReport:
         return wball.audit(ball.at(torch.as_tensor(ball.eps) / 100), x, z)
 
-    monkeypatch.setattr(check, "audit", strict)
+    monkeypatch.setattr(batches, "audit", strict)
     code, out, _ = said(capsys, *HALVES)
     assert code == 3 and "rejected and not counted" in out
 

@@ -63,6 +63,7 @@ def test_an_interrupted_evaluation_with_complete_certificates_resumes(
     assert float(whole.images["certified"].max()) == 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_counterexamples_count_as_broken() -> None:
     torch.manual_seed(0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,8 @@ from torch import Tensor, nn
 import wball
 from evaluation.linear import BALL, RADII, attack, problem
 from wball.attacks import Attack, AttackResult, AttackStatus
-from wball.evaluation import evaluate, load_evaluation
-from wball.evaluation.check import audit_in_threads
+from wball.evaluation import evaluate, exit_code, load_evaluation
 
-checking = importlib.import_module("wball.evaluation.check")
 batches = importlib.import_module("wball.evaluation.batches")
 
 
@@ -166,7 +166,7 @@ def test_claims_that_rounding_decides_are_not_counted_and_no_fault_of_the_attack
 def test_plans_are_proof_and_a_sample_is_checked_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "SAMPLE_LEAST", 2)
+    monkeypatch.setattr(batches, "SAMPLE_LEAST", 2)
     solved = []
     inner = ot.emd
     monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
@@ -201,27 +201,31 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
 
 @pytest.mark.parametrize(("side", "count"), [(28, 50), (64, 32), (224, 2), (1024, 1)])
 def test_the_exact_check_of_large_images_is_bounded(side: int, count: int) -> None:
-    """32 or 1 % of them, but no more pixels than 32 images of 64 x 64 x 3, and one image at least."""
+    """32 or 1 % of them, but no more pixels than 32 images of 64 x 64 x 3, and at least one."""
     found = 5000
     images = {
         "label": torch.zeros(found),
-        "proof": torch.full((found,), checking.PLAN),
+        "proof": torch.full((found,), batches.PLAN),
         "found_at": torch.full((found,), 0.1, dtype=torch.float64),
     }
-    drawn = checking.draw_sample(images, {"radii": [0.1], "seed": 0}, 3 * side * side)
+    run = SimpleNamespace(
+        settings={"radii": [0.1], "seed": 0},
+        data=SimpleNamespace(first=torch.empty(1, 3, side, side, device="meta")),
+    )
+    drawn = batches.Batches._sample(run, images)
     assert len(drawn) == len(set(drawn.tolist())) == count
 
 
 def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the plan check: what it vouches for is twice as far as it says."""
-    monkeypatch.setattr(checking, "SAMPLE_LEAST", 1)
-    inner = checking.audit
+    monkeypatch.setattr(batches, "SAMPLE_LEAST", 1)
+    inner = batches.audit
 
     def careless(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
         report = inner(ball, x, z, plan=plan, **rest)
         return report if plan is None else replace(report, distance=report.distance / 2)
 
-    monkeypatch.setattr(checking, "audit", careless)
+    monkeypatch.setattr(batches, "audit", careless)
     model, x, y = problem(40)
     result = evaluate(model, x, y, BALL, RADII, attack())
     found = (result.images["read_as"] >= 0).nonzero().squeeze(1).tolist()
@@ -243,7 +247,7 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
         report = blind(*args, plan=plan, **rest)
         return report if plan is None else replace(report, exact=torch.zeros_like(report.exact))
 
-    monkeypatch.setattr(checking, "audit", approves)
+    monkeypatch.setattr(batches, "audit", approves)
     result = evaluate(model, x, y, BALL, RADII, attack())
     assert len(result.rejected) == len(result.disagreements) == len(found)
     assert result.accuracy_at(0.4) == result.clean_accuracy and not len(result.examples["index"])
@@ -257,22 +261,20 @@ def test_rounding_is_no_disagreement(mass: Any) -> None:
     found = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)(model, x, y)
     promised = wball.audit(ball, x, found.images, plan=found.proof, exact="needed")
     assert promised.all_valid and int(promised.exact.sum()) < 20
-    everything = np.arange(40)
+    everything = torch.arange(40)
+    run = SimpleNamespace(
+        ball=ball,
+        log=lambda *_, **__: None,
+        pairs=lambda index: (x[index], found.images[index]),
+    )
+    run._pixel_rounding = lambda images: batches.Batches._pixel_rounding(run, images)
     for share, wrong in ((1.0, []), (0.5, everything.tolist())):
         images = {
             "found_at": torch.full((40,), float(ball.eps), dtype=torch.float64),
             "distance": share * promised.distance,
             "proof": torch.ones(40).long(),
         }
-        found_wrong = checking.check_exactly(
-            ball,
-            lambda index: (x[index], found.images[index]),
-            images,
-            everything,
-            [],
-            lambda _: None,
-        )
-        assert found_wrong == wrong
+        assert batches.Batches._solve(run, everything, images, [], False) == wrong
         assert images["proof"].tolist() == [3] * 40
 
 
@@ -326,12 +328,12 @@ def test_minimal_radius() -> None:
     )
 
 
-def test_audit_in_threads_is_the_audit() -> None:
+def test_an_audit_in_threads_is_the_audit() -> None:
     _, x, _ = problem(40)
     ball = BALL.at(torch.linspace(0.01, 0.4, 40))
     z = BALL.at(0.2).sample(x, torch.Generator().manual_seed(0))
     z[3] *= 0.9
-    one, many = wball.audit(ball, x, z), audit_in_threads(ball, x, z)
+    one, many = wball.audit(ball, x, z), batches.audit_examples(ball, x, z)
     assert 0 < one.n_valid < 40
     assert one.to_dict() == many.to_dict()
 
@@ -358,12 +360,64 @@ def test_what_is_not_a_number_is_not_right() -> None:
 
 def test_radii_as_arrays() -> None:
     model, x, y = problem(2)
-    for radii in (
-        np.array(RADII),
-        torch.tensor(RADII, dtype=torch.float64),
-        torch.tensor(0.1, dtype=torch.float64),
-    ):
+    for radii in (np.array(RADII), torch.tensor(RADII, dtype=torch.float64), np.float64(0.1)):
         assert evaluate(model, x, y, BALL, radii, attack()).radii in (RADII, [0.1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["array", "counter", "data", "attribute"])
+def test_a_model_that_changes_between_calls_is_found(where: str) -> None:
+    """Whatever holds the state: the model is asked the same again at the end."""
+    model, x, y = problem(4)
+
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls, self.elsewhere = model, np.zeros(1), SimpleNamespace(calls=0)
+            self.counter = itertools.count()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, z: Tensor) -> Tensor:
+            self.calls += 1
+            self.elsewhere.calls += 1
+            self.seen.data += 1
+            seen = {
+                "array": self.calls[0],
+                "counter": next(self.counter),
+                "data": float(self.seen),
+                "attribute": self.elsewhere.calls,
+            }[where]
+            return self.net(z) * (1.0 if seen < 60 else 0.5)
+
+    result = evaluate(Changes(), x, y, BALL, RADII, attack(), batch_size=2)
+    assert "changed-answers" in {w.code for w in result.warnings} and not result.reliable
+    assert not evaluate(model, x, y, BALL, RADII, attack(), batch_size=2).warnings
+
+
+def test_the_fast_attack_is_a_quick_look_and_never_reliable(tmp_path: Path) -> None:
+    model, x, y = problem(4)
+    result = evaluate(model, x, y, BALL, 0.01, "fast", out=tmp_path)
+    assert (
+        not result.doubts and not result.reliable and result.headline()["reliable"] == "quick look"
+    )
+    assert "quick look" in result.verdict() and "NOT RELIABLE" not in result.verdict()
+    assert not json.loads((tmp_path / "results.json").read_text())["reliable"]
+    assert "quick look" in str(result.check("0.01:0")) and exit_code([result]) == 0
+    assert exit_code([result], ["0.01:0"]) == 7
+    report = result.report(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "quick look" in report and ">not reliable<" not in report
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"nmae": "mine"}, TypeError, "nmae"),
+        ({"keep": "some"}, ValueError, "keep"),
+        ({"batch_size": 0}, ValueError, "batch_size"),
+    ],
+)
+def test_unknown_options_are_refused(given: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        evaluate(*problem(2), BALL, 0.1, attack(), **given)
 
 
 def test_a_model_that_works_in_place_leaves_the_images_alone() -> None:

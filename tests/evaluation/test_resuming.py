@@ -187,26 +187,27 @@ def test_damaged_files_say_how_to_go_on(tmp_path: Path) -> None:
     assert again.summary() == ready.summary()
 
 
-@pytest.mark.parametrize("damage", ["notes", "rows", "columns", "done"])
-def test_batches_edited_by_hand_are_named_and_computed_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["run", "batch", "columns", "notes"])
+def test_batches_of_another_run_are_named_and_computed_again(tmp_path: Path, damage: str) -> None:
     model, x, y = problem(4)
-    whole = evaluate(model, x, y, BALL, RADII, attack(), name="m", batch_size=2)
+    settings: dict[str, Any] = {"name": "m", "batch_size": 2}
+    whole = evaluate(model, x, y, BALL, RADII, attack(), **settings)
     with pytest.raises(Dies):
-        evaluate(
-            Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2
-        )
+        evaluate(Fragile(model, 40), x, y, BALL, RADII, attack(), out=tmp_path, **settings)
     path = tmp_path / "batches" / "batch-00000.safetensors"
     state, notes = read_tensors(path)
-    if damage == "rows":
-        state["label"] = state["label"][:1]
-    elif damage == "columns":
+    if damage == "columns":
         del state["certified"]
-    write_tensors(path, state, {"notes": [], "done": {**notes, "done": 99}}.get(damage, notes))
+    write_tensors(
+        path,
+        state,
+        {**notes, damage: "another"} if damage in notes else notes if damage == "columns" else [],
+    )
     with pytest.warns(
         UserWarning, match=r"batch-00000.*not a batch of this evaluation.*computed again"
     ):
         again = evaluate(
-            Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, name="m", batch_size=2
+            Fragile(model, 10**9), x, y, BALL, RADII, attack(), out=tmp_path, **settings
         )
     assert again.summary() == whole.summary()
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 import wball
 from wball.evaluation import Evaluation, evaluate, load_evaluation
-from wball.evaluation.stream import find_stream, read_npz
+from wball.evaluation.stream import open_stream
 from wball.provenance import fingerprint
 
 BALL = wball.WassersteinBall(0.4)
@@ -129,7 +129,7 @@ FORMS: dict[str, Any] = {
     "loader": lambda x, y, _: (DataLoader(Items(x, y), batch_size=3, shuffle=True),),
     "a pair of tensors": lambda x, y, _: ((x.float() / 255, y),),
     "labels in a list": lambda x, y, _: (x.float() / 255, y.tolist()),
-    "a dictionary of tensors": lambda x, y, _: ({"x": x.float() / 255, "y": y},),
+    "uint8 tensors": lambda x, y, _: (x, y),
     "a loader of PIL images": lambda x, y, _: (
         DataLoader(Items(x, y, "PIL"), batch_size=3, num_workers=2),
     ),
@@ -139,6 +139,7 @@ FORMS: dict[str, Any] = {
     "float arrays": lambda x, y, _: ((x.float() / 255).numpy(), y.numpy()),
     "memory-mapped": lambda x, y, folder: (_mapped(x, folder), y.numpy()),
     "npz": lambda x, y, folder: (_npz(x, y, folder),),
+    "compressed npz": lambda x, y, folder: (_npz(x, y, folder, np.savez_compressed),),
 }
 
 
@@ -147,8 +148,8 @@ def _mapped(x: Tensor, folder: Path) -> Any:
     return np.load(folder / "x.npy", mmap_mode="r")
 
 
-def _npz(x: Tensor, y: Tensor, folder: Path) -> Path:
-    np.savez(folder / "data.npz", images=x.numpy(), labels=y.numpy())
+def _npz(x: Tensor, y: Tensor, folder: Path, save: Any = np.savez) -> Path:
+    save(folder / "data.npz", images=x.numpy(), labels=y.numpy())
     return folder / "data.npz"
 
 
@@ -190,9 +191,8 @@ def test_an_interrupted_stream_is_resumed_and_reads_only_what_is_left(
 
 def test_fingerprints_are_those_of_the_tensors() -> None:
     _, x, y = problem(130)
-    stream = find_stream(Items(x, y), None, None, (0.0, 1.0))
-    assert stream is not None
-    assert stream.survey() == (fingerprint(x.float() / 255, y), int(y.min()), int(y.max()))
+    digest, labels = open_stream(Items(x, y), None, None, (0.0, 1.0)).survey()
+    assert digest == fingerprint(x.float() / 255, y) and torch.equal(labels, y)
 
 
 @pytest.mark.parametrize(("keep", "count"), [("all", None), ("sample", None), ("none", 0)])
@@ -225,11 +225,12 @@ def test_too_many_examples_are_sampled_and_that_is_said(
     )
 
 
-def test_two_arrays_of_any_name_are_told_apart_by_their_shapes(tmp_path: Path) -> None:
-    _, x, y = problem()
-    np.savez(tmp_path / "other.npz", target=y.numpy(), data=x.numpy())
-    images, labels = read_npz(tmp_path / "other.npz")
-    assert np.array_equal(images, x.numpy()) and np.array_equal(labels, y.numpy())
+def test_data_and_ball_are_enough() -> None:
+    model, x, y = problem()
+    attack = wball.DualAveraging(BALL, steps=2)
+    loader = DataLoader(TensorDataset(x.float() / 255, y))
+    one = evaluate(model, loader, BALL, attack=attack)
+    assert one.summary() == evaluate(model, x, y, BALL, attack=attack).summary()
 
 
 def test_data_that_cannot_be_read_say_what_to_do(tmp_path: Path) -> None:

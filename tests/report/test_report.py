@@ -116,7 +116,7 @@ def test_strings_of_the_user_are_escaped(page: Path) -> None:
 
 
 def test_says_how_distances_were_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("wball.evaluation.check"), "SAMPLE_LEAST", 1)
+    monkeypatch.setattr(importlib.import_module("wball.evaluation.batches"), "SAMPLE_LEAST", 1)
     result = run("sampled")
     audit = result.audit_summary()
     assert audit["proved_by_plan"] > 0 and audit["both"] > 0

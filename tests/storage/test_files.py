@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ import torch
 import wball
 from torture.damage import flip_bits, make_files
 from wball.evaluation import evaluate, load_evaluation
-from wball.storage import files
 from wball.storage.files import (
     DamagedFile,
     read_json,
+    read_sealed,
     read_tensors,
-    sealed,
-    unsealed,
-    write_json,
+    write_sealed,
     write_tensors,
 )
 
@@ -28,7 +25,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, obje
     return dict(make_files(tmp_path_factory.mktemp("files")))
 
 
-@pytest.mark.filterwarnings("ignore:files of an earlier version")
 @pytest.mark.parametrize(
     "kind", ["batch", "results", "examples", "exhibit", "checkpoint", "weights"]
 )
@@ -47,33 +43,27 @@ def test_a_flipped_prediction_does_not_change_the_headline(
     whole = path.read_bytes()
     where = whole.index(b'"predicted": [') + len(b'"predicted": [')
     path.write_bytes(whole[:where] + bytes([whole[where] ^ 1]) + whole[where + 1 :])
-    with pytest.raises(DamagedFile, match=r"results.json is no longer what was written"):
+    with pytest.raises(DamagedFile, match=r"results.json is not what was written"):
         load_evaluation(path)
     path.write_bytes(whole)
     assert load_evaluation(path).clean_accuracy == 1.0
 
 
-def test_files_of_earlier_versions_are_read_and_that_is_said_once(
-    made: dict[str, tuple[Path, object]], tmp_path: Path
-) -> None:
+def test_files_without_a_checksum_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    files._tell_once.cache_clear()
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", {"notes": '{"done": 1}'})
-    with pytest.warns(UserWarning, match="have no checksums"):
-        tensors, notes = read_tensors(tmp_path / "a.safetensors")
-    assert torch.equal(tensors["a"], torch.ones(2)) and notes == {"done": 1}
-    content = json.loads(made["results"][0].read_text())
-    del content["sha256"]
-    write_json(tmp_path / "results.json", content)
-    assert load_evaluation(tmp_path / "results.json").clean_accuracy == 1.0  # and no second warning
-    files._tell_once.cache_clear()
+    with pytest.raises(DamagedFile, match="no checksum"):
+        read_tensors(tmp_path / "a.safetensors")
+    (tmp_path / "a.json").write_text('{"a": 1}')
+    with pytest.raises(DamagedFile, match="checksum is missing or wrong"):
+        read_sealed(tmp_path / "a.json")
 
 
 def test_sealed_content_is_what_it_was(tmp_path: Path) -> None:
     content = {"a": [1, 2.5, None, 1e-300], "b": {"c": "ä"}, "d": (1, 2)}
-    write_json(tmp_path / "a.json", sealed(content))
-    assert unsealed(tmp_path / "a.json", read_json(tmp_path / "a.json")) == {**content, "d": [1, 2]}
+    write_sealed(tmp_path / "a.json", content)
+    assert read_sealed(tmp_path / "a.json") == {**content, "d": [1, 2]}
 
 
 def test_json_nested_too_deeply_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from wball.attacks import Attack
     from wball.ball import WassersteinBall
-    from wball.evaluation.stream import View
+    from wball.evaluation.stream import Stream
     from wball.model import Model
 
 ROUND = (1, 1.5, 2, 3, 5, 7)
@@ -125,13 +125,12 @@ def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str]
     """The data that ``--data`` names, a name for results, and the names of the classes."""
     from wball.data import (
         ImageFolder,
+        NpzFile,
         dataset_info,
         datasets,
         load_dataset,
         load_sample,
-        to_tensors,
     )
-    from wball.evaluation.stream import channels_last, read_npz
 
     spec = request.data
     if spec in SAMPLES:
@@ -146,10 +145,7 @@ def _find_data(request: DataChoice, split: str) -> tuple[Any, str, Sequence[str]
         folder = ImageFolder(path, resize=request.resize, crop=request.crop, grey=request.grey)
         return folder, path.name, folder.classes
     if path.suffix == ".npz":
-        images, labels = read_npz(path)
-        if images.ndim == 4 and channels_last(images.shape):
-            images = images.transpose(0, 3, 1, 2)
-        return to_tensors((images, labels)), path.stem, None
+        return NpzFile(path), path.stem, None
     if ":" in spec:
         made = find(spec)
         return called(spec, made) if callable(made) else made, spec.rsplit(":", 1)[1], None
@@ -167,7 +163,7 @@ def _is_map(data: Any) -> bool:
     return sized and not isinstance(data, IterableDataset)
 
 
-def _stream(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
+def _stream(data: Any, where: torch.device) -> tuple[Stream, Tensor] | None:
     """A stream of a data set that is too large for memory, and all of its labels."""
     import torch
 
@@ -175,13 +171,13 @@ def _stream(data: Any, where: torch.device) -> tuple[View, Tensor] | None:
     from wball.evaluation.stream import AT_ONCE, dataset_stream
 
     stream = dataset_stream(data, (0.0, 1.0), where)
-    if len(data) == 0 or stream.images[:1].nbytes * len(data) <= IN_MEMORY:
+    if len(data) == 0 or stream[:1].nbytes * len(data) <= IN_MEMORY:
         return None
     known = labels_of(data)
     if known is None:
         starts = range(0, len(data), AT_ONCE)
-        known = torch.cat([stream.labels[k : k + AT_ONCE].cpu() for k in starts])
-    return stream.images, known
+        known = torch.cat([stream.take(slice(k, k + AT_ONCE))[1].cpu() for k in starts])
+    return stream, known
 
 
 def other_classes(images: Images, target: int) -> Images:

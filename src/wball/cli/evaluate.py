@@ -82,7 +82,7 @@ def evaluate(
     """
     from rich.markup import escape
 
-    from wball.evaluation import Description, Requirement, Running, exit_code
+    from wball.evaluation import Requirement, exit_code
     from wball.evaluation.run import evaluate as run
     from wball.evaluation.run import probe
     from wball.report import why_not, write_csv, write_report
@@ -131,8 +131,11 @@ def evaluate(
                 certify=certify or any(requirement.certified for requirement in wanted),
                 out=folder,
                 seed=seed,
-                about=Description(called, images.name, images.classes),
-                run=Running(overwrite=overwrite, progress=not as_json),
+                name=called,
+                data=images.name,
+                classes=images.classes,
+                overwrite=overwrite,
+                progress=not as_json,
             )
         results.append(result)
         console.print(result.table())

@@ -18,17 +18,20 @@ from wball.data.named import (
     read_cifar10,
     read_idx,
 )
+from wball.data.npz import NpzFile, channels_last
 from wball.data.tensors import PathLike, class_names, to_tensors
 
 __all__ = [
     "CIFAR10_RECORDS",
     "DatasetInfo",
     "ImageFolder",
+    "NpzFile",
     "PathLike",
     "RandomAffine",
     "RandomCropFlip",
     "RandomCutout",
     "Split",
+    "channels_last",
     "class_names",
     "dataset_info",
     "datasets",

@@ -1,17 +1,20 @@
-"""The batches of an evaluation: how one of them is attacked, audited, certified and stored, and how they are joined.
+"""The batches of an evaluation: how one is attacked, audited, certified and stored, and joined.
 
-Whatever is random in a batch depends on the seed, the batch and the radius alone, so the result does not depend on who
-computes which batch, or on how often the work was interrupted.
+All randomness in a batch depends only on the seed, the batch and the radius. The result therefore
+does not depend on which process computes a batch, or on interruptions.
+
+A plan proves a distance without solving anything, provided the code that sums it up is right. So a
+random sample of these examples at each radius is also checked by exact transport. If one plan
+understates its distance, every plan is checked.
 """
 
 from __future__ import annotations
 
-import copy
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,92 +25,71 @@ import torch
 from torch import Tensor, nn
 
 from wball.attacks import Attack, minimal_radius
-from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.findings import Finding, merged
+from wball.auditing.audit import audit
+from wball.auditing.violations import DISTANCE_TOL
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
-from wball.evaluation.check import audit_in_threads, check_exactly, draw_sample, proved_by_plan
-from wball.evaluation.doubts import as_warnings
-from wball.evaluation.result import EXACT, PLAN, Evaluation
-from wball.evaluation.schema import COLUMNS
-from wball.evaluation.stream import Images, View
-from wball.evaluation.tally import Tally
-from wball.evaluation.trust import EvaluationWarning, as_code
+from wball.evaluation.doubts import EvaluationWarning, as_warnings, model_signs
+from wball.evaluation.result import COLUMNS, EXACT, PLAN, Evaluation
+from wball.evaluation.stream import Stream
 from wball.memory import free_bytes
 from wball.model import Model, as_found, ask, full_precision, judge, top_class
 from wball.plan import StoredPlan
 from wball.progress import Bar, bar
-from wball.storage.files import Log, read_tensors, write_tensors
+from wball.storage.files import Log, json_checksum, read_tensors, write_tensors
 from wball.storage.pixels import as_bytes, as_pixels
 
 CPU_BATCH = 50
 CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
-"""Pixels in a batch, so that large images fit by themselves; on a GPU small batches waste most of it."""
+"""Pixels per batch, so that large images fit into memory."""
 GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
-"""Fewer images than this keep a GPU waiting for its launches, whatever their size, so a batch may have more pixels, as
-long as the model takes no more than a share of the memory that is free."""
+"""Smaller batches leave a GPU waiting for kernel launches. A batch of this size may have more
+pixels, if the model's gradients take at most this share of the free memory."""
 PROBED = 4
-"""Images that tell how much memory a model takes."""
+"""Images used to measure how much memory the model takes."""
 ROUNDING = 1e-4
-"""Logits that differ by no more than this part of the largest may change places in a batch of another size."""
+"""Relative error of logits in a batch of another size."""
 KEEP_BYTES, SAMPLE_BYTES = 10**9, 10**8
-"""What examples and their originals may take if all of them are stored, and if a sample is."""
-
-
-class Writer:
-    """Stores the state of batches in a thread of its own, while the next one is attacked.
-
-    One file at a time, and all of them before the end: an interruption loses no more than without the thread.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "wball-writer")
-        self._last: Future[None] | None = None
-
-    def __call__(self, path: Path, state: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        """Store it as it is now; an error of the file before is raised."""
-        self._wait()
-        held, said = {name: values.clone() for name, values in state.items()}, copy.deepcopy(notes)
-        self._last = self._thread.submit(self._write, path, held, said)
-
-    @staticmethod
-    def _write(path: Path, state: dict[str, Tensor], notes: dict[str, Any]) -> None:
-        write_tensors(path, {**state, "adversarial": as_bytes(state["adversarial"])}, notes)
-
-    def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            self._wait()
+"""Largest size of all examples with their originals, and of a sample of them."""
+SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 400_000
+"""Examples per radius that are checked by exact transport although a plan proves them: this many or
+this share, but (except for the first) no more pixels: a large image takes seconds."""
+PIXEL_ROUNDING = 1e-7
+"""Rounding of float32 images, as a share of their mass. It matters for radii near 1e-5."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Images and labels of a batch, what is known about each image, and notes on what was done."""
+    """Images and labels of a batch, the state of each image, and notes about the work."""
 
     x: Tensor
     y: Tensor
     state: dict[str, Tensor]
     notes: dict[str, Any]
 
-    def open(self) -> Tensor:
-        """The images without an example."""
+    def unbroken(self) -> Tensor:
+        """Positions of the images without an example."""
         return self.state["distance"].isinf().nonzero().squeeze(1)
 
 
 @dataclass(frozen=True)
+class _Claims:
+    """Images that are claimed to be examples: where they belong, at which radius, by whom."""
+
+    index: Tensor
+    images: Tensor
+    radius: Tensor
+    member: Tensor
+    proof: StoredPlan | None = None
+
+
+@dataclass(frozen=True)
 class Batches:
-    """The batches of an evaluation, and how one of them is worked off."""
+    """The batches of an evaluation."""
 
     model: Model
-    x: Images
-    y: Images
+    data: Stream
     ball: Ball
     attack: Attack
     settings: dict[str, Any]
@@ -120,71 +102,72 @@ class Batches:
 
     @property
     def count(self) -> int:
-        return math.ceil(len(self.x) / self.size)
+        return math.ceil(len(self.data) / self.size)
 
     @property
-    def stages(self) -> int:
-        return 1 if self.settings["mode"] == "minimal" else len(self.settings["radii"])
+    def radii(self) -> list[float]:
+        """The radius of each stage. A search for the smallest radius has a single stage."""
+        radii = [float(r) for r in self.settings["radii"]]
+        return radii[-1:] if self.settings["mode"] == "minimal" else radii
 
     def path(self, batch: int) -> Path:
         return self.store / f"batch-{batch:05d}.safetensors"
 
     def run(self, rank: int, world: int, progress: bool) -> None:
-        """Work off every ``world``-th batch, from ``rank`` on."""
-        mine = range(rank, self.count, world)
-        size = int(self.settings["batch_size"])
+        """Compute every ``world``-th batch, starting at ``rank``."""
         name = str(self.settings["model"]["name"])
         with bar(name, unit="of images x radii", show=progress and rank == 0, parts=True) as shown:
-            shown.total(sum(min(size, len(self.x) - b * size) for b in mine) * self.stages)
-            tally = Tally(name, shown)
-            with Writer() as write:
-                for batch in mine:
-                    if isinstance(self.x, View):
-                        self.x[self._part(batch)]
-                        self.x.stream.expect(range(len(self.x))[self._part(batch + world)])
-                    self._work_off(batch, tally, write)
+            mine = range(rank, self.count, world)
+            images = sum(len(range(len(self.data))[self._part(batch)]) for batch in mine)
+            shown.total(images * len(self.radii))
+            for batch in mine:
+                self._compute(batch, shown)
 
     def _part(self, batch: int) -> slice:
         return slice(batch * self.size, (batch + 1) * self.size)
 
-    def _work_off(self, number: int, tally: Tally, write: Writer) -> None:
-        batch = self._resume(number, self.x[self._part(number)], self.y[self._part(number)])
-        tally.shown.advance(batch.notes["done"] * len(batch.x))
+    def _compute(self, number: int, shown: Bar) -> None:
+        batch = self._resume(number)
+        shown.advance(batch.notes["done"] * len(batch.x))
         attack: Attack | None = None
-        while batch.notes["done"] < self.stages:
-            begun, stage = time.perf_counter(), int(batch.notes["done"])
-            tally.begin(self.settings, stage, len(batch.x))
+        for stage in range(batch.notes["done"], len(self.radii)):
+            begun, eps = time.perf_counter(), self.radii[stage]
+            shown.stage(len(batch.x), f"{self.settings['model']['name']}, eps {eps:g}")
             with self._randomness(number, stage) as generator:
                 if self.settings["mode"] == "minimal":
                     self._search(batch, generator)
                 else:
-                    attack = attack or self._prepared(number, batch.x, batch.y)
-                    self._attack(attack.at(float(self.settings["radii"][stage])), batch, generator)
-                self._prove(batch, stage)
+                    attack = attack or self._prepared(number, batch)
+                    self._attack(attack.at(eps), batch, generator)
+                self._certify(batch, stage)
             batch.notes["done"] = stage + 1
-            write(self.path(number), batch.state, batch.notes)
-            self.log(
-                "batch", batch=number, stage=stage, seconds=round(time.perf_counter() - begun, 3)
-            )
-            tally.end(stage, batch.state)
+            stored = {**batch.state, "adversarial": as_bytes(batch.state["adversarial"])}
+            write_tensors(self.path(number), stored, batch.notes)
+            seconds = round(time.perf_counter() - begun, 3)
+            self.log("batch", batch=number, stage=stage, seconds=seconds)
+            shown.advance(len(batch.x))
 
-    def _resume(self, batch: int, x: Tensor, y: Tensor) -> _Batch:
-        if self.path(batch).is_file():
+    def _resume(self, number: int) -> _Batch:
+        """The batch as stored, or at its start."""
+        x, y = self.data.take(self._part(number))
+        if self.path(number).is_file():
             try:
-                return _Batch(x, y, *self._read(batch, len(x)))
+                return _Batch(x, y, *self._read(number))
             except ValueError as error:
                 warnings.warn(f"{error}; the batch is computed again", stacklevel=2)
-                self.log("damaged", batch=batch, said=str(error))
+                self.log("damaged", batch=number, said=str(error))
+        logits = self._clean_logits(number, x)
         infinite = torch.full((len(x),), math.inf, dtype=torch.float64)
         none = torch.full((len(x),), -1, dtype=torch.long)
-        predicted = top_class(answers(self.model, x))
+        predicted = top_class(logits)
         # A class that holds in float32 alone is a rounding error, for clean images as for examples.
-        predicted = torch.where(succeeds(self.model, x, y) | (predicted < 0), predicted, y).cpu()
+        wrong = succeeds(self.model, x, y).cpu() | (predicted < 0)
+        predicted = torch.where(wrong, predicted, y.cpu())
         state = {
             "label": y.cpu(),
             "predicted": predicted,
             "read_as": none,
-            "distance": torch.where(predicted == y.cpu(), infinite, torch.zeros_like(infinite)),
+            "distance": torch.where(predicted == y.cpu(), infinite, 0.0),
             "found_at": infinite.clone(),
             "mass_error": infinite.clone(),
             "box_violation": infinite.clone(),
@@ -193,203 +176,179 @@ class Batches:
             "certified": torch.zeros_like(infinite),
             "proof": torch.zeros_like(none),
             "adversarial": x.cpu().clone(),
+            "logits": logits,
         }
-        return _Batch(x, y, state, {"batch": batch, "done": 0, "rejected": [], "findings": []})
+        run = json_checksum(self.settings)
+        notes = {"run": run, "batch": number, "done": 0, "rejected": [], "findings": []}
+        return _Batch(x, y, state, notes)
 
-    def _read(self, batch: int, images: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state, notes = read_tensors(self.path(batch))
-        state = {name: as_pixels(values) for name, values in state.items()}
-        whole = state.keys() == COLUMNS.keys() - {"radius"} | {"adversarial"}
+    def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A stored batch; a ``ValueError`` if the file is not this batch of this run."""
+        state, notes = read_tensors(self.path(number))
+        expected = COLUMNS.keys() - {"radius"} | {"adversarial", "logits"}
+        identity = (json_checksum(self.settings), number)
         if (
-            not whole
-            or any(len(v) != images for v in state.values())
-            or not isinstance(notes, dict)
+            not isinstance(notes, dict)
+            or (notes.get("run"), notes.get("batch")) != identity
+            or state.keys() != expected
         ):
-            raise ValueError(f"{self.path(batch)} is not a batch of this evaluation")
-        notes.setdefault("findings", [])  # earlier versions kept none
-        if notes.keys() != {"batch", "done", "rejected", "findings"} or notes["done"] not in range(
-            self.stages + 1
-        ):
-            raise ValueError(
-                f"{self.path(batch)} is not a batch of this evaluation: its notes are {notes}"
-            )
-        return state, notes
+            raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
+        return {name: as_pixels(values) for name, values in state.items()}, notes
 
-    def _finished(self, batch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A batch as it was stored; worked off once more if its file was damaged in the meantime."""
-        count = min(self.size, len(self.x) - batch * self.size)
+    def _finished(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A finished batch; computed again if its file was damaged in the meantime."""
         try:
-            return self._read(batch, count)
+            return self._read(number)
         except ValueError:
-            with Writer() as write:
-                self._work_off(batch, Tally("", Bar()), write)
-            return self._read(batch, count)
+            self._compute(number, Bar())
+            return self._read(number)
 
     @contextmanager
     def _randomness(self, batch: int, stage: int) -> Iterator[torch.Generator]:
-        """A generator, and torch's own random state for models that are random, for this batch and stage alone."""
+        """A generator, and torch's global random state, seeded for this batch and stage."""
         entropy = [int(self.settings["seed"]), batch, stage]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
-        with torch.random.fork_rng(devices=[self.x.device] if self.x.is_cuda else []):
+        device = self.data.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            yield torch.Generator(self.x.device).manual_seed(seed)
+            yield torch.Generator(device).manual_seed(seed)
 
-    def _prepared(self, batch: int, x: Tensor, y: Tensor) -> Attack:
-        """The attack with what it has to find out about the model, the same after a stop at whichever stage."""
-        with self._randomness(batch, self.stages):
-            return self.attack.at(float(self.settings["radii"][-1])).prepared(self.model, x, y)
+    def _clean_logits(self, number: int, x: Tensor) -> Tensor:
+        with self._randomness(number, len(self.radii) + 1):
+            return answers(self.model, x).cpu()
+
+    def _prepared(self, number: int, batch: _Batch) -> Attack:
+        """The attack after its inspection of the model; the same at whichever stage a run resumes."""
+        with self._randomness(number, len(self.radii)):
+            return self.attack.at(self.radii[-1]).prepared(self.model, batch.x, batch.y)
 
     def _attack(self, attack: Attack, batch: _Batch, generator: torch.Generator) -> None:
-        left = batch.open()
+        left = batch.unbroken()
         if left.numel() == 0:
             return
         here = left.to(batch.x.device)
         attack = replace(attack, proofs=self.settings["exact"] == "sample")
         found = attack(self.model, batch.x[here], batch.y[here], generator=generator)
         batch.state["n_steps"][left] += found.n_steps.cpu()
-        batch.notes["findings"] += [
-            [finding.code, finding.images, finding.of] for finding in found.findings
-        ]
-        member = found.member.cpu() if found.member is not None else torch.zeros_like(left)
-        radius = torch.full((len(left),), float(attack.ball.eps), dtype=torch.float64)
-        self._accept(batch, left, found.success.cpu(), found.images, radius, member, found.proof)
+        batch.notes["findings"] += [[f.code, f.images, f.of] for f in found.findings]
+        claimed, success = found.success.cpu(), found.success
+        member = torch.zeros_like(left) if found.member is None else found.member.cpu()
+        radius = torch.full((int(claimed.sum()),), float(attack.ball.eps), dtype=torch.float64)
+        proof = None if found.proof is None else found.proof.take(success)
+        claims = _Claims(left[claimed], found.images[success], radius, member[claimed], proof)
+        self._accept(batch, claims)
 
     def _search(self, batch: _Batch, generator: torch.Generator) -> None:
-        left = batch.open()
+        left = batch.unbroken()
         if left.numel() == 0:
             return
-        here, hi = left.to(batch.x.device), float(self.settings["radii"][-1])
+        here, hi = left.to(batch.x.device), self.radii[-1]
         found = minimal_radius(
             self.model, batch.x[here], batch.y[here], self.attack, hi=hi, generator=generator
         )
         batch.state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
-        self._accept(
-            batch,
-            left,
-            found.success.cpu(),
-            found.images,
-            found.radius.cpu(),
-            torch.zeros_like(left),
-        )
+        claimed = found.success.cpu()
+        index, radius = left[claimed], found.radius.cpu()[claimed]
+        claims = _Claims(index, found.images[found.success], radius, torch.zeros_like(index))
+        self._accept(batch, claims)
 
-    def _accept(
-        self,
-        batch: _Batch,
-        index: Tensor,
-        success: Tensor,
-        images: Tensor,
-        radius: Tensor,
-        member: Tensor,
-        proof: StoredPlan | None = None,
-    ) -> None:
-        """Enter claimed examples into the state if the model is really wrong on them and the audit finds no fault.
+    def _accept(self, batch: _Batch, claims: _Claims) -> None:
+        """Record claimed examples that the model misclassifies and that pass the audit.
 
-        An example that the model takes for its own class after all is a false claim, unless rounding alone decides.
+        An example that the model classifies correctly is a false claim, unless the two largest
+        logits are equal up to rounding.
         """
-        x, y, state, notes = batch.x, batch.y, batch.state, batch.notes
-        index, images, radius, member = (
-            index[success],
-            images[success.to(x.device)],
-            radius[success],
-            member[success],
-        )
+        index, state, notes = claims.index, batch.state, batch.notes
         if index.numel() == 0:
             return
-        logits = answers(self.model, images)
-        read_as = top_class(logits).cpu()
-        plan = None if proof is None else proof.take(success.to(x.device))
+        logits = answers(self.model, claims.images)
+        read_as, label = top_class(logits).cpu(), batch.y.cpu()[index]
         begun = time.perf_counter()
-        report = audit_in_threads(self.ball.at(radius), x[index.to(x.device)], images, plan)
-        seconds, solved = round(time.perf_counter() - begun, 3), int(report.exact.sum())
-        self.log("audit", batch=notes["batch"], examples=len(report), exact=solved, seconds=seconds)
-        fooled = succeeds(self.model, images, y[index.to(x.device)]).cpu()
-        good = fooled & report.valid.cpu()
-        start = int(self.settings["batch_size"]) * int(notes["batch"])
-        rounding = torch.where(read_as == y.cpu()[index], _tied(logits).cpu(), read_as >= 0)
-        tied = (report.valid.cpu() & ~fooled & rounding).nonzero().squeeze(1).tolist()
-        notes["findings"].append(
-            ["tied-answers", len(tied), len(index)]
-        )  # none is one, too: shares are of all claims
-        for k in sorted(set((~good).nonzero().squeeze(1).tolist()) - set(tied)):
-            said = (
-                "has no answer to the stored image (NaN)"
-                if read_as[k] < 0
-                else "classifies the stored image right"
-            )
-            reason = report.reasons[k] or f"the model {said}"
-            notes["rejected"].append(
-                {"index": start + int(index[k]), "eps": float(radius[k]), "reason": reason}
-            )
-        where = index[good]
-        state["read_as"][where] = read_as[good]
-        state["distance"][where] = report.distance.cpu()[good]
-        state["found_at"][where] = radius[good]
-        state["mass_error"][where] = report.mass_error.cpu()[good]
-        state["box_violation"][where] = report.box_violation.cpu()[good]
-        state["member"][where] = member[good]
-        state["proof"][where] = torch.where(report.exact.cpu()[good], EXACT, PLAN)
-        state["adversarial"][where] = images[good.to(x.device)].cpu().to(state["adversarial"].dtype)
+        centres = batch.x[index.to(batch.x.device)]
+        report = audit_examples(self.ball.at(claims.radius), centres, claims.images, claims.proof)
+        self.log(
+            "audit",
+            batch=notes["batch"],
+            examples=len(report),
+            exact=int(report.exact.sum()),
+            seconds=round(time.perf_counter() - begun, 3),
+        )
+        valid = report.valid.cpu()
+        fooled = succeeds(self.model, claims.images, label.to(batch.x.device)).cpu()
+        good = valid & fooled
+        first, second = logits.topk(2, 1).values.unbind(1)
+        close = (first - second <= rounding(logits)).cpu()
+        tied = valid & ~fooled & torch.where(read_as == label, close, read_as >= 0)
+        # Zero counts are recorded, so that the share refers to all claims.
+        notes["findings"].append(["tied-answers", int(tied.sum()), len(index)])
+        for k in (~good & ~tied).nonzero().squeeze(1).tolist():
+            said = "has NaN logits for" if read_as[k] < 0 else "classifies correctly"
+            reason = report.reasons[k] or f"the model {said} the stored image"
+            where = self.size * int(notes["batch"]) + int(index[k])
+            rejected = {"index": where, "eps": float(claims.radius[k]), "reason": reason}
+            notes["rejected"].append(rejected)
+        found = {
+            "read_as": read_as,
+            "distance": report.distance.cpu(),
+            "found_at": claims.radius,
+            "mass_error": report.mass_error.cpu(),
+            "box_violation": report.box_violation.cpu(),
+            "member": claims.member,
+            "proof": torch.where(report.exact.cpu(), EXACT, PLAN),
+            "adversarial": claims.images.cpu().to(state["adversarial"].dtype),
+        }
+        for name, values in found.items():
+            state[name][index[good]] = values[good]
 
-    def _prove(self, batch: _Batch, stage: int) -> None:
-        """Certify at this radius what was certified at the radius before. Broken images are tried, too: proof and
-        example check each other. Counterexamples that complete verification finds count as the attack's do."""
+    def _certify(self, batch: _Batch, stage: int) -> None:
+        """Certify what was certified at the radius before.
+
+        Broken images are tried, too: certificate and example check each other. Counterexamples of
+        complete verification count as those of the attack do.
+        """
         if self.settings["certify"] is None:
             return
         assert isinstance(self.model, nn.Module)
-        x, y, state = batch.x, batch.y, batch.state
+        x, y, state, eps = batch.x, batch.y, batch.state, self.radii[stage]
         method, right = self.settings["certify"]["method"], state["label"] == state["predicted"]
-        if self.settings["mode"] == "minimal":
-            index = right.nonzero().squeeze(1)
-            here, ball = index.to(x.device), self.ball.at(float(self.settings["radii"][-1]))
-            if index.numel():
-                state["certified"][index] = certified_radius(
-                    self.model, x[here], y[here], ball, method
-                ).cpu()
-            return
-        eps = float(self.settings["radii"][stage])
-        before = float(self.settings["radii"][stage - 1]) if stage else 0.0
+        before = self.radii[stage - 1] if stage else 0.0
         index = (right & (state["certified"] >= before)).nonzero().squeeze(1)
         if index.numel() == 0:
             return
-        here = index.to(x.device)
-        proof = certify(self.model, x[here], y[here], self.ball.at(eps), method)
+        here, ball = index.to(x.device), self.ball.at(eps)
+        if self.settings["mode"] == "minimal":
+            radius = certified_radius(self.model, x[here], y[here], ball, method)
+            state["certified"][index] = radius.cpu()
+            return
+        proof = certify(self.model, x[here], y[here], ball, method)
         state["certified"][index[proof.certified.cpu()]] = eps
         if proof.counterexample is not None:
-            falsified = torch.tensor(
-                [status is CertificateStatus.FALSIFIED for status in proof.status]
-            )
-            new = falsified & state["distance"][index].isinf()
-            radius, nobody = (
-                torch.full((len(index),), eps, dtype=torch.float64),
-                torch.full_like(index, -1),
-            )
-            self._accept(batch, index, new, proof.counterexample, radius, nobody)
+            falsified = [status is CertificateStatus.FALSIFIED for status in proof.status]
+            new = torch.tensor(falsified) & state["distance"][index].isinf()
+            index, images = index[new], proof.counterexample[new.to(x.device)]
+            radius = torch.full((len(index),), eps, dtype=torch.float64)
+            self._accept(batch, _Claims(index, images, radius, torch.full_like(index, -1)))
 
-    def merged(self, origin: dict[str, Any], progress: bool) -> Evaluation:
-        """The whole result, once every batch is done."""
+    def joined(self, origin: dict[str, Any], progress: bool) -> Evaluation:
+        """The whole evaluation, after every batch is done."""
         columns: list[dict[str, Tensor]] = []
         rejected: list[dict[str, Any]] = []
         findings: list[Finding] = []
         for batch in range(self.count):
             state, notes = self._finished(batch)
-            # Copies: what is read from a file keeps all of it mapped, and the images are most of it.
-            columns.append(
-                {name: values.clone() for name, values in state.items() if name != "adversarial"}
-            )
+            # Copies: a tensor that was read from a file keeps the whole file mapped.
+            small = state.keys() - {"adversarial", "logits"}
+            columns.append({name: state[name].clone() for name in small})
             rejected += notes["rejected"]
             findings += [Finding(*entry) for entry in notes["findings"]]
         whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-        disagreements = self._check_sample(whole, rejected, progress)
-        whole["radius"] = _smallest(whole["distance"], whole["found_at"], self.settings)
+        disagreements = self._check_plans(whole, rejected, progress)
+        whole["radius"] = self._smallest_radius(whole)
+        x, y = self.data.take(slice(0, self.size))
+        doubts, remarks = as_warnings(merged(findings), model_signs(self.model, x, y))
         index, kept = self._kept((whole["read_as"] >= 0).nonzero().squeeze(1))
-        size = self.size  # no more at a time than there was memory for
-        doubts, remarks = as_warnings(
-            merged(findings), _model_warnings(self.model, self.x[:size], self.y[:size])
-        )
-        original, adversarial = self.x[:1][:0].cpu(), self.x[:1][:0].cpu()
-        if len(index):
-            parts = [self.pairs(part) for part in index.split(size)]
-            original, adversarial = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        pairs = [self.pairs(part) for part in index.split(self.size)]
+        original, adversarial = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         return Evaluation(
             {**self.settings, "keep": kept},
             origin,
@@ -401,64 +360,137 @@ class Batches:
             notes=remarks,
         )
 
+    def ask_again(self) -> tuple[EvaluationWarning, ...]:
+        """Ask the model about the clean images again, in the same batches.
+
+        Other answers mean that the model keeps a state that calls change, wherever it is.
+        """
+        changed = 0
+        for batch in range(self.count):
+            before = self._finished(batch)[0]["logits"]
+            after = self._clean_logits(batch, self.data[self._part(batch)])
+            near = (before - after).abs() <= rounding(after)[:, None]
+            same = near | (before == after) | (before.isnan() & after.isnan())
+            changed += int((~same.all(1)).sum())
+        if not changed:
+            return ()
+        return (
+            EvaluationWarning(
+                "changed-answers",
+                f"the logits of {changed} of {len(self.data)} clean images are not those of the "
+                "first call",
+                "the model keeps a state between calls: make its output depend on the image alone",
+            ),
+        )
+
     def pairs(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Original and stored images at ascending positions; only the batches that hold them are read."""
-        found = []
+        """Original and adversarial images at ascending positions."""
+        original = self.data[index].cpu()
+        found = [original[:0]]
         for batch in (index // self.size).unique().tolist():
             inside = index[index // self.size == batch] - batch * self.size
             found.append(self._finished(batch)[0]["adversarial"][inside])
-        return self.x[index.to(self.x.device)].cpu(), torch.cat(found)
+        return original, torch.cat(found)
 
     def _kept(self, found: Tensor) -> tuple[Tensor, str]:
-        """Which examples to store, and in a word: all, or a sample where they are too many."""
-        keep, image = self.settings.get("keep"), self.x[:1]
-        pair = 2 * as_bytes(image.cpu()).nbytes if self.attack.levels == 256 else 2 * image.nbytes
-        most, whole = max(1, SAMPLE_BYTES // pair), len(found) * pair <= KEEP_BYTES
-        if keep is None and not whole:
+        """Which examples to store: all, a sample, or none."""
+        keep, image = self.settings["keep"], self.data.first[:1]
+        pair = 2 * (image.numel() if self.attack.levels == 256 else image.nbytes)
+        most = max(1, SAMPLE_BYTES // pair)
+        if keep is None and len(found) * pair > KEEP_BYTES:
+            keep = "sample"
             warnings.warn(
-                f"the {len(found)} examples take more than a gigabyte: a sample of {most} is stored; say keep='all' to "
-                "store all of them",
+                f"the {len(found)} examples take more than a gigabyte: a sample of {most} is "
+                "stored; keep='all' stores all of them",
                 stacklevel=2,
             )
-        if keep == "all" or (keep is None and whole):
-            return found, "all"
         if keep == "none":
             return found[:0], "none"
+        if keep != "sample":
+            return found, "all"
         random = np.random.default_rng([int(self.settings["seed"]), len(found)])
         return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))], "sample"
 
-    def _check_sample(
+    def _smallest_radius(self, whole: dict[str, Tensor]) -> Tensor:
+        """The smallest evaluated radius of each example; exact distances may allow a smaller one."""
+        distance = whole["distance"]
+        radius = torch.where(distance == 0, distance, whole["found_at"])
+        if self.settings["mode"] == "minimal":
+            return torch.minimum(radius, distance)
+        for eps in sorted(self.radii, reverse=True):
+            radius = torch.where((distance <= eps) & (eps < radius), eps, radius)
+        return radius
+
+    def _check_plans(
         self, whole: dict[str, Tensor], rejected: list[dict[str, Any]], progress: bool
     ) -> list[int]:
-        """Check plans against exact transport; see :mod:`wball.evaluation.check`. Nothing is stored before its end."""
-        disagreements: list[int] = []
-        pixels = self.x[:1].numel()
-        for chosen in (
-            lambda: draw_sample(whole, self.settings, pixels),
-            lambda: proved_by_plan(whole),
-        ):
-            index, begun = chosen(), time.perf_counter()
-            with bar(
-                "exact check", len(index), "of the examples", show=progress and len(index) > 0
-            ) as shown:
-                wrong = check_exactly(self.ball, self.pairs, whole, index, rejected, shown.advance)
-            self.log(
-                "exact check", examples=len(index), seconds=round(time.perf_counter() - begun, 3)
+        """Check a sample of the plans by exact transport; all of them if one is wrong."""
+        sample = self._sample(whole)
+        wrong = self._solve(sample, whole, rejected, progress)
+        if wrong:
+            rest = (whole["proof"] == PLAN).nonzero().squeeze(1)
+            wrong += self._solve(rest, whole, rejected, progress)
+        return sorted(wrong)
+
+    def _sample(self, whole: dict[str, Tensor]) -> Tensor:
+        """Examples to check again. They depend on the seed and on what was found."""
+        most = max(1, SAMPLE_PIXELS // self.data.first[0].numel())
+        drawn = [torch.zeros(0, dtype=torch.long)]
+        for stage, eps in enumerate(self.settings["radii"]):
+            proved = (whole["proof"] == PLAN) & (whole["found_at"] == eps)
+            index = proved.nonzero().squeeze(1).numpy()
+            count = min(most, max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(index))))
+            entropy = [int(self.settings["seed"]), stage, len(whole["label"])]
+            drawn.append(
+                torch.from_numpy(np.random.default_rng(entropy).permutation(index)[:count])
             )
-            disagreements += wrong
-            if not wrong:
-                break
-        return sorted(disagreements)
+        return torch.cat(drawn).sort().values
+
+    def _solve(
+        self,
+        chosen: Tensor,
+        whole: dict[str, Tensor],
+        rejected: list[dict[str, Any]],
+        progress: bool,
+    ) -> list[int]:
+        """Replace the distances of examples by exact ones, and reject those outside their ball.
+
+        Returns the examples whose plan promised a smaller distance.
+        """
+        wrong: list[int] = []
+        if len(chosen) == 0:
+            return wrong
+        begun, show = time.perf_counter(), progress
+        with bar("exact check", len(chosen), "of the examples", show=show) as shown:
+            for index in chosen.split(16 * (os.cpu_count() or 1)):
+                radius, promised = whole["found_at"][index], whole["distance"][index]
+                originals, adversarial = self.pairs(index)
+                report = audit_examples(self.ball.at(radius), originals, adversarial)
+                whole["distance"][index], whole["proof"][index] = report.distance, PLAN + EXACT
+                for k in (~report.valid).nonzero().squeeze(1).tolist():
+                    where, eps = int(index[k]), float(radius[k])
+                    rejected.append({"index": where, "eps": eps, "reason": report.reasons[k]})
+                    for name in ("distance", "found_at", "mass_error", "box_violation"):
+                        whole[name][where] = math.inf
+                    whole["read_as"][where] = whole["member"][where] = -1
+                    whole["proof"][where] = 0
+                allowed = promised * (1 + DISTANCE_TOL) + self._pixel_rounding(originals)
+                wrong += index[~report.valid | ~(report.distance <= allowed)].tolist()
+                shown.advance(len(index))
+        seconds = round(time.perf_counter() - begun, 3)
+        self.log("exact check", examples=len(chosen), seconds=seconds)
+        return wrong
+
+    def _pixel_rounding(self, x: Tensor) -> Tensor:
+        """What the rounding of float32 pixels can add to a distance, in the unit of ``eps``."""
+        mass = x.double().flatten(1).sum(1)
+        relative = self.ball.describe().get("mass") != "absolute"
+        return PIXEL_ROUNDING * (torch.ones_like(mass) if relative else mass)
 
 
-def _smallest(distance: Tensor, found_at: Tensor, settings: dict[str, Any]) -> Tensor:
-    """The smallest radius that each example counts at: an exact distance below a smaller radius counts there, too."""
-    radius = torch.where(distance == 0, distance, found_at)
-    if settings["mode"] == "minimal":
-        return torch.minimum(radius, distance)
-    for eps in sorted(settings["radii"], reverse=True):
-        radius = torch.where((distance <= eps) & (eps < radius), eps, radius)
-    return radius
+def audit_examples(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> Any:
+    """:func:`wball.audit` with a thread per core; transport is solved where no plan is a proof."""
+    return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
 
 
 @torch.no_grad()
@@ -469,31 +501,16 @@ def answers(model: Model, x: Tensor) -> Tensor:
 
 
 def succeeds(model: Model, z: Tensor, y: Tensor) -> Tensor:
-    """Which images the model gets wrong, by :func:`wball.model.judge`."""
+    """Which images the model misclassifies, by :func:`wball.model.judge`."""
     size = default_batch_size(z)
     with as_found(model, z.device):
         parts = zip(z.split(size), y.split(size), strict=True)
         return torch.cat([judge(model, images, labels) for images, labels in parts])
 
 
-def _tied(logits: Tensor) -> Tensor:
-    """Where the two largest logits are equal up to rounding."""
-    first, second = logits.topk(2, 1).values.unbind(1)
-    return first - second <= ROUNDING * logits.abs().amax(1)
-
-
-def _model_warnings(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
-    """What the checks of the model say, harmless notices included."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_model(model, x, y)
-    return [
-        EvaluationWarning(
-            as_code(w.category.__name__), str(w.message), str(getattr(w.category, "remedy", ""))
-        )
-        for w in caught
-        if issubclass(w.category, ModelWarning)
-    ]
+def rounding(logits: Tensor) -> Tensor:
+    """Per image: the difference of logits that rounding explains."""
+    return ROUNDING * logits.abs().amax(1)
 
 
 def default_batch_size(x: Tensor) -> int:
@@ -505,7 +522,7 @@ def default_batch_size(x: Tensor) -> int:
 
 
 def fitting_batch_size(model: Model, x: Tensor) -> int:
-    """The largest batch size, up to the default, at which the model's gradients fit on the device."""
+    """The largest batch size, up to the default, at which the model's gradients fit in memory."""
     most = default_batch_size(x)
     if not x.is_cuda:
         return most

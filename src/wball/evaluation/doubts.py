@@ -1,45 +1,86 @@
-"""Reasons to doubt an evaluation: what the attack and the checks of the model say, and what the attack missed.
+"""Reasons to doubt an evaluation, each with a stable code.
 
-Cheap points of the ball, which need no gradient, are tried on images that survived: a model that hides its gradients
-cannot hide from them.
+===========================  ===================================================================
+code                         raised if
+===========================  ===================================================================
+``missed-example``           random points of the largest ball, or other images projected onto
+                             it, fool the model where the attack found nothing
+``changed-answers``          the model answers differently about clean images when asked again
+                             at the end
+``larger-radius-weaker``     an attack succeeds at a radius and fails at a larger one, on many of
+                             the images of the report
+``rejected-examples``        claimed examples failed the audit; they are not counted
+``contradiction``            a certificate and a valid example exclude each other
+``plan-disagreement``        a plan promised a smaller distance than exact transport found
+``unconfirmed-certificate``  the independent checker (:func:`wball.verify`) did not confirm a
+                             certificate of the sample
+===========================  ===================================================================
+
+The other codes are those of the attack (:data:`wball.attacks.findings.CODES`) and of the checks of
+the model (:mod:`wball.attacks.checks`).
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from wball.attacks.base import understood
+from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.findings import Finding
 from wball.ball import Ball
-from wball.evaluation.result import Evaluation
-from wball.evaluation.stream import Images
-from wball.evaluation.trust import HARMLESS, EvaluationWarning
 from wball.model import Model, as_found, judge
 
+if TYPE_CHECKING:
+    from wball.evaluation.result import Evaluation
+    from wball.evaluation.stream import Stream
+
+HARMLESS = frozenset({"train-mode", "few-classes"})
+"""Codes of the checks of the model that are notes."""
 SUPERSEDED = {
     "zero-gradient": {"masked-gradients", "stand-in-gradients"},
     "random-model": {"random-answers"},
-    "non-finite": {
-        "masked-gradients",
-        "stand-in-gradients",
-    },  # gradients; answers are a finding of their own
+    "non-finite": {"masked-gradients", "stand-in-gradients"},
 }
-"""Signs in the model that an attack has dealt with if it reports one of these; equal codes are one anyway."""
+"""Signs in the model that do not matter if the attack reports one of these findings."""
 SURVIVORS, PIXELS = 32, 200_000
-"""Images looked at, of those that survived the largest radius: so many, and no more than make so many pixels."""
+"""Largest number of surviving images that are looked at, and of their pixels."""
 SAMPLES, OTHERS = 8, 4
-"""Random points, and projections of images that the model takes for something else, of each."""
+"""Random points, and projections of other images, per surviving image."""
 PROJECTED = 64 * 64 * 3
-"""Pixels of an image up to which others are projected onto its ball: a projection of 224 x 224 x 3 pixels takes longer
-than their attack. Larger images are left to the random points."""
+"""Largest number of pixels for projections, which are slow for large images."""
 ROUGHLY: dict[str, Any] = {"tol": 1e-2, "max_iter": 20}
-"""How exact projections must be. All of their points are in the ball, and exact ones of large images take minutes."""
+"""Precision of the projections. Their points are in the ball at any precision."""
+
 MANY = 0.2
-"""Of the images shown: above that share, attacks that fail at a larger radius are no accident."""
+"""Share of images above which attacks that fail at a larger radius are no accident."""
+
+
+@dataclass(frozen=True)
+class EvaluationWarning:
+    """A reason not to believe a robust accuracy, or a harmless note about the model.
+
+    Attributes:
+        code: a stable name, such as ``"zero-gradient"``.
+        message: what was seen.
+        remedy: what to do about it.
+    """
+
+    code: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}" + (f" ({self.remedy})" if self.remedy else "")
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
 
 
 def as_warnings(
@@ -48,56 +89,104 @@ def as_warnings(
     """Warnings and notes, from the findings of the attack and the signs in the model."""
     seen = {finding.code for finding in findings}
     signs = [s for s in signs if not seen & (SUPERSEDED.get(s.code, set()) | {s.code})]
-    doubts = [EvaluationWarning(f.code, f.message, f.remedy) for f in findings if f.serious]
-    notes = [EvaluationWarning(f.code, f.message, f.remedy) for f in findings if not f.serious]
-    doubts += [s for s in signs if s.code not in HARMLESS]
-    notes += [s for s in signs if s.code in HARMLESS]
+    said = [(f.serious, EvaluationWarning(f.code, f.message, f.remedy)) for f in findings]
+    said += [(sign.code not in HARMLESS, sign) for sign in signs]
+    doubts, notes = ([w for serious, w in said if serious is kind] for kind in (True, False))
     return tuple(doubts), tuple(notes)
 
 
-def look_for_missed(
-    result: Evaluation, model: Model, x: Images, y: Images, ball: Ball
-) -> tuple[EvaluationWarning, ...]:
-    """Random points of the largest ball, and other images projected onto it: do they fool the model on survivors?
+def model_signs(model: Model, x: Tensor, y: Tensor) -> list[EvaluationWarning]:
+    """What the checks of the model report. ``ZeroGradientWarning`` has the code zero-gradient."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_model(model, x, y)
+    signs = []
+    for entry in caught:
+        if issubclass(entry.category, ModelWarning):
+            name = entry.category.__name__.removesuffix("Warning")
+            code = re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+            remedy = str(getattr(entry.category, "remedy", ""))
+            signs.append(EvaluationWarning(code, str(entry.message), remedy))
+    return signs
 
-    In a ball that holds everything the projections are the other images themselves, so there robust accuracy must be 0.
+
+def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
+    """Claims of the attack and of certificates that did not hold."""
+    report = "report it with the files of this evaluation: this is an error of the library"
+    claims = (
+        (
+            result.rejected,
+            "rejected-examples",
+            "claimed examples failed the audit and are not counted",
+            "correct the attack",
+        ),
+        (
+            result.contradictions,
+            "contradiction",
+            "images have both a certificate and a valid example inside it",
+            report,
+        ),
+        (
+            result.disagreements,
+            "plan-disagreement",
+            "plans promised a smaller distance than exact transport found",
+            report,
+        ),
+        (
+            result.unconfirmed,
+            "unconfirmed-certificate",
+            "certificates were not confirmed by the independent checker",
+            report,
+        ),
+    )
+    return [
+        EvaluationWarning(code, f"{len(entries)} {said}", remedy)
+        for entries, code, said, remedy in claims
+        if entries
+    ]
+
+
+def look_for_missed(
+    result: Evaluation, model: Model, data: Stream, ball: Ball
+) -> tuple[EvaluationWarning, ...]:
+    """Whether points that need no gradient fool the model on images that survived.
+
+    They are random points of the largest ball, and other images projected onto it. A model that
+    hides its gradients is found by them. A ball that contains every image has no survivors.
     """
-    top = float(result.settings["radii"][-1])
-    count = max(1, min(SURVIVORS, PIXELS // x[:1].numel()))
+    top, size = float(result.settings["radii"][-1]), int(result.settings["batch_size"])
+    pixels = data.first[0].numel()
+    count = max(1, min(SURVIVORS, PIXELS // pixels))
     alive = (~result.broken_at(top)).nonzero().squeeze(1)[:count]
     if alive.numel() == 0:
         return ()
-    here, largest = alive.to(x.device), ball.at(top)
-    centres, labels = x[here], y[here].cpu()
-    generator = torch.Generator(x.device).manual_seed(int(result.settings["seed"]))
-    fooled, size = torch.zeros(len(alive), dtype=torch.bool), int(result.settings["batch_size"])
+    centres, labels = data.take(alive)
+    largest = ball.at(top)
+    generator = torch.Generator(data.device).manual_seed(int(result.settings["seed"]))
+    fooled = torch.zeros(len(alive), dtype=torch.bool, device=data.device)
     for _ in range(SAMPLES):
         fooled |= _wrong(model, largest.sample(centres, generator), labels, size)
-    for shift in range(1, OTHERS + 1) if x[:1].numel() <= PROJECTED else ():
-        others = _others(result, labels, shift)
+    for shift in range(1, OTHERS + 1) if pixels <= PROJECTED else ():
+        others = _others(result.images["predicted"], labels, shift)
         if others is not None:
-            fooled |= _wrong(
-                model, _projected(largest, centres, x[others.to(x.device)]), labels, size
-            )
+            options = understood(largest.project, **ROUGHLY)
+            points = largest.project(centres, data[others], **options).point
+            fooled |= _wrong(model, points, labels, size)
     if not bool(fooled.any()):
         return ()
     return (
         EvaluationWarning(
             "missed-example",
-            f"random points of the ball, or other images projected onto it, fool the model on {int(fooled.sum())} of "
-            f"{len(alive)} images that survived the attack at radius {top:g}",
-            "the attack does not see what the model does: use attack='standard', or one that needs no gradients",
+            "random points of the ball, or other images projected onto it, fool the model on "
+            f"{int(fooled.sum())} of {len(alive)} images that survived the attack at radius {top:g}",
+            "the attack is blind on this model: use the standard attack, more steps, or a "
+            "differentiable approximation of the model",
         ),
     )
 
 
-def _projected(ball: Ball, x: Tensor, w: Tensor) -> Tensor:
-    return ball.project(x, w, **understood(ball.project, **ROUGHLY)).point
-
-
-def _others(result: Evaluation, labels: Tensor, shift: int) -> Tensor | None:
-    """For each label an image that the model predicts as another class, another one for each ``shift``."""
-    predicted = result.images["predicted"]
+def _others(predicted: Tensor, labels: Tensor, shift: int) -> Tensor | None:
+    """For each label, an image that is predicted as another class; another one per ``shift``."""
     chosen = []
     for label in labels.tolist():
         different = (predicted != label).nonzero().squeeze(1)
@@ -109,22 +198,21 @@ def _others(result: Evaluation, labels: Tensor, shift: int) -> Tensor | None:
 
 def _wrong(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:
     with as_found(model, points.device):
-        parts = zip(points.split(size), labels.to(points.device).split(size), strict=True)
-        return torch.cat([judge(model, *part) for part in parts]).cpu()
+        parts = zip(points.split(size), labels.split(size), strict=True)
+        return torch.cat([judge(model, *part) for part in parts])
 
 
 def weaker_at_larger(result: Evaluation) -> tuple[EvaluationWarning, ...]:
-    """Whether attacks on the images shown fail at a radius although they succeeded at a smaller one."""
-    broken = result.exhibit.get("explorer_broken")
-    if broken is None or broken.numel() == 0:
-        return ()
+    """Whether attacks on the images of the report fail at a radius above one of success."""
+    broken = result.exhibit.get("explorer_broken", torch.zeros(0, 1, dtype=torch.bool))
     lost = (broken.long().cummax(1).values.bool() & ~broken).any(1)
-    if int(lost.sum()) < 2 or float(lost.double().mean()) <= MANY:
+    if int(lost.sum()) < max(2, MANY * len(lost) + 1e-9):
         return ()
     return (
         EvaluationWarning(
             "larger-radius-weaker",
-            f"on {int(lost.sum())} of {len(lost)} images an attack succeeds at a radius and fails at a larger one",
-            "the gradients mislead the attack: look for rounding, saturation or randomness in the model",
+            f"on {int(lost.sum())} of {len(lost)} images an attack succeeds at a radius and fails "
+            "at a larger one",
+            "the gradients mislead the attack: look for rounding, saturation or randomness",
         ),
     )

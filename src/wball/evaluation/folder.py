@@ -1,4 +1,4 @@
-"""The folder of an evaluation: who may write to it, what stands in it already, and how to start over."""
+"""The folder of an evaluation: its lock, the run it contains, and how to start over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,16 +14,12 @@ from typing import Any
 
 import torch
 
-from wball.evaluation.result import (
-    EXAMPLES,
-    EXHIBIT,
-    RESULTS,
-    same_json,
-)
+from wball.evaluation.result import EXAMPLES, EXHIBIT, RESULTS
 from wball.processes import grouped, rank_and_size
-from wball.storage.files import read_json, sealed, unsealed, write_json
+from wball.storage.files import json_checksum, read_sealed, write_sealed
 
 BATCHES = "batches"
+START_OVER = "use --overwrite (overwrite=True) to start over"
 
 
 class OtherSettings(ValueError):
@@ -32,12 +28,12 @@ class OtherSettings(ValueError):
 
 @contextmanager
 def team() -> Iterator[tuple[int, int, Callable[[], None]]]:
-    """Which process of how many this is, and how to wait for the others."""
+    """The rank of this process, the number of processes, and a barrier."""
     rank, world = rank_and_size()
     if world == 1:
         yield 0, 1, lambda: None
         return
-    patience = timedelta(days=30)  # the slowest decides
+    patience = timedelta(days=30)  # the slowest process decides
     joined = grouped()
     if not joined:
         torch.distributed.init_process_group("gloo", timeout=patience)
@@ -50,6 +46,7 @@ def team() -> Iterator[tuple[int, int, Callable[[], None]]]:
 
 @contextmanager
 def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """The folder ``out``, or a temporary one."""
     if out is not None:
         path = Path(out)
         if path.exists() and not path.is_dir():
@@ -57,96 +54,80 @@ def result_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
         yield path
         return
     if rank_and_size()[1] > 1:
-        raise ValueError(
-            "out must be given where several processes share the work: they meet in that folder"
-        )
+        raise ValueError("out must be given if several processes share the work")
     with tempfile.TemporaryDirectory(prefix="wball-") as folder:
         yield Path(folder)
 
 
 def begin(folder: Path, run: dict[str, Any], any_batch_size: bool) -> None:
-    """Enter the run into the folder, unless it is there already: finished or begun."""
+    """Record the run in the folder; if it contains a run already, it must be the same."""
     for path in (folder / RESULTS, folder / BATCHES / "settings.json"):
         if path.is_file():
             with or_overwrite():
-                found = read_json(path)
-                parts = (
-                    [found.get(name) for name in ("settings", "provenance")]
-                    if isinstance(found, dict)
-                    else [None]
-                )
-                if not all(isinstance(part, dict) for part in parts):
-                    raise ValueError(f"{path} is not an evaluation")
-                unsealed(path, found)
-            return _same_run(found, run, folder, any_batch_size)
-    write_json(folder / BATCHES / "settings.json", sealed(run))
+                found = read_sealed(path)
+            _check_run(found, run, folder, any_batch_size)
+            return
+    write_sealed(folder / BATCHES / "settings.json", run)
 
 
 @contextmanager
 def or_overwrite() -> Iterator[None]:
-    """Files that cannot be read get the way out into their message."""
+    """Add to errors about unreadable files how to start over."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{error}; use --overwrite (overwrite=True) to start over") from error
+        raise ValueError(f"{error}; {START_OVER}") from error
 
 
-def _same_run(
-    theirs: dict[str, Any], ours: dict[str, Any], folder: Path, any_batch_size: bool
+def _check_run(
+    found: dict[str, Any], run: dict[str, Any], folder: Path, any_batch_size: bool
 ) -> None:
-    """Raise unless the folder's evaluation is the one asked for. The command may be written differently."""
-    old, new = (
-        {**run["settings"], **run["provenance"], "command": None, "keep": None}
-        for run in (theirs, ours)
-    )
-    if any_batch_size and isinstance(old.get("batch_size"), int) and old["batch_size"] > 0:
-        new["batch_size"] = old["batch_size"]
-    answers = old.pop("answers", None), new.pop("answers")
-    for key, value in new.items():
-        if not same_json(old.get(key), value):
-            raise OtherSettings(
-                f"{folder} contains an evaluation with a different {key} ({_short(old.get(key), value)}); "
-                "choose another folder, or use --overwrite (overwrite=True) to start over"
-            )
-    if not _alike(*answers):
+    """Raise unless both runs are the same. The command may differ, and what is kept."""
+    old, new = ({**r["settings"], **r["provenance"]} for r in (found, run))
+    free = {"command", "keep", "answers", *(["batch_size"] if any_batch_size else [])}
+    if (key := different_key(old, new, free)) is not None:
         raise OtherSettings(
-            f"{folder} contains an evaluation of a different model: with the same weights, its logits for the first "
-            "images differ; choose another folder, or use --overwrite (overwrite=True) to start over"
+            f"{folder} contains an evaluation with a different {key} "
+            f"({difference(old.get(key), new.get(key))}); choose another folder, or {START_OVER}"
+        )
+    if not _alike(old["answers"], new["answers"]):
+        raise OtherSettings(
+            f"{folder} contains an evaluation of a different model: its weights are the same, but "
+            "its logits for the first images differ; choose another folder, or " + START_OVER
         )
 
 
-def _alike(old: Any, new: Any) -> bool:
-    """Whether one model can have given both answers: they are equal up to what hardware and threads change."""
-    if not (isinstance(old, list) and isinstance(new, list)) or old == new:
-        return True  # a random model, or a run of an earlier version, gave none
-    try:
-        one, other = (
-            torch.tensor([[math.nan if v is None else v for v in row] for row in a])
-            for a in (old, new)
-        )
-    except (TypeError, ValueError):  # edited by hand
-        return False
-    slack = 0.01 * float(one.nan_to_num().abs().max())
-    return one.shape == other.shape and bool(
-        torch.allclose(one, other, rtol=0.0, atol=slack, equal_nan=True)
-    )
+def different_key(one: Mapping[str, Any], other: Mapping[str, Any], free: set[str]) -> str | None:
+    """The first key with different values, except for those that are ``free`` to differ."""
+    for key in dict.fromkeys((*one, *other)):
+        if key not in free and json_checksum(one.get(key)) != json_checksum(other.get(key)):
+            return key
+    return None
 
 
-def _short(old: Any, new: Any) -> str:
+def difference(old: Any, new: Any) -> str:
+    """Two settings as text; of two dictionaries, the first entry that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
-        key = next((k for k in new if old.get(k) != new[k]), None)
-        return (
-            f"{key}: {old.get(key)!r} there, {new.get(key)!r} here"
-            if key is not None
-            else "fields differ"
-        )
+        key = different_key(old, new, set())
+        return f"{key}: {old.get(key)!r} there, {new.get(key)!r} here"
     return f"{old!r} there, {new!r} here"
 
 
+def _alike(old: Any, new: Any) -> bool:
+    """Whether logits are equal up to what hardware and threads change; a random model has none."""
+    if old is None or new is None:
+        return True
+    one, other = (
+        torch.tensor([[math.nan if v is None else v for v in row] for row in a]) for a in (old, new)
+    )
+    slack = 0.01 * float(one.nan_to_num().abs().max())
+    return one.shape == other.shape and torch.allclose(one, other, 0.0, slack, equal_nan=True)
+
+
 def clear(folder: Path, results: bool = True) -> None:
-    """Remove the batches; with ``results``, everything an evaluation wrote."""
+    """Remove the batches; with ``results``, everything that an evaluation wrote."""
     batches = folder / BATCHES
-    if batches.is_symlink():  # rmtree refuses it, and what is behind it is not ours
+    if batches.is_symlink():  # what it points to is not ours
         batches.unlink()
     elif batches.exists():
         shutil.rmtree(batches)

@@ -1,13 +1,10 @@
-"""Evaluate a model: attack every image at every radius, audit each example, prove what can be proved, keep it all.
+"""Evaluate a model: attack every image at every radius, audit each example, certify, store.
 
-Radii are tried from small to large, and an image that falls at one of them is not attacked again: its example lies in
-every larger ball, too. What an attack claims is not believed: the model is asked again about the very image that is
-stored, and :func:`wball.audit` measures its mass and its box, and proves its distance: by the plan that the attack
-hands over, or by exact transport where there is none. Of the examples at each radius that a plan proves, a sample is
-checked by exact transport all the same.
-
-The images are cut into batches. Whatever is random in a batch depends on the seed, the batch and the radius alone, so
-the result does not depend on who computes which batch, or on how often the work was interrupted.
+Radii are tried in ascending order, and an image that is broken at one of them is not attacked
+again: its example is in every larger ball. Claims of an attack are checked: the model is asked
+again about the stored image, and :func:`wball.audit` measures its mass and its box, and proves its
+distance, by the plan that the attack returns or by exact transport. At the end the model is asked
+about the clean images once more.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor, nn
 
 from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack
-from wball.attacks.base import check_labels, out_of_memory
+from wball.attacks.base import out_of_memory
 from wball.ball.base import Ball, check_ball
 from wball.certificates.effort import METHODS
 from wball.certificates.tracing import trace
@@ -34,23 +31,50 @@ from wball.evaluation.batches import Batches, fitting_batch_size
 from wball.evaluation.doubts import look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
-from wball.evaluation.options import Description, Named, Running, grouped
 from wball.evaluation.proofs import check_certificates
-from wball.evaluation.result import (
-    RESULTS,
-    Evaluation,
-    load_evaluation,
-)
-from wball.evaluation.stream import Images, Layout, find_stream, unpacked
-from wball.evaluation.trust import claim_warnings
-from wball.inputs import result_dtype
+from wball.evaluation.result import RESULTS, Evaluation, load_evaluation
+from wball.evaluation.stream import Layout, Stream, open_stream
 from wball.model import Model, as_found, ask
 from wball.processes import rank_and_size
 from wball.storage.atomic import clear_parts, locked
 from wball.storage.files import Log, read_json
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+
+@dataclass(frozen=True)
+class Options:
+    """Names, and how an evaluation is computed: further keywords of :func:`wball.evaluate`.
+
+    Attributes:
+        name: name of the model (default: that of its class).
+        data: name of the data.
+        classes: names of the classes (default: those of the data set, or their numbers).
+        command: command line to record (default: that of this process).
+        layout: the axes of arrays, ``"NCHW"`` or ``"NHWC"``.
+        batch_size: images per batch (default: chosen for the device).
+        levels: pixels of examples are multiples of ``1 / (levels - 1)``, with exactly the same mass
+            (256: stored as 8-bit images, they stay valid). The images must be, too.
+        keep: examples to store: ``"all"``, ``"sample"`` or ``"none"`` (default: all if they take
+            less than a gigabyte, else a sample).
+        overwrite: discard earlier results in the folder.
+        progress: show a progress bar.
+    """
+
+    name: str | None = None
+    data: str = "data"
+    classes: Sequence[str] | None = None
+    command: str | None = None
+    layout: Layout = "NCHW"
+    batch_size: int | None = None
+    levels: int | None = None
+    keep: Literal["all", "sample", "none"] | None = None
+    overwrite: bool = False
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep not in (None, "all", "sample", "none"):
+            raise ValueError(f'keep must be "all", "sample" or "none", got {self.keep!r}')
+        if self.batch_size is not None:
+            inputs.check_count("batch_size", self.batch_size)
 
 
 def evaluate(
@@ -65,114 +89,111 @@ def evaluate(
     exact: Literal["sample", "all"] = "sample",
     out: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    about: Description | None = None,
-    run: Running | None = None,
-    **named: Unpack[Named],
+    **options: Any,
 ) -> Evaluation:
-    """How robust is ``model`` on images ``x`` with labels ``y``?
+    """Measure the robust accuracy of ``model`` on images ``x`` with labels ``y``.
 
     Args:
-        model: images to logits; evaluated in evaluation mode and left as it was.
-        x: images ``(B, C, H, W)`` in the ball's box. Or a map-style data set of (image, label) items or dictionaries, a
-            ``DataLoader`` of one, NumPy arrays (also memory-mapped) or an ``.npz`` file: these are read batch by batch,
-            with the same results; the whole set is never held in memory.
-        y: class numbers ``(B,)``; left out where the data bring their own.
+        model: maps images to logits; evaluated in evaluation mode and left as it was.
+        x: images ``(B, C, H, W)`` in the ball's box, or 8-bit images. Or a map-style data set of
+            (image, label) items or dictionaries, a ``DataLoader`` of one, NumPy arrays (also
+            memory-mapped) or an ``.npz`` file: these are read batch by batch, with the same
+            results; the whole set is never held in memory.
+        y: class numbers ``(B,)``; left out if the data have labels.
         ball: the threat model.
-        radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's smallest one up to the
-            ball's.
-        attack: ``"standard"`` (:class:`wball.StandardAttack`), its ``"fast"`` version, or any attack.
-        certify: also prove what can be proved; ``True`` or the name of a method of :func:`wball.certify`. It then needs
-            a model that is a feed-forward network of supported modules. A sample of the certificates is proved again by
-            :func:`wball.verify`.
-        exact: which examples to solve the exact transport problem of. ``"sample"``: those without a plan that proves
-            their distance, and of the others 1 %, or 32 if that is more, at each radius. ``"all"``: all of them.
-            Distances are then exact, and the audit may take longer than the attack. A search for the smallest radius
-            solves all of them, because the distance is its result.
-        out: a folder for results, examples and the report's images. An evaluation that was interrupted is
+        radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's
+            smallest one up to the ball's.
+        attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look without
+            controls, which is never called reliable; or any attack.
+        certify: also certify; ``True`` or the name of a method of :func:`wball.certify`. The model
+            must be a feed-forward network of supported modules. A sample of the certificates is
+            checked by :func:`wball.verify`.
+        exact: which examples to check by exact transport. ``"sample"``: those without a plan that
+            proves their distance, and of the others 1 %, or 32 if that is more, at each radius.
+            ``"all"``: all of them, which may take longer than the attack. A search for the smallest
+            radius solves all of them.
+        out: a folder for results, examples and the report's images. An interrupted evaluation is
             resumed; a finished one is read back.
         seed: random seed.
-        about: what results say about model and data: names, classes, command, the layout of arrays.
-        run: how it is computed: batch size, 8-bit examples, which examples to keep, overwriting, progress.
-        **named: fields of ``about`` (:class:`~wball.evaluation.Description`) and ``run``
-            (:class:`~wball.evaluation.Running`), given as keywords of their own: ``name="mine", progress=True``.
+        **options: fields of :class:`wball.evaluation.Options`, such as ``name="mine"``,
+            ``batch_size=100``, ``overwrite=True``, ``progress=True``.
 
-    Under ``torchrun``, or in a process group of your own, each process takes its share of the batches (``out`` is then
-    a folder all of them see), and all return the whole result.
+    Under ``torchrun``, or in a process group, each process computes its share of the batches
+    (``out`` is then a folder that all of them see), and all return the whole result.
 
     >>> import wball
     >>> x, y = wball.load_sample()
-    >>> result = evaluate(wball.load_model("mnist-standard"), x[:2], y[:2], wball.WassersteinBall(0.01), attack="fast")
-    >>> result.clean_accuracy
+    >>> model, ball = wball.load_model("mnist-standard"), wball.WassersteinBall(0.01)
+    >>> evaluate(model, x[:2], y[:2], ball, attack="fast").clean_accuracy
     1.0
     """
+    if ball is None and hasattr(y, "violations"):
+        y, ball = None, y  # evaluate(model, data, ball)
     if ball is None:
         raise TypeError(
             "ball is missing: the threat model, such as ball=wball.WassersteinBall(0.1)"
         )
     check_ball(ball)
-    about, run = grouped(about, run, named)
-    names = class_names(x)
-    x, y, digest, span = _data(model, x, y, ball, about.layout)
-    first = x[:2]
+    chosen = Options(**options)
+    data = open_stream(x, y, model, ball.box, chosen.layout)
+    if len(data) == 0:
+        raise ValueError("x is empty: there is nothing to evaluate")
+    rank = rank_and_size()[0]  # the first process reads all data; the others read their own share
+    digest, labels = data.survey() if rank == 0 else ("", data.take([0])[1])
     mode, points = _radii(radii, ball)
-    chosen = _attack(attack, ball.at(points[-1]))
-    chosen = chosen if run.levels is None else replace(chosen, levels=run.levels)
+    searched = _attack(attack, ball.at(points[-1]))
+    if chosen.levels is not None:
+        searched = replace(searched, levels=chosen.levels)
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
     inputs.check_seed(seed)
-    name, command = (None if text is None else str(text) for text in (about.name, about.command))
-    logits = probe(model, first, span)
+    logits = probe(model, data.first, labels)
     if method is not None:
-        _check_provable(model, first, method)
-    said: dict[str, Any] = {
-        "model": provenance.describe_model(model, name),
-        "answers": _answers(model, first),
-        "data": {
-            "name": str(about.data),
-            "images": len(x),
-            "shape": list(first.shape[1:]),
-            "sha256": digest,
-            "classes": _classes(about.classes, names, logits.shape[1]),
+        _check_certifiable(model, data.first, method)
+    names: Sequence[Any] = chosen.classes or class_names(x) or ()
+    if chosen.classes is None and len(names) != logits.shape[1]:
+        names = range(logits.shape[1])
+    title, command = (None if v is None else str(v) for v in (chosen.name, chosen.command))
+    run = {
+        "settings": {
+            "model": provenance.describe_model(model, title),
+            "answers": _answers(model, data.first),
+            "data": {
+                "name": str(chosen.data),
+                "images": len(data),
+                "shape": list(data.first.shape[1:]),
+                "sha256": digest,
+                "classes": [str(name) for name in names],
+            },
+            "ball": ball.describe(),
+            "mode": mode,
+            "radii": points,
+            "attack": _describe(searched),
+            "certify": None if method is None else {"method": method, "plans": "full"},
+            "exact": "all" if mode == "minimal" else exact,
+            "batch_size": chosen.batch_size or fitting_batch_size(model, data.first),
+            "seed": seed,
+            "keep": chosen.keep,
         },
-        "ball": ball.describe(),
-        "mode": mode,
-        "radii": points,
-        "attack": _describe(chosen),
-        "certify": None if method is None else {"method": method, "plans": "full"},
-        "exact": "all" if mode == "minimal" else exact,
-        "batch_size": run.batch_size or fitting_batch_size(model, first),
-        "seed": seed,
-        "keep": run.keep,
+        "provenance": provenance.collect(ball, data.first, command),
     }
-    origin = provenance.collect(ball, first, command)
     with result_folder(out) as folder, team() as (rank, world, meet), locked(folder, rank):
         if rank == 0:
-            if run.overwrite:
+            if chosen.overwrite:
                 clear(folder)
             clear_parts(folder)
-            begin(folder, {"settings": said, "provenance": origin}, run.batch_size is None)
+            begin(folder, run, chosen.batch_size is None)
         meet()
         if not (folder / RESULTS).is_file():
             begun = read_json(folder / BATCHES / "settings.json")  # checked by the first process
             log = Log(folder / "log.jsonl", rank)
             log("start", world=world, command=begun["provenance"]["command"])
-            shard = Batches(model, x, y, ball, chosen, begun["settings"], folder / BATCHES, log)
-            shard.run(rank, world, run.progress)
+            batches = Batches(model, data, ball, searched, begun["settings"], folder / BATCHES, log)
+            batches.run(rank, world, chosen.progress)
             meet()
             if rank == 0:
-                result = shard.merged(begun["provenance"], run.progress)
-                result = replace(result, exhibit=make_exhibit(result, model, x, y, ball))
-                result = replace(result, verification=check_certificates(result, model, x, y, ball))
-                doubts = claim_warnings(
-                    len(result.rejected),
-                    len(result.contradictions),
-                    len(result.disagreements),
-                    len(result.unconfirmed),
-                )
-                doubts += look_for_missed(result, model, x, y, ball) + weaker_at_larger(result)
-                replace(result, warnings=result.warnings + doubts).save(folder)
-                del result  # what is returned is read back, and both would be in memory
+                _finish(batches, begun["provenance"], chosen.progress).save(folder)
                 log("finish")
         if rank == 0:
             clear(folder, results=False)
@@ -181,49 +202,41 @@ def evaluate(
             return load_evaluation(folder)
 
 
-def _classes(given: Sequence[str] | None, found: Sequence[str] | None, count: int) -> list[str]:
-    """Names of classes: those given, those of the data set if the model has as many, or their numbers."""
-    if given is None:
-        given = (
-            found if found is not None and len(found) == count else [str(k) for k in range(count)]
-        )
-    return [str(name) for name in given]
+def _finish(batches: Batches, origin: dict[str, Any], progress: bool) -> Evaluation:
+    """The joined batches, with images for the report and all warnings."""
+    model, data, ball = batches.model, batches.data, batches.ball
+    result = batches.joined(origin, progress)
+    result = replace(result, exhibit=make_exhibit(result, model, data, ball))
+    result = replace(result, verification=check_certificates(result, model, data, ball))
+    doubts = look_for_missed(result, model, data, ball) + weaker_at_larger(result)
+    doubts += batches.ask_again()
+    return replace(result, warnings=result.warnings + doubts)
 
 
 def _radii(
     radii: Sequence[float] | float | str | None, ball: Ball
 ) -> tuple[Literal["radii", "minimal"], list[float]]:
-    mode: Literal["radii", "minimal"] = (
-        "minimal" if isinstance(radii, str) and radii == "minimal" else "radii"
-    )
-    if radii is None or mode == "minimal":
+    minimal = isinstance(radii, str) and radii == "minimal"
+    if radii is None or minimal:
         if isinstance(ball.eps, Tensor):
-            raise ValueError(
-                "ball has one radius per image; give a single one, or the list of radii to evaluate"
-            )
+            raise ValueError("ball has one radius per image; give radii, or a ball with one radius")
         radii = ball.eps
     try:
-        given = radii.flatten().tolist() if isinstance(radii, (Tensor, np.ndarray)) else radii
-        values = [float(r) for r in given] if isinstance(given, Sequence) else [float(given)]
+        values = [float(r) for r in np.atleast_1d(np.asarray(radii, dtype=np.float64))]
     except (TypeError, ValueError):
         raise ValueError(f'radii must be numbers or "minimal", got {radii!r}') from None
     if not values or any(not 0 < r < math.inf for r in values):
         raise ValueError(f"radii must be finite and > 0, got {values}")
-    return mode, sorted(set(values))
+    return "minimal" if minimal else "radii", sorted(set(values))
 
 
 def _attack(attack: Attack | str, ball: Ball) -> Attack:
-    if isinstance(attack, str):
-        if attack not in ("standard", "fast"):
-            raise ValueError(
-                f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}'
-            )
-        return StandardAttack(
-            ball, version="fast" if attack == "fast" else "standard", check=False, progress=False
-        )
+    if attack in ("standard", "fast"):
+        version: Any = attack
+        return StandardAttack(ball, version=version, check=False, progress=False)
     if not isinstance(attack, Attack):
-        raise TypeError(
-            f'attack must be "standard", "fast" or an attack, got {type(attack).__name__}'
+        raise (ValueError if isinstance(attack, str) else TypeError)(
+            f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}'
         )
     theirs, ours = attack.ball.describe(), ball.describe()
     if theirs != ours:
@@ -250,87 +263,66 @@ def _describe(attack: Attack) -> dict[str, Any]:
     return plain
 
 
-def _data(
-    model: Model, x: Any, y: Any, ball: Ball, layout: Layout
-) -> tuple[Images, Images, str, Tensor]:
-    """Images and labels, their fingerprint, and the least and largest label."""
-    x, y = unpacked(x, y)
-    stream = find_stream(x, y, model, ball.box, layout)
-    if stream is None:
-        if y is None:
-            raise TypeError("y is missing: the labels of the images in x")
-        x = inputs.check_images("x", x.detach(), ball.box)
-        x, y = x.to(result_dtype(x)), check_labels("y", y, x)
-        if len(x) == 0:
-            raise ValueError("x is empty: there is nothing to evaluate")
-        return x, y, provenance.fingerprint(x, y), torch.stack([y.min(), y.max()])
-    if len(stream) == 0:
-        raise ValueError("x is empty: there is nothing to evaluate")
-    if rank_and_size()[0] > 0:  # the first process looks at all of them, the others at their own
-        return stream.images, stream.labels, "", stream.labels[:1]
-    digest, low, high = stream.survey()
-    return stream.images, stream.labels, digest, torch.tensor([low, high])
-
-
-def probe(model: Model, x: Tensor, y: Tensor) -> Tensor:
-    """The logits of one image: the model takes such images, and it has the labels' classes."""
+def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
+    """Logits of the first images. Raises if the model does not take them or lacks classes."""
     if isinstance(model, type) or not callable(model):
         seen = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(f"model must be callable, images to logits, got {seen}")
-    with torch.no_grad(), as_found(model, x.device):
+    images = x[:2]
+    with torch.no_grad(), as_found(model, images.device):
         try:
-            logits = ask(model, x[:2])
+            logits = ask(model, images)
         except (ValueError, TypeError, MemoryError):
             raise
-        except (
-            Exception
-        ) as error:  # RuntimeError is torch's word for wrong shapes, others are the model's own
+        except Exception as error:  # RuntimeError for wrong shapes, others are the model's own
             if out_of_memory(error):
                 raise
             first = (str(error).strip().splitlines() or [""])[0]
             kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-            taken = f"the model does not take images of shape {tuple(x.shape[1:])}{_other_images(model, x)}"
-            raise ValueError(f"{taken}: {kind}{first}") from error
+            raise ValueError(
+                f"the model does not take images of shape {tuple(images.shape[1:])}"
+                f"{_other_images(model, images)}: {kind}{first}"
+            ) from error
     low, high, classes = int(y.min()), int(y.max()), logits.shape[1]
     if low < 0 or high >= classes:
         raise ValueError(
-            f"y has labels from {low} to {high}, but the model has {classes} classes (0 to {classes - 1}): "
-            "the data belong to another model, or the labels need renumbering"
+            f"y has labels from {low} to {high}, but the model has {classes} classes (0 to "
+            f"{classes - 1}): the data belong to another model, or the labels need renumbering"
         )
     return logits
 
 
 def _other_images(model: Model, x: Tensor) -> str:
-    """What to say to a network for grey images that is given colour, and the reverse, and where channels come last."""
+    """Which images the model takes instead, and what to do."""
     if x.ndim != 4:
         return ""
     tried = {
         "one image at a time: export it with a dynamic batch axis": x[:1],
-        "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x[:2].movedim(-1, 1),
-        "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x[:2].mean(1, keepdim=True),
+        "with channels first: x.permute(0, 3, 1, 2), or layout='NHWC'": x.movedim(-1, 1),
+        "grey ones: convert them, x.mean(1, keepdim=True) or --grey": x.mean(1, keepdim=True),
         "colour ones: repeat the channel, x.expand(-1, 3, -1, -1), or load the images in colour": x[
-            :2, [0, 0, 0]
+            :, [0, 0, 0]
         ],
     }
     for remedy, images in tried.items():
         try:
             ask(model, images)
-        except Exception:  # noqa: BLE001 (whatever the model raises: then it is something else)
+        except Exception:  # noqa: BLE001 (whatever the model raises)
             continue
         return f", but {remedy}"
     return ""
 
 
 def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
-    """The logits of the first two images, to four digits: they tell models apart whose code differs, not their weights.
+    """Logits of the first images, to four digits. They identify models beyond their weights.
 
     ``None`` if two calls disagree.
     """
     asked = []
     with torch.no_grad(), as_found(model, x.device):
         for _ in range(2):
-            torch.manual_seed(0)  # as_found brings the generators back
-            asked.append(ask(model, x[:2]))
+            torch.manual_seed(0)  # as_found restores the generators
+            asked.append(ask(model, x))
     if not torch.equal(*(v.nan_to_num() for v in asked)):
         return None
     return [
@@ -338,8 +330,8 @@ def _answers(model: Model, x: Tensor) -> list[list[float | None]] | None:
     ]
 
 
-def _check_provable(model: Model, x: Tensor, method: str) -> None:
-    """Raise now what the certificate would raise after the first attack."""
+def _check_certifiable(model: Model, x: Tensor, method: str) -> None:
+    """Raise before the attack what the certificate would raise after it."""
     if method not in METHODS:
         raise ValueError(f"certify must be a method, one of {', '.join(METHODS)}, got {method!r}")
     if not isinstance(model, nn.Module):

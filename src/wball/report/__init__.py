@@ -14,7 +14,7 @@ from wball.evaluation.result import VIEWS, Evaluation
 from wball.report import terminal
 
 if TYPE_CHECKING:
-    from wball.evaluation.trust import Requirement
+    from wball.evaluation.requirements import Requirement
 
 
 def write_report(

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wball.evaluation.requirements import Requirement
 from wball.evaluation.result import PLAN, Evaluation
-from wball.evaluation.trust import Requirement
 from wball.report.classes import by_class
 from wball.report.pictures import change_uri, common_scale, image_uri
 from wball.report.ranking import median_distance, rank, ranking_csv, shared_radii
 from wball.report.transport import plan_moves
 
 OUTCOMES = {"broken": "broken", "survived": "survived", "wrong": "misclassified"}
+TONE = {"yes": "good", "no": "bad", "quick look": ""}
 
 
 def make_content(
@@ -61,6 +62,7 @@ def make_content(
         ],
         "classes": _classes(evaluations),
         "outcomes": OUTCOMES,
+        "tone": TONE,
         "explorable": any(_explored(e).numel() for e in evaluations),
         "data": {
             "unit": evaluations[0].unit,
@@ -131,11 +133,11 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
         "median": median,
         "transport": "cost" in ball,
         "bounds": bounded,
-        "reliable": e.reliable,
+        "reliability": e.reliability,
         "by_class": by_class(e, at),
         "audit": e.audit_summary(),
         "rejected": list(e.rejected[:20]),
-        "warnings": list(e.warnings),
+        "warnings": list(e.doubts),
         "attack": _attack(settings["attack"]),
         "minimal": settings["mode"] == "minimal",
         "certify": settings["certify"],

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wball.evaluation.result import Evaluation
-from wball.evaluation.trust import Interval
+import torch
+
+from wball.evaluation.exhibit import spread
+from wball.evaluation.requirements import Interval
+from wball.evaluation.result import PLAN, CurvePoint, Evaluation
 
 SHOWN = 6
 """Radii that the table shows at most; the chart and the table of values show them all."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Accuracies of one model at one radius."""
-
-    eps: float
-    accuracy: float
-    interval: Interval
-    certified: float | None
-    broken: int
 
 
 @dataclass(frozen=True)
@@ -30,10 +22,11 @@ class Row:
     """One model.
 
     Attributes:
-        place: its rank, ``None`` if its evaluation is not reliable.
-        cells: accuracies at the radii of the table; ``None`` beyond the radii that were evaluated.
+        place: rank of the model, ``None`` if there are doubts about its evaluation.
+        cells: accuracies at the radii of the table; ``None`` if a radius was not evaluated.
         median: median distance of the adversarial examples, ``None`` without any.
-        bounded: some distances are upper bounds.
+        bounded: whether some distances are upper bounds.
+        reliability: ``"yes"``, ``"no"`` or ``"quick look"``.
     """
 
     index: int
@@ -42,18 +35,19 @@ class Row:
     images: int
     clean: float
     clean_interval: Interval
-    cells: tuple[Cell | None, ...]
+    cells: tuple[CurvePoint | None, ...]
     median: float | None
     bounded: bool
-    reliable: bool
+    reliability: str
 
 
 @dataclass(frozen=True)
 class Ranking:
     """Evaluations from the most to the least robust.
 
-    Models are ranked by robust accuracy at ``reference``, then by its mean over the radii that all of them share, then
-    by clean accuracy. Evaluations that are not reliable come last and have no rank: their accuracy may be too high.
+    Models are ranked by robust accuracy at ``reference``, then by its mean over the shared radii, then
+    by clean accuracy. Quick looks come after reliable evaluations. Evaluations with doubts come
+    last and have no rank: their accuracy may be too high.
     """
 
     reference: float
@@ -67,19 +61,15 @@ def rank(evaluations: Sequence[Evaluation], names: Sequence[str]) -> Ranking:
     shared = shared_radii(evaluations)
     every = sorted({r for e in evaluations for r in e.radii})
     reference = shared[len(shared) // 2] if shared else every[0]
-    shown = _spread(shared or every, SHOWN)
+    shown = spread(torch.tensor(shared or every, dtype=torch.float64), SHOWN).tolist()
     if reference not in shown:
         shown = sorted({*shown[:-1], reference})
 
-    def strength(e: Evaluation) -> tuple[bool, float, float, float]:
+    def strength(e: Evaluation) -> tuple[float, ...]:
         at = [e.accuracy_at(r) for r in shared]
         mean = sum(at) / len(at) if at else 0.0
-        return (
-            e.reliable,
-            e.accuracy_at(reference) if reference in shared else 0.0,
-            mean,
-            e.clean_accuracy,
-        )
+        here = e.accuracy_at(reference) if reference in shared else 0.0
+        return (not e.doubts, e.reliable, here, mean, e.clean_accuracy)
 
     order = sorted(range(len(evaluations)), key=lambda k: strength(evaluations[k]), reverse=True)
     places = iter(range(1, len(order) + 1))
@@ -111,7 +101,7 @@ def ranking_csv(evaluations: Sequence[Evaluation], names: Sequence[str] | None =
             numbers = ["" if v is None else f"{v:.6g}" for v in values]
             name = e.name if names is None else names[k]
             said = [_cell(text) for text in (name, e.settings["data"]["name"])]
-            writer.writerow([*said, len(e), e.unit, *numbers, "yes" if e.reliable else "no"])
+            writer.writerow([*said, len(e), e.unit, *numbers, e.reliability])
     return stream.getvalue()
 
 
@@ -119,31 +109,17 @@ def median_distance(e: Evaluation) -> tuple[float | None, bool]:
     """Median distance of the adversarial examples, and whether some of the distances are upper bounds."""
     found = e.images["read_as"] >= 0
     distances = e.images["distance"][found]
-    bounded = bool((e.images["proof"] == 1).any())
+    bounded = bool((e.images["proof"] == PLAN).any())
     return (float(distances.median()) if len(distances) else None), bounded
 
 
-def _row(e: Evaluation, index: int, name: str, places: object, shown: Sequence[float]) -> Row:
-    points = {p.eps: p for p in e.curve([r for r in shown if e.measured_at(r)])}
-    cells = tuple(
-        Cell(r, points[r].accuracy, points[r].interval, points[r].certified, points[r].broken)
-        if r in points
-        else None
-        for r in shown
-    )
-    median, bounded = median_distance(e)
-    place = next(places) if e.reliable else None  # type: ignore[call-overload]
-    clean = e.clean_accuracy
-    return Row(
-        index, name, place, len(e), clean, e.interval(clean), cells, median, bounded, e.reliable
-    )
-
-
-def _spread(values: Sequence[float], count: int) -> list[float]:
-    """At most ``count`` of ``values``, evenly spaced, the ends included."""
-    if len(values) <= count:
-        return list(values)
-    return [values[round(k * (len(values) - 1) / (count - 1))] for k in range(count)]
+def _row(
+    e: Evaluation, index: int, name: str, places: Iterator[int], shown: Sequence[float]
+) -> Row:
+    cells = tuple(e.curve([r])[0] if e.measured_at(r) else None for r in shown)
+    place, clean = None if e.doubts else next(places), e.clean_accuracy
+    ends = e.interval(clean)
+    return Row(index, name, place, len(e), clean, ends, cells, *median_distance(e), e.reliability)
 
 
 def _cell(text: str) -> str:

@@ -49,12 +49,13 @@ def verdict(evaluation: Evaluation) -> str:
             said += f"; {proofs['unfollowed']} not followed ({proofs['reason']})"
     if audit["valid"] and "cost" in evaluation.settings["ball"]:
         said += f"\ndistances {_proved_how(evaluation)}"
-    if not evaluation.reliable:
-        codes = (
-            ", ".join(sorted({warning.code for warning in evaluation.warnings}))
-            or "claims did not hold"
-        )
+    if evaluation.doubts:
+        codes = ", ".join(sorted({doubt.code for doubt in evaluation.doubts}))
         said += f"\nNOT RELIABLE: {codes}; the robust accuracy may be far too high"
+    elif evaluation.quick_look:
+        said += (
+            "\nquick look: the fast attack makes no controls; use the standard attack to rely on it"
+        )
     return said
 
 

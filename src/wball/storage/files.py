@@ -1,18 +1,17 @@
-"""JSON and tensors in files that appear whole or not at all, with checksums: what was damaged is named, never read.
+"""JSON and tensor files that are written atomically and carry a checksum of their content.
 
-A tensor file is safetensors. Its header carries plain data beside the tensors (``notes``) and a checksum of everything:
-names, types, shapes, every bit of the tensors and the notes. A JSON file carries a checksum of its content
-(:func:`sealed`). Files of earlier versions have none. They are read, and that is said once.
+A tensor file is a safetensors file. Its header holds plain data beside the tensors (``notes``) and
+a SHA-256 checksum over names, types, shapes, values and notes. A sealed JSON file holds a checksum
+of its own content. A file whose checksum is missing or wrong raises :class:`DamagedFile`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
-import warnings
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,17 @@ from wball.provenance import fingerprint
 from wball.storage.atomic import write_whole
 
 CHECKSUM = "sha256"
-_HEADER, _EARLIER = "wball", ("notes", "json")
-# One key for all: safetensors writes several in any order, and the same data shall give the same bytes.
+_HEADER = "wball"
+"""The only key in the header: safetensors writes several keys in any order, and the same data must
+give the same bytes."""
 
 
 class DamagedFile(ValueError):
-    """A file's content is not what was written. The message names the file."""
+    """The content of a file is not what was written. The message names the file."""
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Plain data as JSON; the same data give the same bytes. Columns of numbers take one line each."""
+    """Write plain data as JSON. Equal data give equal bytes. Lists of numbers take one line."""
     write_whole(path, (_pretty(content, 0) + "\n").encode())
 
 
@@ -63,42 +63,31 @@ def _parsed(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """``content`` with a checksum of itself."""
-    return {**content, CHECKSUM: _checksum(content)}
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file with a checksum of its content."""
+    write_json(path, {**content, CHECKSUM: json_checksum(content)})
 
 
-def unsealed(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`sealed` got, after a look at the checksum."""
-    inside = {key: value for key, value in content.items() if key != CHECKSUM}
-    if CHECKSUM not in content:
-        _tell_once()
-    elif content[CHECKSUM] != _checksum(inside):
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote, and verify the checksum."""
+    content = read_json(path)
+    found = content.pop(CHECKSUM, None) if isinstance(content, dict) else None
+    if found is None or found != json_checksum(content):
         raise DamagedFile(
-            f"{path} is no longer what was written: it was damaged or edited, for its checksum is another "
-            f'(to accept an edit, remove "{CHECKSUM}" at its end)'
+            f"{path} is not what was written: its checksum is missing or wrong; "
+            "the file was damaged or edited"
         )
-    return inside
+    return dict(content)
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
-    # Through JSON and back first: keys become text, tuples lists, as they will be read.
-    plain = json.loads(json.dumps(content, allow_nan=False))
-    return hashlib.sha256(
-        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+def json_checksum(content: Any) -> str:
+    """SHA-256 of plain data, written as JSON."""
+    plain = json.loads(json.dumps(content))  # keys become text, tuples become lists
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-@cache
-def _tell_once() -> None:
-    warnings.warn(
-        "files of an earlier version have no checksums: damage in them goes unnoticed (this is said once)",
-        stacklevel=4,
-    )
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) -> None:
-    """Tensors, and plain data beside them, as one safetensors file with a checksum."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) -> str:
+    """Write tensors and plain data as one safetensors file, and return its checksum."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     seen: set[int] = set()
     for name, value in plain.items():  # safetensors refuses tensors that share memory
@@ -106,36 +95,33 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Any = None) 
         if memory.data_ptr() in seen or memory.nbytes() != value.numel() * value.element_size():
             plain[name] = value.clone()
         seen.add(memory.data_ptr())
-    header = json.dumps({"notes": notes, CHECKSUM: tensor_checksum(plain, notes)})
+    checksum = tensor_checksum(plain, notes)
+    header = json.dumps({"notes": notes, CHECKSUM: checksum})
     write_whole(path, save(plain, metadata={_HEADER: header}))
+    return checksum
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
-    """What :func:`write_tensors` wrote; a ``ValueError`` names the file if that is not what is there."""
+def read_tensors(path: Path, checksum: str | None = None) -> tuple[dict[str, Tensor], Any]:
+    """Read what :func:`write_tensors` wrote; with ``checksum``, the file must be that very one."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            metadata = file.metadata() or {}
-        if _HEADER not in metadata:
-            if metadata.keys() - set(_EARLIER):
-                raise ValueError(f"its header has {', '.join(sorted(metadata))[:80]!r}")
-            _tell_once()
-            text = next((metadata[key] for key in _EARLIER if key in metadata), None)
-            return tensors, None if text is None else _parsed(text)
-        header = _parsed(metadata[_HEADER])
+            header = _parsed((file.metadata() or {}).get(_HEADER, "null"))
         if not isinstance(header, dict) or header.keys() != {"notes", CHECKSUM}:
-            raise ValueError("its header is not complete")
+            raise ValueError("its header has no checksum")
         if header[CHECKSUM] != tensor_checksum(tensors, header["notes"]):
-            raise ValueError("it is damaged: its content does not have its checksum")
-        return tensors, header["notes"]
+            raise ValueError("its checksum is wrong: it was damaged")
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path}") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise DamagedFile(f"{path} is not a complete safetensors file ({error})") from error
+    if checksum not in (None, header[CHECKSUM]):
+        raise DamagedFile(f"{path} belongs to another run: its checksum is not the recorded one")
+    return tensors, header["notes"]
 
 
 def tensor_checksum(tensors: Mapping[str, Tensor], notes: Any = None) -> str:
-    """SHA-256 over names, types, shapes and contents of tensors, and the plain data beside them."""
+    """SHA-256 over names, types, shapes and values of tensors, and over plain data beside them."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{json.dumps(name)} {fingerprint(tensors[name])};".encode())
@@ -144,17 +130,18 @@ def tensor_checksum(tensors: Mapping[str, Tensor], notes: Any = None) -> str:
 
 
 class Log:
-    """What happened when, one JSON object a line: for people, and never read back."""
+    """A log file with one JSON object per line. It is never read back, and no link is followed."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank = path, rank
+        if path.is_symlink():
+            path.unlink()
 
     def __call__(self, event: str, **fields: Any) -> None:
-        row = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "rank": self.rank,
-            "event": event,
-            **fields,
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        row = json.dumps({"time": when, "rank": self.rank, "event": event, **fields})
+        follow = getattr(os, "O_NOFOLLOW", 0)
+        with open(
+            self.path, "a", opener=lambda path, flags: os.open(path, flags | follow, 0o666)
+        ) as file:
+            file.write(row + "\n")

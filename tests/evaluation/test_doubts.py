@@ -169,23 +169,6 @@ def test_an_attack_that_fails_at_a_larger_radius(sound: Evaluation) -> None:
     assert weaker_at_larger(replace(sound, exhibit={})) == ()
 
 
-@pytest.mark.filterwarnings("ignore:files of an earlier version")
-def test_warnings_of_earlier_versions_are_read(sound: Evaluation, tmp_path: Path) -> None:
-    sound.save(tmp_path)
-    written = json.loads((tmp_path / "results.json").read_text())
-    del written["notes"], written["reliable"], written["sha256"]
-    written["warnings"] = [
-        "ZeroGradient: the gradient is zero on 3 of 5 images",
-        "TrainMode: a module is in training",
-    ]
-    (tmp_path / "results.json").write_text(json.dumps(written))
-    read = load_evaluation(tmp_path)
-    assert [w.code for w in read.warnings] == ["zero-gradient"] and [
-        n.code for n in read.notes
-    ] == ["train-mode"]
-    assert not read.reliable
-
-
 def test_what_the_attack_dealt_with_is_no_reason_to_doubt() -> None:
     zero, mode = EvaluationWarning("zero-gradient", "seen"), EvaluationWarning("train-mode", "seen")
     doubts, notes = as_warnings([], [zero, mode])

@@ -1,0 +1,154 @@
+r"""The gate: does a robust accuracy meet a requirement?
+
+The images are a sample. A share ``k / n`` has the exact (Clopper-Pearson) interval of a binomial
+probability, with quantiles of the beta distribution:
+
+.. math:: [B^{-1}(\alpha/2;\, k,\, n - k + 1),\; B^{-1}(1 - \alpha/2;\, k + 1,\, n - k)]
+
+The interval says nothing about the attack: a robust accuracy is an upper bound. So a requirement is
+met only if the lower end of the interval meets it and the evaluation is reliable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wball.evaluation.result import Evaluation
+
+CONFIDENCE = 0.95
+EXIT_CLAIMS, EXIT_UNRELIABLE, EXIT_REQUIREMENT = 3, 6, 7
+"""Exit codes: a claim did not hold; an evaluation is not reliable; a requirement is not met."""
+
+Interval = tuple[float, float]
+
+
+def confidence_interval(count: int, total: int, confidence: float = CONFIDENCE) -> Interval:
+    """The Clopper-Pearson interval of ``count / total``.
+
+    >>> [round(end, 4) for end in confidence_interval(8, 10)]
+    [0.4439, 0.9748]
+    """
+    from scipy.special import betaincinv  # slow to import
+
+    if not 0 <= count <= total or total < 1:
+        raise ValueError(
+            f"count must be in [0, total] and total at least 1, got {count} of {total}"
+        )
+    tail = (1 - confidence) / 2
+    low = 0.0 if count == 0 else float(betaincinv(count, total - count + 1, tail))
+    high = 1.0 if count == total else float(betaincinv(count + 1, total - count, 1 - tail))
+    return low, high
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A share of images that must be robust (or certified) at a radius.
+
+    >>> Requirement.parse("certified:0.05:0.6")
+    Requirement(eps=0.05, share=0.6, certified=True)
+    """
+
+    eps: float
+    share: float
+    certified: bool = False
+
+    @classmethod
+    def parse(cls, text: str | Requirement) -> Requirement:
+        """Read ``"0.1:0.8"`` (robust accuracy 80 % at radius 0.1) or ``"certified:0.1:0.8"``."""
+        if isinstance(text, Requirement):
+            return text
+        kind, _, rest = str(text).rpartition("certified:")
+        try:
+            eps, share = (float(part) for part in rest.split(":"))
+        except ValueError:
+            eps, share = -1.0, -1.0
+        if kind or not (0 <= eps < math.inf and 0 <= share <= 1):
+            raise ValueError(
+                f"requirement {str(text)!r} must be RADIUS:SHARE or certified:RADIUS:SHARE with a "
+                "share from 0 to 1, such as 0.1:0.8"
+            )
+        return cls(eps, share, str(text).startswith("certified:"))
+
+    def __str__(self) -> str:
+        kind = "certified" if self.certified else "robust"
+        return f"{kind} accuracy of at least {100 * self.share:g} % at radius {self.eps:g}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A requirement applied to an evaluation.
+
+    Attributes:
+        requirement: the requirement.
+        measured: the measured share of images; ``None`` if there is none.
+        interval: its 95 % confidence interval.
+        met: whether the interval's lower end meets the requirement and the evaluation is reliable.
+        reason: the same as a sentence.
+    """
+
+    requirement: Requirement
+    measured: float | None
+    interval: Interval | None
+    met: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """All requirements applied to one evaluation. ``bool(decision)``: all of them are met."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def met(self) -> bool:
+        return all(check.met for check in self.checks)
+
+    def __bool__(self) -> bool:
+        return self.met
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'met' if c.met else 'NOT MET'}: {c.reason}" for c in self.checks)
+
+
+def decide(
+    evaluation: Evaluation, requirements: Iterable[str | Requirement] | str | Requirement
+) -> Decision:
+    """See :meth:`wball.Evaluation.check`."""
+    asked = [requirements] if isinstance(requirements, (str, Requirement)) else list(requirements)
+    return Decision(tuple(_check(evaluation, Requirement.parse(one)) for one in asked))
+
+
+def _check(evaluation: Evaluation, wanted: Requirement) -> Check:
+    at = evaluation.certified_at if wanted.certified else evaluation.accuracy_at
+    measured = at(wanted.eps)
+    if measured is None:
+        reason = f"{wanted}: nothing was certified; evaluate with certify=True"
+        return Check(wanted, None, None, False, reason)
+    low, high = evaluation.interval(measured)
+    said = f"{wanted}: {100 * measured:.1f} % (95 % interval {100 * low:.1f} to {100 * high:.1f} %)"
+    if evaluation.doubts:
+        codes = ", ".join(sorted({doubt.code for doubt in evaluation.doubts}))
+        said += f", but the evaluation is not reliable: {codes}"
+    elif not evaluation.reliable:
+        said += ", but this is a quick look: evaluate with attack='standard'"
+    elif measured >= wanted.share > low:
+        said += "; the interval's lower end must meet it: evaluate more images"
+    return Check(wanted, measured, (low, high), evaluation.reliable and low >= wanted.share, said)
+
+
+def exit_code(
+    evaluations: Sequence[Evaluation], requirements: Sequence[str | Requirement] = ()
+) -> int:
+    """0; 3 if a claim did not hold; 6 if there are doubts; 7 if a requirement is not met."""
+    if any(e.rejected or e.contradictions or e.disagreements for e in evaluations):
+        return EXIT_CLAIMS
+    if any(e.doubts for e in evaluations):
+        return EXIT_UNRELIABLE
+    return 0 if all(decide(e, requirements) for e in evaluations) else EXIT_REQUIREMENT
