@@ -22,8 +22,8 @@ class Columns(ABC):
         hi: the largest value of a column, possibly infinite.
         linear: whether ``f`` is linear.
         damping: Newton's matrix gets this times residual / range of u on its diagonal. Neighbours that exchange mass
-            with nobody else leave a direction without curvature: there the damped step is as long as the range of u
-            over this, where a Newton step would be longer by orders of magnitude than any line search cares to shorten.
+            only with each other leave a direction without curvature. There the damped step is as long as the range of u
+            over this; an undamped Newton step would be longer by orders of magnitude.
     """
 
     target: Tensor

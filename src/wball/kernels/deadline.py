@@ -1,4 +1,4 @@
-"""A moment after which solvers stop and return the best that they have."""
+"""The time at which solvers stop and return the best result so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class Deadline:
-    """So many seconds from now; never by default."""
+    """A time ``seconds`` from now; never by default."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.end = time.monotonic() + seconds
@@ -24,12 +24,12 @@ class Deadline:
         return time.monotonic() >= self.end
 
     def put_off(self, seconds: float) -> None:
-        """So much later: the time to compile a loop is nobody's."""
+        """Move the deadline: compilation time is excluded."""
         self.end += seconds
 
     @contextmanager
     def flag(self) -> Iterator[NDArray[Any]]:
-        """An array with one number, which becomes 1 at the deadline: compiled loops have no clock and look at it."""
+        """An array of one number, which becomes 1 at the deadline. Compiled loops have no clock and read it."""
         stop = np.zeros(1, dtype=np.int64)
         if math.isinf(self.end):
             yield stop

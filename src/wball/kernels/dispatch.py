@@ -122,7 +122,7 @@ def home(name: str, x: Tensor) -> torch.device:
 
 
 def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
-    """Who goes on with images that a kernel did not solve; only those that cannot see how it goes give up early."""
+    """The fallback kernel for unsolved images. Only kernels that cannot check their progress need one."""
     if name not in NEVER_READS:
         return None
     return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"

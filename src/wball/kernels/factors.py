@@ -3,7 +3,7 @@ r"""A plan in factors, as compiled loops see it: what its pixels exchange, and t
 ``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.layout`), with factors ``give_i`` and
 ``keep_{i+k}`` on whatever moves. All loops run over the image between ``pad`` and ``pad + n``; moves are shifts.
 
-**Repair.** Full columns send their excess back, which may overfill those who sent it, and so on. The last attempt takes
+**Repair.** Full columns send their excess back, which may overfill the pixels it came from, and so on. The last attempt takes
 a plan in which no column counts on what it sends away, and goes just far enough towards it.
 """
 

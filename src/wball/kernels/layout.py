@@ -1,8 +1,8 @@
-"""How the compiled loops see images and moves: cropped, flat, ring after ring.
+"""The layout of images and moves in compiled loops: cropped, flat, ring after ring.
 
-An image is cropped to the box around its mass, widened by the reach of the moves, and laid out flat with all channels
-behind each other. The margins are wide enough that a move is a constant shift of the whole flat image, so that every
-inner loop runs over contiguous numbers and vectorises; a digit's black frame costs nothing.
+An image is cropped to the box around its mass, widened by the reach of the moves, and stored flat with contiguous
+channels. The margins are wide enough that a move is a constant shift of the whole flat image, so that every
+inner loop runs over contiguous numbers and vectorises. The black frame of a digit costs nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MoveTables(NamedTuple):
     ring: NDArray[np.int64]  # where each ring begins, and where the last ends
 
 
-class Stencil:
+class FlatMoves:
     """The moves as arrays, ring after ring, each ring filled up with moves that carry nothing."""
 
     def __init__(self, moves: StencilMoves) -> None:
@@ -78,9 +78,9 @@ class Stencil:
 
 
 @lru_cache(maxsize=64)
-def stencil_of(moves: StencilMoves) -> Stencil:
+def stencil_of(moves: StencilMoves) -> FlatMoves:
     """The moves as arrays, made once."""
-    return Stencil(moves)
+    return FlatMoves(moves)
 
 
 @compiled(inner=True)

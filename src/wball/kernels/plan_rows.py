@@ -55,7 +55,7 @@ def newton_step(
     step = psi + (cost * torch.log(cost / (budget * (1 - tolerance / 2))) / slope).to(psi.dtype)
     step = step.clamp(min=0.0)  # not a number where nothing moves
     middle = torch.where(high.isinf(), 2 * psi + 1, (low.clamp(min=0.0) + high) / 2)
-    # A slope lost to underflow sends the step to the moon: not beyond a hundred times where we are.
+    # Cap the step: a slope lost to underflow would make it huge.
     step = torch.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
     return torch.where(found, psi, step), low, high, found
 
@@ -72,7 +72,7 @@ def solve_price(
 ) -> Tensor:
     """The ``psi >= 0`` at which ``sum_i x_i E_i[cost]`` meets the budget, from the side below it.
 
-    ``tolerance`` of the budget may depend on the price; nobody waits for the images that are ``ignored``.
+    ``tolerance`` of the budget may depend on the price. The search does not wait for images that are ``ignored``.
     """
     low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
     for _ in range(steps):
@@ -87,7 +87,7 @@ def solve_price(
 
 
 @dataclass(frozen=True)
-class Factors:
+class PlanFactors:
     """A plan ``row_i weight(c) column_j`` along moves of cost ``c``, without logs.
 
     Attributes:
@@ -112,12 +112,12 @@ class PlanRows:
         self._ends = moves.ends(s, -math.inf)
 
     @cached_property
-    def factors(self) -> Factors:
+    def factors(self) -> PlanFactors:
         low, high = (extreme(self.s.flatten(1), 1) for extreme in (torch.amin, torch.amax))
         middle = per_image(0.5 * (low + high), self.s)
         row, column = torch.exp(self.start + middle), torch.exp(self.s - middle)
         weights = torch.exp(-self.price * self.moves.ring_cost)
-        return Factors(high - low <= NARROW.get(self.x.dtype, -1.0), row, column, weights)
+        return PlanFactors(high - low <= NARROW.get(self.x.dtype, -1.0), row, column, weights)
 
     @cached_property
     def _factored(self) -> bool:

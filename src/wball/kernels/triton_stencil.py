@@ -85,7 +85,7 @@ class Stencil:
 
     @cached_property
     def guard(self) -> int:
-        """Staged values before the first pixel, so many that rows of :data:`LINE` values with their halos are lines."""
+        """Staged values before the first pixel: rows of :data:`LINE` values with their halos are then cache lines."""
         least = self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
         return least + (self.reach[1] // 2 - least) % LINE
 
@@ -157,7 +157,7 @@ def too_large(x: Tensor, most: int) -> str | None:
 
 
 def block_of(values: int) -> int:
-    """The size of a program that holds so many values. Triton's own helpers take microseconds each time."""
+    """The size of a program that holds ``values`` values. Triton's own helpers take microseconds each time."""
     return max(128, 1 << (values - 1).bit_length())
 
 
@@ -491,7 +491,7 @@ def newton_step(psi, low, high, cost, slope, budget, tolerance):
     step = psi + cost * tl.log(cost / (budget * (1 - tolerance / 2))) / slope
     step = tl.where(step < 0.0, 0.0, step)  # not a number where nothing moves
     middle = tl.where(high == float("inf"), 2 * psi + 1, 0.5 * (tl.maximum(low, 0.0) + high))
-    # A slope lost to underflow sends the step to the moon: not beyond a hundred times where we are.
+    # Cap the step: a slope lost to underflow would make it huge.
     step = tl.where((step > low) & (step < high) & (step < 100 * psi + 100), step, middle)
     return tl.where(done, psi, step), low, high, done
 

@@ -34,7 +34,7 @@ from wball.kernels import dispatch
 from wball.moves import Moves
 
 COLD_PRICE = 10.0
-"""Where the search for a price starts that nobody knows."""
+"""First price of the search when no warm start is given."""
 
 COST_TOL = 1e-3
 """``psi`` is good enough when the cost lies within this relative distance below the budget."""
@@ -61,7 +61,7 @@ class PlanRequest:
         psi: starting price per image, ``(B,)``; ``None`` for :data:`COLD_PRICE`.
         q: starting box potentials, like ``x`` (zeros without a box); ``None`` for zeros.
         sweeps: coordinate steps on the box potentials; none without a box.
-        newton: at most so many Newton steps after each of them.
+        newton: largest number of Newton steps after each of them.
         momentum: what part of a coordinate step the next one goes on by, in [0, 1).
     """
 

@@ -56,7 +56,7 @@ def linear_maximum(
         budget: cost that may be spent per image, ``(B,)``.
         moves: the moves of the ground cost on these images.
         point: whether to return the maximiser.
-        max_iter: at most so many evaluations per row.
+        max_iter: largest number of evaluations per row.
     """
     name = dispatch.choose("linear_maximum", x, moves)
     solve = dispatch.load("linear_maximum", name).linear_maximum

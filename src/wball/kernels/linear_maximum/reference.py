@@ -91,7 +91,7 @@ class _Search:
         """The maximum, and the ends of the last bracket of its price."""
         low = self.at(torch.zeros_like(self.a[:, 0, 0, 0]))
         free = low.cost <= self.budget
-        # Above the steepest gain per unit of cost nobody moves.
+        # Above the steepest gain per unit of cost, all mass stays.
         gain = torch.where(
             (self.x > 0) & (self.ring_cost > 0),
             (self.rings - self.a) / self.ring_cost.clamp(min=1e-30),

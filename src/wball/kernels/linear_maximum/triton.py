@@ -112,7 +112,7 @@ def _support_kernel(
             )
         rings = rings + (best,)
 
-    # Above the steepest gain per unit of cost nobody moves.
+    # Above the steepest gain per unit of cost, all mass stays.
     steepest = tl.zeros([BLOCK], tl.float32)
     for d in tl.static_range(1, len(rings)):
         gain = tl.where(x > 0.0, (rings[d] - a) / tl.where(fees[d] > 0.0, fees[d], 1.0), 0.0)

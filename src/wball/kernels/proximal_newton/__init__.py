@@ -41,7 +41,7 @@ def proximal_newton(
         start: column potentials to start from.
         max_iter: Newton steps.
         best: what is known, improved in place.
-        kernel: who serves, as :func:`wball.kernels.dispatch.choose` says.
+        kernel: the kernel chosen by :func:`wball.kernels.dispatch.choose`.
         warm: whether ``start`` and ``best.psi`` solve a similar problem.
     """
     solve = dispatch.load("proximal_newton", kernel).proximal_newton

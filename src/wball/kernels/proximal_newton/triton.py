@@ -1,7 +1,7 @@
 r"""Exact plans on a GPU: the proximal Newton method of :mod:`wball.kernels.proximal_newton.cpu`, one program per image.
 
 The whole solver runs inside one launch: proximal steps, Newton steps, conjugate gradients, repair and bounds, in
-float64 and without a word to the host. Everything a program needs again lies in a scratch buffer of its own, staged as
+float64 and without synchronising with the host. Everything a program needs again lies in a scratch buffer of its own, staged as
 in :mod:`wball.kernels.triton_stencil`; vectors of the conjugate gradients stay in registers. Which moves of a row are
 in use is one bit each, so that the passes of the conjugate gradients, which are most of the work, load from the two or
 three neighbours in use and not from all. Shares are not stored: the shares ``pi^k`` that a step starts from (in
@@ -67,7 +67,7 @@ from wball.moves import Moves, StencilMoves
 TILE = 1024
 """Rows or columns that an evaluation sees to at once, of images that are listed half as many."""
 MAX_LISTED = 1024
-"""Rows and columns of images with at most so many values are listed: larger ones are photographs."""
+"""Rows and columns are listed for images of at most this many values: larger ones are photographs."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 

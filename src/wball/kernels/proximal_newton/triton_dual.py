@@ -1,4 +1,4 @@
-r"""The dual of a proximal step inside a Triton program: at given potentials, who sends what and what is left over.
+r"""The dual of a proximal step inside a Triton program: the plan and the residual at given potentials.
 
 Of small images, rows with mass and columns within their reach are listed: of a digit's pixels, one in six has mass.
 """
