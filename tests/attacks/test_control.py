@@ -174,15 +174,26 @@ def test_what_is_an_example_in_some_batches_only_is_not_claimed(
     assert result.status[0] is AttackStatus.SURVIVED
 
 
-def test_version_two_adds_members_to_version_one() -> None:
-    """Nothing gets weaker: the first members are those of version 1, in their order."""
-    first, second = standard.MEMBERS["standard-1"], standard.MEMBERS["standard"]
-    assert second[: len(first)] == first and not any(member.from_best for member in first)
-    more = second[len(first) :]
-    assert [member.from_best for member in more] == [True, True, False, *[False] * 3, True]
-    assert [member.near for member in more] == [False] * 4 + [True] * 3 and not any(
-        member.near for member in first
-    )
+def test_a_model_that_is_weak_on_8_bit_images_alone_is_broken(
+    net: nn.Module, images: Tensor, labels: Tensor
+) -> None:
+    images = (images * 255).round() / 255
+
+    def weak_on_levels(z: Tensor) -> Tensor:
+        units = z.detach() * 255
+        stored = ((units - units.round()).abs() < 1e-3).flatten(1).all(1)
+        moved = (z.detach() - images[:1]).abs().flatten(1).amax(1) > 0.5 / 255
+        own = 100 * F.one_hot(y[:1], 5).float()
+        return torch.where((stored & moved)[:, None], own.roll(1, 1), own + net(z))
+
+    with torch.no_grad():
+        y = net(images).argmax(1)
+    one, label = images[:1], y[:1]
+    attack = StandardAttack(WassersteinBall(0.1), check=False, view=plain_view(weak_on_levels))
+    result = attack(weak_on_levels, one, label)
+    assert bool(result.success) and bool(attack.ball.contains(one, result.images))
+    assert torch.equal((result.images * 255).round() / 255, result.images)
+    assert result.member is not None and int(result.member) == len(attack.members(classes=5))
 
 
 def test_members_begin_at_the_best_attempt_so_far(

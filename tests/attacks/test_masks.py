@@ -396,13 +396,6 @@ def test_the_standard_attack_sees_through(
     assert "stand-in-gradients" in [finding.code for finding in masked.findings]
 
 
-def test_version_one_stays_available(net: nn.Module, images: Tensor, labels: Tensor) -> None:
-    model, ball = MASKS["8 bits"](net), WassersteinBall(0.1)
-    first = StandardAttack(ball, version="standard-1", check=False)(model, images, labels)
-    second = StandardAttack(ball, version="fast", check=False)(model, images, labels)
-    assert first.findings == () and int(first.success.sum()) < int(second.success.sum())
-
-
 def test_a_model_outside_torch_is_searched_and_not_believed(net: nn.Module, images: Tensor) -> None:
     compiled = torch.jit.trace(net, images)
 

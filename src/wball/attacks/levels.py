@@ -23,10 +23,15 @@ PULLED_BACK = (1.0, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85)
 """Shares of the way from the image to the example that are tried."""
 
 
+def on_levels(x: Tensor, levels: int) -> bool:
+    """Whether every pixel is a multiple of ``1 / (levels - 1)``, up to rounding."""
+    units = x.double() * (levels - 1)
+    return x.numel() == 0 or float((units - units.round()).abs().max()) <= 1e-3
+
+
 def check_on_levels(x: Tensor, levels: int) -> None:
     """Raise unless every pixel is a multiple of ``1 / (levels - 1)``, up to rounding."""
-    units = x.double() * (levels - 1)
-    if x.numel() and float((units - units.round()).abs().max()) > 1e-3:
+    if not on_levels(x, levels):
         raise ValueError(
             f"x must have pixels that are multiples of 1/{levels - 1} for levels={levels}, so that rounding keeps the "
             f"mass: use images as they were stored, or (x * {levels - 1}).round() / {levels - 1}"

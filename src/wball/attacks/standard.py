@@ -4,7 +4,7 @@ Each member attacks only the images that survived those before it. The members d
 is what local optima depend on most: an image that survives a hundred steps of the margin often yields at once when
 the attack aims at its second or third likeliest class. All points are in the ball by construction.
 
-``"standard"`` (cite as *wball StandardAttack, standard, version 2*)
+``"standard"`` (cite as *wball StandardAttack, standard, version 3*)
 
 ========  ============================  =========  =====  ====================
 members   objective                     step size  steps  remarks
@@ -16,19 +16,19 @@ members   objective                     step size  steps  remarks
 7         margin                        3          150
 8, 9      runner-up 2, 3                3          80
 10        DLR                           10 -> 0    60     linear decay
-11 - 14   runner-up 6, 7, 8, 9          3          20
-15        cross-entropy                 10 -> 0    60     random start, 3 nats
-16        cross-entropy                 6 -> 0     100    random start, 3 nats
-17        margin                        6 -> 0     100    random start, 10 nats
-18        cross-entropy                 6 -> 0     80     random start, 10 nats
-19        margin                        6 -> 0     60     from the best attempt so far
-20        margin                        1          100    from the best attempt so far
-21        margin                        2          200
-22        margin                        6 -> 0     40     smoothed, 0.2
-23        cross-entropy                 6 -> 0     60     near only, smoothed, 0.1
-24        margin                        6 -> 0     100    near only, random start, 3 nats
-25        margin                        0.5        150    near only, from the best attempt so far
-26        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+11        cross-entropy                 10 -> 0    60     random start, 3 nats
+12        cross-entropy                 6 -> 0     100    random start, 3 nats
+13        margin                        6 -> 0     100    random start, 10 nats
+14        cross-entropy                 6 -> 0     80     random start, 10 nats
+15        margin                        6 -> 0     60     from the best attempt so far
+16        margin                        1          100    from the best attempt so far
+17        margin                        2          200
+18        margin                        6 -> 0     40     smoothed, 0.2
+19        cross-entropy                 6 -> 0     60     near only, smoothed, 0.1
+20        margin                        6 -> 0     100    near only, random start, 3 nats
+21        margin                        0.5        150    near only, from the best attempt so far
+22        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
+23        none                                            best attempts, rounded to 8 bits
 ========  ============================  =========  =====  ====================
 
 *Smoothed*: gradients are the mean over noise of that size, in pixel values. Networks that were trained against small
@@ -37,16 +37,17 @@ changes of every pixel are flat around an image and hide from gradients what lie
 *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising. They are
 few, so that many steps cost little.
 
-The first 25 are :class:`~wball.DualAveraging`, the last is :class:`~wball.ScoreSearch` (or
+The first 21 are :class:`~wball.DualAveraging`, the next is :class:`~wball.ScoreSearch` (or
 :class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 25 climb those of smooth stand-ins
+:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 21 climb those of smooth stand-ins
 or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
 answers decides. After an example by a hair (:data:`CLEARLY`) the next members look for a clearer one; if there is none,
 it counts if it is one in batches of other sizes, too.
 ``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
 the numbers (:mod:`wball.attacks.findings`).
 
-``"standard-1"`` is version 1: members 1 to 18 with the model's own gradients. ``"fast"`` is cross-entropy, margin,
+Version 3 has no runners-up 6 to 9. The last member is for images that are stored with 8 bits: a model may be weak only
+there. ``"fast"`` is cross-entropy, margin,
 runner-up 2 and runner-up 3 with 30 steps of 6 -> 0 each: for quick looks.
 
 Targeted at a class, the runner-up members make no sense and are left out, as are runners-up that a model with few
@@ -69,17 +70,18 @@ from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.detours import Smoothed
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
+from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.attacks.result import AttackResult, AttackStatus, empty, without
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.search import Search
-from wball.attacks.views import LOOKED_AT, View, best_view, plain_view
+from wball.attacks.views import LOOKED_AT, View, best_view
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
 from wball.result import joined_kernels
 
-Version = Literal["standard", "standard-1", "fast"]
+Version = Literal["standard", "fast"]
 
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
 """Forward passes per image of the score search: where gradients are of use, and where they are not."""
@@ -143,7 +145,7 @@ def _falling(
 
 
 MEMBERS: dict[str, tuple[_Member, ...]] = {
-    "standard-1": (
+    "standard": (
         _falling("cross-entropy"),
         _falling("margin"),
         _falling("runner-up-2"),
@@ -154,27 +156,23 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
         _Member("runner-up-2", steps=80),
         _Member("runner-up-3", steps=80),
         _falling("dlr", step_size=10.0, steps=60),
-        *(_Member(f"runner-up-{rank}", steps=20) for rank in (6, 7, 8, 9)),
         _falling("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
         _falling("cross-entropy", random_start=3.0),
         _falling("margin", random_start=10.0),
         _falling("cross-entropy", steps=80, random_start=10.0),
+        _falling("margin", steps=60, from_best=True),
+        _Member("margin", step_size=1.0, from_best=True),
+        _Member("margin", step_size=2.0, steps=200),
+        _falling("margin", steps=40, smoothed=0.2),
+        _falling("cross-entropy", steps=60, near=True, smoothed=0.1),
+        _falling("margin", random_start=3.0, near=True),
+        _Member("margin", step_size=0.5, steps=150, from_best=True, near=True),
     ),
     "fast": tuple(
         _falling(name, steps=30)
         for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")
     ),
 }
-MEMBERS["standard"] = (
-    *MEMBERS["standard-1"],
-    _falling("margin", steps=60, from_best=True),
-    _Member("margin", step_size=1.0, from_best=True),
-    _Member("margin", step_size=2.0, steps=200),
-    _falling("margin", steps=40, smoothed=0.2),
-    _falling("cross-entropy", steps=60, near=True, smoothed=0.1),
-    _falling("margin", random_start=3.0, near=True),
-    _Member("margin", step_size=0.5, steps=150, from_best=True, near=True),
-)
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class StandardAttack(Attack):
     of the true class (minus that of the target). Images that survived come with the attempt of highest loss.
 
     Attributes:
-        version: ``"standard"``, ``"standard-1"`` or ``"fast"``.
+        version: ``"standard"`` or ``"fast"``.
         check: warn of signs that a robust accuracy may be an artefact (:mod:`wball.attacks.checks`).
         view: how to look at the model (:meth:`prepared` finds it); ``None`` finds it anew for every batch.
     """
@@ -247,9 +245,7 @@ class StandardAttack(Attack):
             )
 
     def _view(self, model: Model, x: Tensor, y: Tensor) -> View:
-        return (
-            plain_view(model) if self.version == "standard-1" else best_view(model, x, y, self.ball)
-        )
+        return best_view(model, x, y, self.ball)
 
     def attack_batch(
         self,
@@ -335,16 +331,62 @@ class StandardAttack(Attack):
             better = _is_better(best, here, found)
             best = _merged(best, here, found, better)
             member_of[here[found.success & better]] = 1
+        if self.version == "standard" and self.levels is None and on_levels(x, 256):
+            best = self._rounded(best, view, model, x, y, target)
+            member_of[best.success & (member_of < 0)] = len(members)
         by_a_hair = (best.success & unclear).nonzero().squeeze(1)
-        if by_a_hair.numel() and self.version != "standard-1" and not view.random:
+        if by_a_hair.numel() and not view.random:
             goal = None if target is None else target[by_a_hair]
             held = _asked_again(view, model, best.images[by_a_hair], y[by_a_hair], goal)
             best = without(best, by_a_hair[~held])
             member_of[by_a_hair[~held]] = -1
         best = replace(best, member=member_of, rising=rising & ~best.success)
-        if self.version == "standard-1":
-            return best
         return replace(best, findings=self._findings(view, model, x, y, best, members, targeted))
+
+    def _rounded(
+        self,
+        best: AttackResult,
+        view: View,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+    ) -> AttackResult:
+        """The result with examples among the best attempts of surviving images, rounded to 8 bits."""
+        left = (~best.success).nonzero().squeeze(1)
+        if left.numel() == 0:
+            return best
+
+        def judged(index: Tensor, images: Tensor) -> Tensor:
+            here = left[index]
+            return view.judge(model, images, y[here], None if target is None else target[here])
+
+        attempts = replace(
+            best,
+            images=best.images[left],
+            success=torch.ones_like(left, dtype=torch.bool),
+            distance=best.distance[left],
+            status=(AttackStatus.FOUND,) * left.numel(),
+        )
+        found = to_levels(attempts, self.ball.take(left), x[left], 256, judged)
+        broken = left[found.success]
+        if broken.numel() == 0:
+            return best
+        images, success, distance = (t.clone() for t in (best.images, best.success, best.distance))
+        images[broken], success[broken] = found.images[found.success], True
+        distance[broken] = found.distance[found.success]
+        status = list(best.status)
+        for i in broken.tolist():
+            status[i] = AttackStatus.FOUND
+        # Rounding has no plan: the audit solves for the distance.
+        return replace(
+            best,
+            images=images,
+            success=success,
+            distance=distance,
+            status=tuple(status),
+            proof=None,
+        )
 
     def stored(
         self,
