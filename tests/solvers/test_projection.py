@@ -175,21 +175,15 @@ def test_half_precision_is_answered_in_float32() -> None:
     assert wball.audit(ball, x.float(), point).all_valid
 
 
-def test_paper_mode_is_the_same_problem_without_box(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its clamp, the paper's iteration converges to what the path finds for the ball without a box."""
+def test_paper_mode_is_the_same_problem_without_box() -> None:
+    """Before its clamp, the paper's point is the entropic projection onto the ball without a box."""
     x, w, _ = batch()
     open_ball = wball.WassersteinBall(0.2, box=None)
     ours = open_ball.project(x, w, 50.0, tol=1e-9)
-    monkeypatch.setenv("WBALL_KERNEL", "torch")  # the iteration itself
-    theirs = open_ball.project(x, w, 50.0, tol=1e-9, max_iter=5000, mode="paper")
+    theirs = open_ball.project(x, w, 50.0, tol=1e-7, mode="paper")
     torch.testing.assert_close(theirs.point, ours.point, atol=1e-4, rtol=0)
     torch.testing.assert_close(theirs.objective, ours.objective, atol=1e-6, rtol=1e-6)
-    assert bool((theirs.gap <= 1e-7).all())
-    early = open_ball.project(x, w, 50.0, tol=1e-9, max_iter=3, mode="paper")
-    assert bool((early.gap > 1e-3).any()) and bool(
-        (early.objective - early.gap <= ours.objective + 1e-6).all()
-    )
-    assert theirs.plan is None
+    assert bool((theirs.gap <= 1e-7).all()) and theirs.plan is None
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])

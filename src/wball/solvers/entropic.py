@@ -26,34 +26,40 @@ from wball.cost import DenseCost
 from wball.inputs import result_dtype
 from wball.kernels import dispatch
 from wball.kernels.entropic_plan.pull_back import balanced
-from wball.kernels.projected_sinkhorn import ProjectedSinkhorn, Projection, projected_sinkhorn
+from wball.kernels.projected_sinkhorn import (
+    COLD_PRICE,
+    ProjectedSinkhorn,
+    Projection,
+    projected_sinkhorn,
+)
 from wball.moves import Moves
 from wball.plan import FactoredPlan
 from wball.result import Duals, ProjectionResult, statuses
 from wball.solvers.oracle import ROUNDINGS, OraclePoint
 from wball.solvers.problem import TransportProblem, as_images
 
-SWEEPS, SWEEP_TOL = 400, 3e-5
-"""At most so many sweeps, and in float32 no gap that could not be resolved."""
-
 
 def swept(
-    problem: TransportProblem, grid: Tensor, moves: Moves, w: Tensor, *, reg: float, tol: float
+    problem: TransportProblem,
+    w: Tensor,
+    reg: float,
+    effort: tuple[float, int],
+    init: Duals | None,
 ) -> ProjectionResult:
-    """The entropic projection of ``w`` by projected Sinkhorn. Who has another status than converged needs more.
-
-    ``grid`` are the centres as images (:func:`~wball.solvers.problem.as_images`), and ``moves`` those on them.
-    """
+    """The entropic projection of ``w`` by projected Sinkhorn, for all images at once."""
     x, budget, spend = problem.x, problem.budget, problem.spendable()
-    target, tau = as_images(w), problem.mass / reg
+    grid, tau = as_images(x), problem.mass / reg
+    moves = problem.moves(grid)
+    u, psi = (None, None) if init is None else (as_images(init.beta), init.psi)
     answer = projected_sinkhorn(Projection(
-        grid, target, spend, moves, problem.box, tau, tol=tol, max_iter=SWEEPS, factors=True
+        grid, as_images(w), spend, moves, problem.box, tau,
+        u=u, psi=psi, tol=effort[0], max_iter=effort[1], factors=True,
     ))  # fmt: skip
     gap, solved = answer.gap, answer.gap <= answer.allowed
     if spend is not budget:
         gap = gap + answer.psi * (budget - spend).clamp(min=0)
         solved = (gap <= answer.allowed) & ~((spend <= 0) & (budget > 0))
-    # Where nothing may be spent the sweeps saw a ball of one point, and their prices say nothing about a larger one.
+    # Without a budget the kernel treats the ball as one point, but free moves leave it.
     if moves.has_free:
         solved = solved & ~((spend <= 0) & escapes(moves, grid))
     return ProjectionResult(
@@ -100,14 +106,14 @@ class EntropicProjection:
     ) -> None:
         x = problem.x.detach()
         self.x, self.mode = x, mode
-        self._tol, self._max_iter = max(tol, SWEEP_TOL), max_iter
+        self._tol, self._max_iter = tol, max_iter
         self._grid = self.x.float() if x.ndim == 4 else self.x.float()[:, None, None, :]
         self._moves = problem.moves(self._grid)
         mass = self._grid.double().flatten(1).sum(1)
         self.unit = problem.unit
         self._tau = mass / reg
         self._u: Tensor | None = None
-        self._psi = torch.full_like(mass, 0.1)
+        self._psi = torch.full_like(mass, COLD_PRICE)
         self.within(problem)
 
     @staticmethod

@@ -4,11 +4,15 @@ r"""Projection onto the Wasserstein ball: the nearest point of the ball to an im
     \mathrm{proj}(w) = \operatorname*{argmin}_{z \in B(x, \epsilon)} \tfrac12 \|w - z\|^2
     \;\Big[ + \tfrac{m^2}{\lambda} \sum_{ij} \hat P_{ij} \log \hat P_{ij},\ \hat P = P / m \Big]
 
-``reg = inf`` leaves the bracket out: the exact Euclidean projection. Finite ``reg`` is the paper's ``lambda``, in the
-units of an image scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. Both follow the same
-path of entropic problems (:mod:`wball.kernels.entropic_path`); the box is part of the ball throughout. Whatever stops
-the solver, the returned point is the column sum of a repaired plan, hence in the ball, and ``gap`` is a proof of how
-far from optimal it can be, because the dual value bounds the optimum from below at every iterate.
+``reg = inf`` leaves the bracket out: the exact Euclidean projection, solved by
+:mod:`wball.kernels.proximal_newton`. Finite ``reg`` is the paper's ``lambda``, in the units of an image
+scaled to mass 1, so that in image units the temperature is ``tau = m / reg``. It is solved by
+:mod:`wball.kernels.projected_sinkhorn`, from a cold start or a warm one. Sweeps converge slowly where
+``tau`` is small: images that are not solved follow :mod:`wball.kernels.entropic_path`.
+
+The box is part of the ball. Whatever stops the solver, the returned point is the column sum of a
+repaired plan, hence in the ball, and ``gap`` bounds its distance from the optimum, because the dual
+value is a lower bound at every iterate.
 """
 
 from __future__ import annotations
@@ -22,16 +26,15 @@ from torch import Tensor
 
 from wball import inputs
 from wball.batch import dot, largest, per_image
-from wball.kernels import dispatch
 from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Quadratic
 from wball.kernels.deadline import Deadline
-from wball.kernels.projected_sinkhorn import Projection, entropy_at_rest, projected_sinkhorn
+from wball.kernels.projected_sinkhorn import entropy_at_rest
 from wball.kernels.projected_sinkhorn.reference import PARTS
 from wball.moves import Moves, StencilMoves
 from wball.plan import Plan
 from wball.result import Duals, ProjectionResult, Status, joined_kernels, joined_results, statuses
-from wball.solvers.entropic import SWEEP_TOL, escapes, swept
+from wball.solvers.entropic import escapes, swept
 from wball.solvers.minimum import Minimum
 from wball.solvers.problem import (
     TIME_LIMIT,
@@ -42,10 +45,12 @@ from wball.solvers.problem import (
     as_images,
     chunks,
 )
-from wball.solvers.sinkhorn import paper_projection
+
+SWEEPS = 400
+"""Sweeps of an image at most, before it follows the path."""
 
 PAPER_TOL = 0.01
-"""Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap, and the path is fast."""
+"""Share of the tolerance for the paper's points: ``w - u`` is off by the root of the gap."""
 
 
 def project(
@@ -63,23 +68,23 @@ def project(
 
     Args:
         problem: centres, moves, budget and box.
-        w: points to project, any finite values of the same shape. The ball checks it, and ``init``, with its images.
+        w: points to project, any finite values of the same shape. The ball checks it, and ``init``.
         reg: the paper's lambda in mass-1 units; ``inf`` is the exact projection.
         tol: relative duality gap at which an image is done.
         max_iter: Newton steps per image.
         init: dual variables of an earlier, similar projection.
-        mode: ``"paper"`` is the original procedure for comparison: Algorithm 2 (or a faster way to its limit) without a
-            box, then a clamp, which destroys mass. Its points are in no ball; everything else in this library is.
-        time_limit: seconds for each image, on average of those solved together. An image that takes longer gets the
-            best point found, which is in the ball, and the status ``TIME_LIMIT``.
+        mode: ``"paper"`` is the original procedure for comparison: the limit of Algorithm 2, without
+            a box, then a clamp, which destroys mass. Its points are in no ball; all others are.
+        time_limit: seconds per image, on average over those solved together. An image that takes
+            longer gets the best point found, which is in the ball, and the status ``TIME_LIMIT``.
 
     Returns:
         A :class:`~wball.result.ProjectionResult`. An image is ``CONVERGED`` only if its gap is at most
-        ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within ``sqrt(tol) |w - z|`` of
-        the optimum. The second term is for points inside the ball, where ``d`` vanishes; where ``d`` is below 3 % of
-        ``d`` and the entropy together, that share of them counts instead.
+        ``tol * d + tol^2 * 1/2 |w - x|^2`` with ``d = 1/2 |w - z|^2``, so that ``z`` is within
+        ``sqrt(tol) |w - z|`` of the optimum. The second term is for points inside the ball, where
+        ``d`` vanishes; where ``d`` is below 3 % of ``d`` and the entropy together, that share of
+        them counts instead.
     """
-    x = problem.x
     w = w.detach()
     reg = inputs.check_positive("reg", reg, inf=True)
     tol = inputs.check_positive("tol", tol)
@@ -97,17 +102,26 @@ def project(
                 'mode="paper" needs a finite reg (the paper uses 1000 for MNIST, 3000 for CIFAR-10)'
             )
         return _paper(problem, w, reg, tol, max_iter)
-
-    images = as_images(x)
-    moves = problem.moves(images)
-    # Sweeps go through the moves one at a time, and a matrix has as many as pixels.
-    if init is not None or math.isinf(reg) or not isinstance(moves, StencilMoves):
+    if math.isinf(reg):
         return _followed(problem, w, reg, effort, init)
-    found = swept(problem, images, moves, w, reg=reg, tol=tol)
-    if found.status.count(Status.CONVERGED) == len(x):
-        return found
+    return _entropic(problem, w, reg, effort, init)
+
+
+def _entropic(
+    problem: TransportProblem,
+    w: Tensor,
+    reg: float,
+    effort: tuple[float, int, float],
+    init: Duals | None,
+) -> ProjectionResult:
+    """Sweeps; images that they leave unsolved follow the entropic path."""
+    if not isinstance(problem.moves(as_images(problem.x)), StencilMoves):
+        return _followed(problem, w, reg, effort, init)  # sweeps take a matrix move by move
+    found = swept(problem, w, reg, (effort[0], SWEEPS), init)
     left = [k for k, status in enumerate(found.status) if status is not Status.CONVERGED]
-    index = torch.tensor(left, device=x.device)
+    if not left:
+        return found
+    index = torch.tensor(left, device=w.device)
     return _patched(found, index, _followed(problem.take(index), w[index], reg, effort, None))
 
 
@@ -211,34 +225,15 @@ def _patched(found: ProjectionResult, index: Tensor, others: ProjectionResult) -
 def _paper(
     problem: TransportProblem, w: Tensor, reg: float, tol: float, max_iter: int
 ) -> ProjectionResult:
-    """Where Algorithm 2 ends: ``w - u`` of the problem without a box, clamped. A kernel that is faster there serves."""
-    x, budget = problem.x, problem.budget
-    grid, target = as_grid(x), as_grid(w)
-    moves = problem.moves(grid)
-    mass = grid.flatten(1).sum(1)
-    still = per_image((budget <= 0) | (mass <= 0), grid)
-    if dispatch.choose("projected_sinkhorn", grid.float(), moves) == "triton":
-        answer = projected_sinkhorn(Projection(
-            grid.float(), target.float(), budget, moves, None, (mass / reg).float(),
-            u=(target - grid).float(), psi=torch.full_like(mass, 0.1).float(),
-            tol=max(tol, SWEEP_TOL), max_iter=max_iter,
-        ))  # fmt: skip
-        point = torch.where(still, grid, target - answer.u)
-        return ProjectionResult(
-            point=as_given(point, x, problem.box),
-            objective=answer.objective,
-            gap=answer.gap,
-            residual=(answer.z - point).flatten(1).abs().amax(1),
-            status=statuses(answer.gap <= answer.allowed),
-            n_iter=answer.n_iter,
-            duals=Duals(answer.u.double().reshape(x.shape), answer.psi.double()),
-            kernel=answer.kernel,
-        )
-    if dispatch.choose("entropic_path", grid, moves) == "torch":
-        found = paper_projection(problem, w, reg=reg, tol=tol, max_iter=max_iter)
-        return replace(found, objective=found.objective + entropy_at_rest(grid, mass / reg))
-    found = project(replace(problem, box=None), w, reg=reg, tol=PAPER_TOL * tol, max_iter=max_iter)
+    """The limit of Algorithm 2: ``w - u`` of the problem without a box, clamped.
+
+    No plan is returned, because none proves this point. ``residual`` is the largest difference
+    between the unclamped point and the columns of the plan.
+    """
+    unboxed = replace(problem, box=None)
+    found = _entropic(unboxed, w, reg, (PAPER_TOL * tol, max_iter, math.inf), None)
     assert found.duals is not None
-    point = torch.where(still, grid, target - as_grid(found.duals.beta))
-    residual = (as_grid(found.point) - point).flatten(1).abs().amax(1)
-    return replace(found, point=as_given(point, x, problem.box), residual=residual, write=None)
+    still = per_image((problem.budget <= 0) | (problem.mass <= 0), w)
+    point = torch.where(still, problem.x, w - found.duals.beta)
+    residual = largest(found.point - point)
+    return replace(found, point=as_given(point, w, problem.box), residual=residual, write=None)

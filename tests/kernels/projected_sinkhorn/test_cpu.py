@@ -256,9 +256,7 @@ def test_ball_projects_by_sweeps_and_keeps_its_promises() -> None:
     x, w = (image.double() for image in case.images())
     assert dispatch.choose("projected_sinkhorn", x, case.cost.arcs(6, 6, x)) == "cpu"
     ours = case.ball.project(x, w, reg=case.reg, tol=1e-6)
-    path = case.ball.project(
-        x, w, reg=case.reg, tol=1e-8, init=ours.duals
-    )  # who has duals follows the path
+    path = case.ball.project(x, w, reg=case.reg, tol=1e-8, init=ours.duals)
     assert ours.kernel == "cpu" and bool(ours.converged.all())
     assert float((ours.objective - path.objective).abs().max()) <= float(
         (ours.gap + path.gap).max()

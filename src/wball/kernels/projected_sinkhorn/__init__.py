@@ -168,9 +168,8 @@ def entropy_at_rest(x: Tensor, tau: Tensor) -> Tensor:
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
-    """The entropic projections, by whichever kernel serves such images."""
+    """The entropic projections, by the kernel that serves such images."""
     name = dispatch.choose("projected_sinkhorn", problem.x, problem.moves)
-    answer: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", name).projected_sinkhorn(
-        problem
-    )
+    solve = dispatch.load("projected_sinkhorn", name).projected_sinkhorn
+    answer: ProjectedSinkhorn = solve(problem)
     return replace(answer, kernel=name)

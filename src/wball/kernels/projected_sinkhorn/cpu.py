@@ -89,10 +89,7 @@ class _Answer(NamedTuple):
 
 
 def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
-    """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`.
-
-    With ``factors`` images that would have to be continued in logs are left with an infinite gap.
-    """
+    """See :func:`wball.kernels.projected_sinkhorn.projected_sinkhorn`."""
     x, factors = problem.x, problem.factors
     stencil, shape = stencil_of(problem.moves), tuple(x.shape)
     lo, hi = problem.ends

@@ -132,7 +132,9 @@ def projected_sinkhorn(problem: Projection) -> ProjectedSinkhorn:
     wide = torch.empty(batch, dtype=torch.int32, device=device)
     w, budget = problem.w.contiguous(), problem.budget.to(torch.float64)
     rough, rough_slack = (
-        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK) if doubly else (tol, reference.SLACK)
+        (max(ROUGH_SHARE * tol, ROUGH_TOL), ROUGH_SLACK)
+        if doubly
+        else (max(tol, RESOLVED), reference.SLACK)
     )
     keep, give = (
         kept,
