@@ -9,11 +9,10 @@ from reproduction.measure import predicted
 from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Workshop
+from wball.data import dataset_info
 
 if TYPE_CHECKING:
     pass
-
-TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 
 
 def measure(shop: Workshop) -> Data:
@@ -39,7 +38,7 @@ def tables(data: Data) -> list[Table]:
     head = ["data set and model", "paper", "here", "images", "network"]
     rows = [
         [
-            f"{TITLES[row['dataset']]}, {row['label']}",
+            f"{dataset_info(row['dataset']).title}, {row['label']}",
             percent(row["paper"], 2),
             percent(row["accuracy"], 2),
             f"{row['images']:,}",

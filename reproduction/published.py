@@ -47,27 +47,6 @@ class Claim:
     place: str = "text of the paper"
 
 
-CLAIMS = (
-    Claim("MNIST, standard: fooled 50 % of the time", "mnist", "mnist-standard", 0.5, 0.50),
-    Claim("MNIST, standard: fooled 94 % of the time", "mnist", "mnist-standard", 1.0, 0.06),
-    Claim("CIFAR-10, standard: 25 % misclassified", "cifar10", "cifar10-standard", 0.01, 0.75),
-    Claim("CIFAR-10, standard: fooled 97 % of the time", "cifar10", "cifar10-standard", 0.1, 0.03),
-    Claim(
-        "CIFAR-10, l-inf robust: 61 % adversarial accuracy",
-        "cifar10",
-        "cifar10-linf-provable",
-        0.1,
-        0.61,
-    ),
-    Claim(
-        "CIFAR-10, adv. training: 76 % adversarial accuracy",
-        "cifar10",
-        "cifar10-adversarial-paper",
-        0.1,
-        0.76,
-    ),
-)
-
 _README = "[README of the code](https://github.com/locuslab/projected_sinkhorn), the paper's attack"
 AUTHORS = (
     Claim("standard", "mnist", "wong2019-mnist-standard", 1.0, 0.04, _README),
@@ -98,6 +77,3 @@ GALLERY_SCALE = 0.165
 """Largest total change of a pixel over the three channels in the CIFAR-10 gallery."""
 
 LAMBDAS, POWERS = (1.0, 10.0, 100.0, 500.0, 1000.0), (1.0, 2.0, 3.0, 4.0, 5.0)
-
-SECONDS_PER_ITERATION, ITERATIONS = 0.02, (30, 40)
-"""Projected Sinkhorn on 100 CIFAR-10 images with 5 x 5 plans, on a Titan X."""
