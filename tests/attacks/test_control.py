@@ -11,10 +11,17 @@ from torch.nn import functional as F
 
 from wball import DualAveraging, StandardAttack, WassersteinBall
 from wball.attacks import control, objectives, standard
-from wball.attacks.detours import DRAWS
 from wball.attacks.result import AttackStatus
+from wball.attacks.stand_ins import DRAWS
 from wball.attacks.standard import _asked_again, _judged, _Member
-from wball.attacks.views import plain_view
+from wball.attacks.views import View
+from wball.model import Model
+
+
+def plain_view(model: Model) -> View:
+    """The model as it is."""
+    return View(model, 1.0, True, False, False)
+
 
 BALL = WassersteinBall(0.02)
 
@@ -53,7 +60,7 @@ def test_a_loss_that_still_rises(
     assert long.rising is not None and int(long.rising.sum()) == 0
     for step_size, serious in ((3e-3, ["loss-still-rising"]), (3.0, [])):
         monkeypatch.setitem(
-            standard.MEMBERS, "fast", (_Member("cross-entropy", step_size=step_size),)
+            standard.MEMBERS, "fast", (_Member("cross-entropy", step_size=step_size, decay=0.0),)
         )
         assert _codes(StandardAttack(ball, version="fast", check=False), net, x, y) == serious
 
@@ -64,7 +71,7 @@ def test_more_is_tried_on_images_that_are_almost_broken_only(
     monkeypatch.setitem(
         standard.MEMBERS,
         "fast",
-        (_Member("margin", steps=5), _Member("margin", steps=7, near=True)),
+        (_Member("margin", 3.0, 5, decay=0.0), _Member("margin", steps=7, near=True)),
     )
     with torch.no_grad():
         clean = objectives.margin(net(images), labels)
@@ -97,7 +104,7 @@ def test_a_smoothed_member_climbs_the_mean_over_noisy_copies(
         monkeypatch.setitem(
             standard.MEMBERS,
             "fast",
-            (_Member("margin", steps=1), _Member("dlr", 3, 2, smoothed=0.2)),
+            (_Member("margin", steps=1), _Member("margin", 3.0, 2, smoothed=0.2)),
         )
         view = replace(plain_view(model), random=random)
         result = StandardAttack(ball, version="fast", check=False, view=view)(

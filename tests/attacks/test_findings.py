@@ -24,33 +24,26 @@ def test_findings_of_batches_add_up() -> None:
     assert not reliable(merged(parts))
 
 
-def test_notes_and_single_images_do_not_make_a_result_unreliable() -> None:
-    assert reliable([]) and reliable(
-        [Finding("train-mode", 1, 1), Finding("black-box-stronger", 2, 100)]
-    )
-    assert not reliable([Finding("masked-gradients", 1, 1000)])
-
-
-def test_a_local_optimum_or_two_in_a_full_ball_are_no_reason_for_doubt() -> None:
-    """One of nine survivors of a public network that hides nothing made its evaluation unreliable."""
-    assert (
-        not Finding("full-ball-survivors", 1, 9).serious
-        and not Finding("full-ball-survivors", 2, 2).serious
-    )
-    assert (
-        Finding("full-ball-survivors", 3, 3).serious
-        and Finding("full-ball-survivors", 4, 16).serious
-    )
-    assert not Finding("full-ball-survivors", 3, 16).serious
-
-
-def test_one_survivor_whose_loss_rises_is_no_reason_for_doubt() -> None:
-    """The last of 200 digits that a public network had right at a large radius made its evaluation unreliable."""
-    assert (
-        not Finding("loss-still-rising", 1, 200).serious
-        and not Finding("loss-still-rising", 1, 1).serious
-    )
-    assert (
-        Finding("loss-still-rising", 2, 20).serious
-        and Finding("loss-still-rising", 11, 200).serious
-    )
+@pytest.mark.parametrize(
+    ("code", "images", "of", "serious"),
+    [
+        ("full-ball-survivors", 1, 9, False),  # a public network that hides nothing
+        ("full-ball-survivors", 1, 1, False),
+        ("full-ball-survivors", 2, 9, True),
+        ("full-ball-survivors", 2, 16, False),
+        ("full-ball-survivors", 3, 16, True),
+        ("loss-still-rising", 1, 200, False),
+        ("loss-still-rising", 1, 1, False),
+        ("loss-still-rising", 2, 20, True),
+        ("loss-still-rising", 11, 200, True),
+        ("masked-gradients", 1, 1000, True),
+        ("black-box-stronger", 2, 100, False),
+        ("black-box-stronger", 3, 100, True),
+        ("train-mode", 1, 1, False),
+    ],
+)
+def test_single_images_and_notes_do_not_make_a_result_unreliable(
+    code: str, images: int, of: int, serious: bool
+) -> None:
+    finding = Finding(code, images, of)
+    assert finding.serious == serious and reliable([finding]) != serious

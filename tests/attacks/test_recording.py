@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wball import PGD, AttackResult, DualAveraging, LinfBall, WassersteinBall
 from wball.attacks import GrowingRadius, recording
 from wball.attacks.base import Attack
-from wball.attacks.detours import Smoothed
+from wball.attacks.stand_ins import Smoothed
 
 ATTACKS: dict[str, Attack] = {
     "dual averaging": DualAveraging(WassersteinBall(0.3), steps=20, decay=1.0),

@@ -14,11 +14,12 @@ and drops images that are done.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -110,6 +111,24 @@ class Attack(ABC):
     def take(self, index: Tensor) -> Attack:
         """The attack on a subset of the images (a ball can have one radius per image)."""
         return replace(self, ball=self.ball.take(index))
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain data, for the files of an evaluation."""
+        plain: dict[str, Any] = {"name": type(self).__name__}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("ball", "progress", "check", "proofs", "view"):
+                continue
+            if isinstance(value, Attack):
+                value = value.describe()
+            elif is_dataclass(value) and not isinstance(value, type):
+                value = {"name": type(value).__name__, **asdict(value)}
+            elif not isinstance(value, (str, int, float, bool, type(None))):
+                value = getattr(value, "__qualname__", repr(value))
+            elif isinstance(value, float) and not math.isfinite(value):
+                value = str(value)
+            plain[item.name] = value
+        return plain
 
     def __call__(
         self,

@@ -57,8 +57,8 @@ CODES: dict[str, Code] = {
     "full-ball-survivors": Code(
         "{images} of {of} images survived at an unlimited radius, where the shapes of other images fool the model",
         "gradients lead the attack astray: attack a differentiable approximation of the model",
-        tolerated=0.2,
-        fewest=3,  # a local optimum or two say nothing
+        tolerated=0.15,
+        fewest=2,  # one image may be a local optimum
     ),
     "larger-radius-weaker": Code(
         "{images} of {of} images were broken at a radius and survived at a larger one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -72,6 +72,13 @@ class AttackResult(Summarised):
     rising: Tensor | None = None
     findings: tuple[Finding, ...] = ()
 
+    def take(self, index: Tensor) -> AttackResult:
+        """The result of a subset of the images, without plans."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts: dict[str, Any] = {n: t[index] for n, t in tensors.items() if isinstance(t, Tensor)}
+        status = tuple(self.status[i] for i in index.tolist())
+        return replace(self, status=status, proof=None, **parts)
+
     @property
     def reliable(self) -> bool:
         """Whether no finding says that the robust accuracy may be too high."""
@@ -99,6 +106,12 @@ class AttackResult(Summarised):
         return 1.0 - float((self.success & (wrong | (self.radius <= eps))).double().mean())
 
 
+def empty(x: Tensor) -> AttackResult:
+    """The result of an attack on no images."""
+    none = torch.zeros(0, device=x.device)
+    return AttackResult(x.clone(), none.bool(), none.double(), none, none.long(), (), none.double())
+
+
 def without(found: AttackResult, index: Tensor) -> AttackResult:
     """The result with no example claimed at ``index``."""
     if index.numel() == 0:
@@ -110,33 +123,20 @@ def without(found: AttackResult, index: Tensor) -> AttackResult:
     return replace(found, success=success, status=tuple(status))
 
 
-def empty(x: Tensor) -> AttackResult:
-    none = torch.zeros(0, device=x.device)
-    counts = none.long()
-    return AttackResult(x.clone(), none.bool(), none.double(), none, counts, (), none.double())
-
-
 def joined(parts: list[AttackResult]) -> AttackResult:
+    """The results of several batches as one."""
     if len(parts) == 1:
         return parts[0]
-    fields: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name in (
-            "images",
-            "success",
-            "distance",
-            "loss",
-            "n_steps",
-            "radius",
-            "member",
-            "queries",
-            "rising",
-        )
-        if getattr(parts[0], name) is not None
+    tensors: dict[str, Any] = {
+        item.name: torch.cat([getattr(part, item.name) for part in parts])
+        for item in fields(AttackResult)
+        if isinstance(getattr(parts[0], item.name), Tensor)
     }
-    kernel = joined_kernels(part.kernel for part in parts)
     proofs = [part.proof for part in parts if part.proof is not None]
-    proof = StoredPlan.joined(proofs) if len(proofs) == len(parts) else None
-    findings = merged(finding for part in parts for finding in part.findings)
-    status = sum((part.status for part in parts), ())
-    return AttackResult(status=status, kernel=kernel, proof=proof, findings=findings, **fields)
+    return AttackResult(
+        **tensors,
+        status=sum((part.status for part in parts), ()),
+        kernel=joined_kernels(part.kernel for part in parts),
+        proof=StoredPlan.joined(proofs) if len(proofs) == len(parts) else None,
+        findings=merged(finding for part in parts for finding in part.findings),
+    )

@@ -1,65 +1,52 @@
-"""StandardAttack: a fixed, named, parameter-free ensemble, so that numbers from different papers compare.
+"""StandardAttack: a fixed ensemble without parameters, so that numbers from different papers compare.
 
-Each member attacks only the images that survived those before it. The members differ in what they climb, because that
-is what local optima depend on most: an image that survives a hundred steps of the margin often yields at once when
-the attack aims at its second or third likeliest class. All points are in the ball by construction.
+Each member attacks only the images that survived those before it. The members differ mainly in their
+objective, because local optima depend on it most: an image that survives a hundred steps of the margin
+is often broken at once by an attack on its second or third likeliest class.
 
 ``"standard"`` (cite as *wball StandardAttack, standard, version 3*)
 
-========  ============================  =========  =====  ====================
-members   objective                     step size  steps  remarks
-========  ============================  =========  =====  ====================
-1, 2      cross-entropy, margin         6 -> 0     100    linear decay
-3, 4      runner-up 2, 3                6 -> 0     100    linear decay
-5         runner-up 4                   3          60
-6         runner-up 5                   6 -> 0     60     linear decay
-7         margin                        3          150
-8, 9      runner-up 2, 3                3          80
-10        DLR                           10 -> 0    60     linear decay
-11        cross-entropy                 10 -> 0    60     random start, 3 nats
-12        cross-entropy                 6 -> 0     100    random start, 3 nats
-13        margin                        6 -> 0     100    random start, 10 nats
-14        cross-entropy                 6 -> 0     80     random start, 10 nats
-15        margin                        6 -> 0     60     from the best attempt so far
-16        margin                        1          100    from the best attempt so far
-17        margin                        2          200
-18        margin                        6 -> 0     40     smoothed, 0.2
-19        cross-entropy                 6 -> 0     60     near only, smoothed, 0.1
-20        margin                        6 -> 0     100    near only, random start, 3 nats
-21        margin                        0.5        150    near only, from the best attempt so far
-22        cross-entropy, runner-up 2, 3  3                score search, 1,000 forward passes
-23        none                                            best attempts, rounded to 8 bits
-========  ============================  =========  =====  ====================
+=======  =============  =========  =====  ===========================================
+member   objective      step size  steps  remarks
+=======  =============  =========  =====  ===========================================
+1        cross-entropy  6 -> 0     100    linear decay
+2        margin         6 -> 0     100
+3        runner-up-2    6 -> 0     100
+4        runner-up-3    6 -> 0     100
+5        runner-up-4    3          60     constant step size
+6        cross-entropy  6 -> 0     100    random start, 3 nats
+7        margin         6 -> 0     60     from the best attempt
+8        margin         1          100    constant step size, from the best attempt
+9        margin         2          200    constant step size
+10       margin         6 -> 0     40     smoothed, 0.2
+11       cross-entropy  6 -> 0     60     near only, smoothed, 0.1
+12       margin         0.5        150    constant step size, near only, from the best attempt
+13       scores                           search without gradients, 1,000 forward passes
+14       none                             best attempts, rounded to 8 bits
+=======  =============  =========  =====  ===========================================
 
-*Smoothed*: gradients are the mean over noise of that size, in pixel values. Networks that were trained against small
-changes of every pixel are flat around an image and hide from gradients what lies a little further.
+- *Smoothed*: the gradient is the mean over noise of that size, in pixel values. Networks trained against
+  small changes of every pixel are flat around an image.
+- *Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising.
+- Members 1 to 12 are :class:`~wball.DualAveraging`, or :class:`~wball.PGD` with a random start on balls
+  without plans. Member 13 is :class:`~wball.ScoreSearch`, or :class:`~wball.DecisionSearch` for models that
+  return labels only. Member 14 runs if the images are 8-bit images: a model may be weak only there.
+- Targeted attacks leave out the runner-up members, as do models with too few classes for them.
 
-*Near only*: images whose best attempt is almost an example (:data:`NEAR`), or whose loss was still rising. They are
-few, so that many steps cost little.
+All members attack the view of the model that :mod:`wball.attacks.views` selects. If the model's own gradients
+are of no use, the search has 5,000 forward passes. Random models are averaged, and the majority of 15 answers
+decides. If an example has a tiny margin (:data:`CLEARLY`), the next members search for a clearer one; otherwise
+it counts if it is also an example in batches of other sizes. ``result.findings`` lists what the views and the
+control experiments (:mod:`wball.attacks.control`) say about the numbers.
 
-The first 21 are :class:`~wball.DualAveraging`, the next is :class:`~wball.ScoreSearch` (or
-:class:`~wball.DecisionSearch`, for models that only name a class). They look at the model as
-:mod:`wball.attacks.views` says: where its own gradients are of no use, members 1 to 21 climb those of smooth stand-ins
-or of detours, and the search may ask 5,000 times; models that answer at random are averaged, and the majority of 15
-answers decides. After an example by a hair (:data:`CLEARLY`) the next members look for a clearer one; if there is none,
-it counts if it is one in batches of other sizes, too.
-``result.findings`` lists what all that, and the control experiments after it (:mod:`wball.attacks.control`), tell about
-the numbers (:mod:`wball.attacks.findings`).
-
-Version 3 has no runners-up 6 to 9. The last member is for images that are stored with 8 bits: a model may be weak only
-there. ``"fast"`` is cross-entropy, margin,
-runner-up 2 and runner-up 3 with 30 steps of 6 -> 0 each: for quick looks.
-
-Targeted at a class, the runner-up members make no sense and are left out, as are runners-up that a model with few
-classes does not have. On balls without an oracle of their own the gradient members are :class:`~wball.PGD` with the
-same objectives and steps, and a random start.
+``"fast"`` is a quick look: cross-entropy, margin, runner-up-2 and runner-up-3 with 30 steps of 6 -> 0 each.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +54,6 @@ from torch import Tensor
 from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
 from wball.attacks.decision_search import DecisionSearch
-from wball.attacks.detours import Smoothed
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.levels import on_levels, to_levels
@@ -75,7 +61,7 @@ from wball.attacks.pgd import PGD
 from wball.attacks.progress import Bar
 from wball.attacks.result import AttackResult, AttackStatus, empty, without
 from wball.attacks.score_search import ScoreSearch
-from wball.attacks.search import Search
+from wball.attacks.stand_ins import Smoothed
 from wball.attacks.views import LOOKED_AT, View, best_view
 from wball.ball import Ball
 from wball.model import Model, as_found, ask, check_classes, full_precision
@@ -83,12 +69,13 @@ from wball.result import joined_kernels
 
 Version = Literal["standard", "fast"]
 
+VERSION = 3
+"""Number of the member list; results name it."""
 QUERIES, QUERIES_IF_HIDDEN = 1000, 5000
-"""Forward passes per image of the score search: where gradients are of use, and where they are not."""
+"""Forward passes per image of the search: with useful gradients, and without."""
 CLEARLY = 1e-3
-"""An example whose margin is below this share of the logits may be none in a batch of another size: sums are added up
-in another order there, and convolutions round to 10 bits on many GPUs. The next members look for a clearer one."""
-
+"""Margin of a clear example, relative to the logits. In a batch of another size sums are added in another
+order, so that an example with a smaller margin may be none there."""
 NEAR = 0.1
 """An attempt is almost an example if its margin is below this share of the clean image's."""
 
@@ -96,9 +83,9 @@ NEAR = 0.1
 @dataclass(frozen=True)
 class _Member:
     objective: str
-    step_size: float = 3.0
+    step_size: float = 6.0
     steps: int = 100
-    decay: float = 0.0
+    decay: float = 1.0
     random_start: float = 0.0
     from_best: bool = False
     near: bool = False
@@ -106,14 +93,25 @@ class _Member:
 
     @property
     def steady(self) -> bool:
-        """Whether its last steps are as long as its first, and many: then they tell whether more would help."""
+        """Whether the last of many steps are as long as the first: they tell whether more would help."""
         return self.decay == 0 and self.steps >= 100
 
     @property
     def rank(self) -> int:
-        """Which wrong class the member aims at, by its rank on the clean image; 0 if at any."""
+        """Rank of the wrong class that the member aims at; 0 for any class."""
         objective = objectives.find(self.objective)
         return objective.rank if isinstance(objective, objectives.RunnerUp) else 0
+
+    def __str__(self) -> str:
+        size = f"{self.step_size:g}" + (" -> 0" if self.decay else "")
+        remarks = {
+            f"random start {self.random_start:g} nats": self.random_start,
+            "from the best attempt": self.from_best,
+            "near only": self.near,
+            f"smoothed {self.smoothed:g}": self.smoothed,
+        }
+        named = f"{self.objective}, step size {size}, {self.steps} steps"
+        return ", ".join([named, *(remark for remark, given in remarks.items() if given)])
 
     def on(self, ball: Ball, proofs: bool = False) -> GradientAttack:
         if ball.has_plans:
@@ -132,44 +130,23 @@ class _Member:
         )
 
 
-def _falling(
-    objective: str,
-    step_size: float = 6.0,
-    steps: int = 100,
-    random_start: float = 0.0,
-    from_best: bool = False,
-    near: bool = False,
-    smoothed: float = 0.0,
-) -> _Member:
-    return _Member(objective, step_size, steps, 1.0, random_start, from_best, near, smoothed)
-
-
 MEMBERS: dict[str, tuple[_Member, ...]] = {
     "standard": (
-        _falling("cross-entropy"),
-        _falling("margin"),
-        _falling("runner-up-2"),
-        _falling("runner-up-3"),
-        _Member("runner-up-4", steps=60),
-        _falling("runner-up-5", steps=60),
-        _Member("margin", steps=150),
-        _Member("runner-up-2", steps=80),
-        _Member("runner-up-3", steps=80),
-        _falling("dlr", step_size=10.0, steps=60),
-        _falling("cross-entropy", step_size=10.0, steps=60, random_start=3.0),
-        _falling("cross-entropy", random_start=3.0),
-        _falling("margin", random_start=10.0),
-        _falling("cross-entropy", steps=80, random_start=10.0),
-        _falling("margin", steps=60, from_best=True),
-        _Member("margin", step_size=1.0, from_best=True),
-        _Member("margin", step_size=2.0, steps=200),
-        _falling("margin", steps=40, smoothed=0.2),
-        _falling("cross-entropy", steps=60, near=True, smoothed=0.1),
-        _falling("margin", random_start=3.0, near=True),
-        _Member("margin", step_size=0.5, steps=150, from_best=True, near=True),
+        _Member("cross-entropy"),
+        _Member("margin"),
+        _Member("runner-up-2"),
+        _Member("runner-up-3"),
+        _Member("runner-up-4", step_size=3.0, decay=0.0, steps=60),
+        _Member("cross-entropy", random_start=3.0),
+        _Member("margin", steps=60, from_best=True),
+        _Member("margin", step_size=1.0, decay=0.0, from_best=True),
+        _Member("margin", step_size=2.0, decay=0.0, steps=200),
+        _Member("margin", steps=40, smoothed=0.2),
+        _Member("cross-entropy", steps=60, near=True, smoothed=0.1),
+        _Member("margin", step_size=0.5, decay=0.0, steps=150, near=True, from_best=True),
     ),
     "fast": tuple(
-        _falling(name, steps=30)
+        _Member(name, steps=30)
         for name in ("cross-entropy", "margin", "runner-up-2", "runner-up-3")
     ),
 }
@@ -179,13 +156,14 @@ MEMBERS: dict[str, tuple[_Member, ...]] = {
 class StandardAttack(Attack):
     """The ensemble of the given version; see the module for its members.
 
-    ``result.member`` says which member (from 0) broke each image, -1 if none did; ``result.loss`` is the cross-entropy
-    of the true class (minus that of the target). Images that survived come with the attempt of highest loss.
+    ``result.member`` is the member (from 0) that broke each image, -1 if none did. ``result.loss`` is the
+    cross-entropy of the true class (minus that of the target). Images that survived come with the attempt of
+    highest loss.
 
     Attributes:
         version: ``"standard"`` or ``"fast"``.
         check: warn of signs that a robust accuracy may be an artefact (:mod:`wball.attacks.checks`).
-        view: how to look at the model (:meth:`prepared` finds it); ``None`` finds it anew for every batch.
+        view: the view of the model (from :meth:`prepared`); ``None`` selects one for every batch.
     """
 
     version: Version = "standard"
@@ -196,6 +174,13 @@ class StandardAttack(Attack):
         super().__post_init__()
         if self.version not in MEMBERS:
             raise ValueError(f"version must be one of {', '.join(MEMBERS)}, got {self.version!r}")
+
+    def describe(self) -> dict[str, Any]:
+        """The settings as plain data, with the number of the version and the list of members."""
+        members = [str(member) for member in MEMBERS[self.version]]
+        if self.version == "standard":
+            members += [f"search without gradients, {QUERIES} forward passes", "8-bit rounding"]
+        return {**super().describe(), "version_number": VERSION, "members": members}
 
     def members(
         self,
@@ -208,14 +193,13 @@ class StandardAttack(Attack):
         """The attacks that are run, in order.
 
         Args:
-            targeted: leave out those that aim at a class of their own.
-            classes: leave out runners-up that do not exist.
-            hidden: as for a model that hides its gradients.
-            labels_only: as for a model that hides its scores as well.
+            targeted: leave out runner-up members.
+            classes: leave out runner-up members for classes that do not exist.
+            hidden: as for a model without useful gradients.
+            labels_only: as for a model that returns labels only.
         """
-        members = tuple(
-            m.on(self.ball, self.proofs) for m in self._gradient_members(targeted, classes)
-        )
+        kinds = self._gradient_members(targeted, classes)
+        members = tuple(kind.on(self.ball, self.proofs) for kind in kinds)
         if self.version != "standard":
             return members
         if labels_only:
@@ -236,16 +220,12 @@ class StandardAttack(Attack):
             checks.check_model(model, x, y)
 
     def prepared(self, model: Model, x: Tensor, y: Tensor) -> StandardAttack:
-        """The attack with its view of the model: several calls on one model, as at several radii, share it."""
+        """The attack with its view of the model, for several calls on one model, as at several radii."""
         if self.view is not None:
             return self
+        first, labels = x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone()
         with as_found(model, x.device), torch.inference_mode(False):
-            return replace(
-                self, view=self._view(model, x[:LOOKED_AT].clone(), y[:LOOKED_AT].clone())
-            )
-
-    def _view(self, model: Model, x: Tensor, y: Tensor) -> View:
-        return best_view(model, x, y, self.ball)
+            return replace(self, view=best_view(model, first, labels, self.ball))
 
     def attack_batch(
         self,
@@ -264,129 +244,50 @@ class StandardAttack(Attack):
         check_classes("y", y, outputs)
         if target is not None:
             check_classes("target", target, outputs)
-        view = self.view or self._view(model, x, y)
-        hidden, targeted = not (view.is_useful and (view.own or view.clear)), target is not None
+        view = self.view or best_view(model, x, y, self.ball)
+        hidden, classes = not (view.is_useful and (view.own or view.clear)), outputs.shape[1]
+        targeted = target is not None
         members = self.members(
-            targeted=targeted, classes=outputs.shape[1], hidden=hidden, labels_only=view.labels_only
+            targeted=targeted, classes=classes, hidden=hidden, labels_only=view.labels_only
         )
         if self.levels is not None:
             members = tuple(replace(member, until_success=False) for member in members)
-        kinds = dict(enumerate(self._gradient_members(targeted, outputs.shape[1])))
-        best: AttackResult | None = None
-        member_of = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
-        rising, unclear = (
-            torch.zeros_like(member_of, dtype=torch.bool),
-            torch.ones_like(member_of, dtype=torch.bool),
-        )
-        near, almost = torch.zeros_like(rising), None
-        rejected = torch.zeros_like(rising)
-        if any(kind.near for kind in kinds.values()):
-            with torch.no_grad():
-                almost = NEAR * objectives.margin(ask(view.model, x), y, target)
+        kinds = self._gradient_members(targeted, classes)
+        ensemble = _Ensemble(self, view, model, x, y, target)
         for number, member in enumerate(members):
-            kind = kinds.get(number)
-            here = (
-                (unclear & (near | rising) if kind is not None and kind.near else unclear)
-                .nonzero()
-                .squeeze(1)
-            )
+            kind = kinds[number] if number < len(kinds) else None
+            here = ensemble.attacked_by(kind)
             if here.numel() == 0:
                 continue
-            goal = None if target is None else target[here]
             begin = None if start is None else start[here]
-            if best is not None and kind is not None and kind.from_best:
-                begin = best.images[here]
+            if kind is not None and kind.from_best and ensemble.best is not None:
+                begin = ensemble.best.images[here]
             asked = view.model
             if kind is not None and kind.smoothed:
-                if view.random or isinstance(asked, Smoothed):  # they are averaged already
+                if view.random or isinstance(asked, Smoothed):  # averaged already
                     continue
                 asked = Smoothed(asked, kind.smoothed, self.ball.box, generator)
             found = member.take(here).attack_batch(
-                asked, x[here], y[here], goal, generator, progress, begin
+                asked, x[here], y[here], ensemble.goal(here), generator, progress, begin
             )
             if kind is not None and kind.steady and found.rising is not None:
-                rising[here] = found.rising
-            found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
-            claimed = found.success
-            found, margin, clear = _judged(found, view, model, y[here], goal)
-            rejected[here] |= claimed & ~found.success
-            better = torch.ones_like(clear) if best is None else _is_better(best, here, found)
-            best = found if best is None else _merged(best, here, found, better)
-            member_of[here[found.success & better]] = number
-            if almost is not None:
-                near[here] |= margin > almost[here]
-            unclear[here] = ~clear
-        assert best is not None
-        here = (rejected & ~best.success).nonzero().squeeze(1)
+                ensemble.rising[here] = found.rising
+            ensemble.add(number, here, found)
+        assert ensemble.best is not None
+        here = (ensemble.rejected & ~ensemble.best.success).nonzero().squeeze(1)
         if here.numel() and x.is_cuda and not view.random:
-            # TF32 led the members to examples that are none: one attempt without it.
-            goal, begin = None if target is None else target[here], best.images[here]
-            member = _falling("margin", steps=60).on(self.ball.take(here), self.proofs)
+            # TF32 misled the members: one more attempt without it.
+            goal, begin = ensemble.goal(here), ensemble.best.images[here]
+            member = _Member("margin", steps=60).on(self.ball.take(here), self.proofs)
             with full_precision():
                 found = member.attack_batch(
                     view.model, x[here], y[here], goal, generator, progress, begin
                 )
-            found = self.stored(found, model, x[here], y[here], goal, self.ball.take(here))
-            found = _judged(found, view, model, y[here], goal)[0]
-            better = _is_better(best, here, found)
-            best = _merged(best, here, found, better)
-            member_of[here[found.success & better]] = 1
+            ensemble.add(1, here, found)
         if self.version == "standard" and self.levels is None and on_levels(x, 256):
-            best = self._rounded(best, view, model, x, y, target)
-            member_of[best.success & (member_of < 0)] = len(members)
-        by_a_hair = (best.success & unclear).nonzero().squeeze(1)
-        if by_a_hair.numel() and not view.random:
-            goal = None if target is None else target[by_a_hair]
-            held = _asked_again(view, model, best.images[by_a_hair], y[by_a_hair], goal)
-            best = without(best, by_a_hair[~held])
-            member_of[by_a_hair[~held]] = -1
-        best = replace(best, member=member_of, rising=rising & ~best.success)
+            ensemble.round_attempts(len(members))
+        best = ensemble.finish()
         return replace(best, findings=self._findings(view, model, x, y, best, members, targeted))
-
-    def _rounded(
-        self,
-        best: AttackResult,
-        view: View,
-        model: Model,
-        x: Tensor,
-        y: Tensor,
-        target: Tensor | None,
-    ) -> AttackResult:
-        """The result with examples among the best attempts of surviving images, rounded to 8 bits."""
-        left = (~best.success).nonzero().squeeze(1)
-        if left.numel() == 0:
-            return best
-
-        def judged(index: Tensor, images: Tensor) -> Tensor:
-            here = left[index]
-            return view.judge(model, images, y[here], None if target is None else target[here])
-
-        attempts = replace(
-            best,
-            images=best.images[left],
-            success=torch.ones_like(left, dtype=torch.bool),
-            distance=best.distance[left],
-            status=(AttackStatus.FOUND,) * left.numel(),
-        )
-        found = to_levels(attempts, self.ball.take(left), x[left], 256, judged)
-        broken = left[found.success]
-        if broken.numel() == 0:
-            return best
-        images, success, distance = (t.clone() for t in (best.images, best.success, best.distance))
-        images[broken], success[broken] = found.images[found.success], True
-        distance[broken] = found.distance[found.success]
-        status = list(best.status)
-        for i in broken.tolist():
-            status[i] = AttackStatus.FOUND
-        # Rounding has no plan: the audit solves for the distance.
-        return replace(
-            best,
-            images=images,
-            success=success,
-            distance=distance,
-            status=tuple(status),
-            proof=None,
-        )
 
     def stored(
         self,
@@ -397,7 +298,7 @@ class StandardAttack(Attack):
         target: Tensor | None,
         ball: Ball,
     ) -> AttackResult:
-        """The result on the levels. Members' examples are judged by the view, which knows of random answers."""
+        """The result on the levels. The view judges the examples of members."""
         if self.levels is None:
             return found
         return super().stored(found, model, x, y, target, ball)
@@ -415,51 +316,132 @@ class StandardAttack(Attack):
         assert best.member is not None and best.rising is not None
         count, survived = best.success.numel(), ~best.success
         alive = int(survived.sum())
-        found = [control.not_finite(model, x, best.images)]
-        if not view.is_useful and alive:
-            found.append(Finding("masked-gradients", alive, count))
-        if isinstance(members[-1], Search):
-            found.append(
-                Finding("black-box-stronger", int((best.member == len(members) - 1).sum()), count)
-            )
-        if view.random:
-            found.append(Finding("random-answers", count, count))
-        if any(member.steady for member in MEMBERS[self.version]):
-            found.append(Finding("loss-still-rising", int(best.rising.sum()), count))
+        searched = int((best.member == len(members) - 1).sum()) if self.version != "fast" else 0
+        found = [
+            control.not_finite(model, x, best.images),
+            Finding("masked-gradients", 0 if view.is_useful else alive, count),
+            Finding("black-box-stronger", searched, count),
+            Finding("random-answers", count if view.random else 0, count),
+            Finding("loss-still-rising", int(best.rising.sum()), count),
+            Finding("stand-in-gradients", 0 if view.own else count, count),
+            Finding("probabilities", count if view.probabilities else 0, count),
+        ]
         if alive and not targeted:
             found.append(control.missed_in_full_ball(members[:2], view, model, x, y, survived))
-        if not view.own:
-            found.append(Finding("stand-in-gradients", count, count))
-        if view.probabilities:
-            found.append(Finding("probabilities", count, count))
         return merged(found)
+
+
+class _Ensemble:
+    """The best attempts of the members so far, on one batch.
+
+    Attributes:
+        best: the merged result; ``None`` before the first member.
+        member: the member that broke each image, -1 for none.
+        rising: images whose loss was still rising.
+        near: images whose best attempt is almost an example.
+        rejected: images with a claimed example that was none.
+    """
+
+    def __init__(
+        self,
+        attack: StandardAttack,
+        view: View,
+        model: Model,
+        x: Tensor,
+        y: Tensor,
+        target: Tensor | None,
+    ) -> None:
+        self._attack, self._view, self._model = attack, view, model
+        self._x, self._y, self._target = x, y, target
+        self.best: AttackResult | None = None
+        self.member = torch.full((x.shape[0],), -1, dtype=torch.long, device=x.device)
+        self.rising, self.near, self.rejected, self._clear = (
+            torch.zeros_like(self.member, dtype=torch.bool) for _ in range(4)
+        )
+        with torch.no_grad():
+            self._almost = NEAR * objectives.margin(ask(view.model, x), y, target)
+
+    def goal(self, index: Tensor) -> Tensor | None:
+        """The target classes of images, if there are any."""
+        return None if self._target is None else self._target[index]
+
+    def attacked_by(self, kind: _Member | None) -> Tensor:
+        """The images that a member attacks."""
+        left = ~self._clear
+        if kind is not None and kind.near:
+            left &= self.near | self.rising
+        return left.nonzero().squeeze(1)
+
+    def add(self, number: int, here: Tensor, found: AttackResult) -> None:
+        """Merge what a member found, with success judged on the model itself."""
+        y, goal, ball = self._y[here], self.goal(here), self._attack.ball.take(here)
+        found = self._attack.stored(found, self._model, self._x[here], y, goal, ball)
+        claimed = found.success
+        found, margin, clear = _judged(found, self._view, self._model, y, goal)
+        self.rejected[here] |= claimed & ~found.success
+        self.near[here] |= margin > self._almost[here]
+        self._clear[here] = clear
+        self._merge(number, here, found)
+
+    def _merge(self, number: int, here: Tensor, found: AttackResult) -> None:
+        if self.best is None:
+            self.best, better = found, torch.ones_like(found.success)
+        else:
+            better = _is_better(self.best, here, found)
+            self.best = _merged(self.best, here, found, better)
+        self.member[here[found.success & better]] = number
+
+    def round_attempts(self, number: int) -> None:
+        """Round the best attempts of surviving images to 8 bits, in case these are examples."""
+        assert self.best is not None
+        left = (~self.best.success).nonzero().squeeze(1)
+        if left.numel() == 0:
+            return
+
+        def judged(index: Tensor, images: Tensor) -> Tensor:
+            here = left[index]
+            return self._view.judge(self._model, images, self._y[here], self.goal(here))
+
+        none = torch.zeros_like(left)
+        attempts = AttackResult(
+            self.best.images[left], none == 0, self.best.distance[left], self.best.loss[left],
+            none, (AttackStatus.FOUND,) * left.numel(), self.best.radius[left],
+        )  # fmt: skip
+        found = to_levels(attempts, self._attack.ball.take(left), self._x[left], 256, judged)
+        broken = found.success.nonzero().squeeze(1)
+        if broken.numel():
+            self._merge(number, left[broken], found.take(broken))
+
+    def finish(self) -> AttackResult:
+        """The result, without examples that are none in batches of other sizes."""
+        assert self.best is not None
+        unclear = (self.best.success & ~self._clear).nonzero().squeeze(1)
+        if unclear.numel() and not self._view.random:
+            z, y, goal = self.best.images[unclear], self._y[unclear], self.goal(unclear)
+            lost = unclear[~_asked_again(self._view, self._model, z, y, goal)]
+            self.best = without(self.best, lost)
+            self.member[lost] = -1
+        return replace(self.best, member=self.member, rising=self.rising & ~self.best.success)
 
 
 def _judged(
     found: AttackResult, view: View, model: Model, y: Tensor, target: Tensor | None
 ) -> tuple[AttackResult, Tensor, Tensor]:
-    """What a member found, with success judged on the model itself, and its cross-entropy. Also: its margin, and which
-    successes are clear, rather than by less than the rounding of a batch of another size."""
+    """A member's result, judged on the model itself, with its margin and which successes are clear."""
     with torch.no_grad():
         logits = ask(view.model, found.images)
     score = objectives.cross_entropy(logits, y, target)
     loss = objectives.report(objectives.cross_entropy, score, targeted=target is not None)
-    success = found.success & view.judge(model, found.images, y, target)
-    changed = (success != found.success).tolist()
-    status = tuple(
-        AttackStatus.SURVIVED if c else s for s, c in zip(found.status, changed, strict=True)
-    )
+    claimed = found.success.nonzero().squeeze(1)
+    held = found.success & view.judge(model, found.images, y, target)
+    found = without(replace(found, loss=loss), claimed[~held[claimed]])
     margin = objectives.margin(logits, y, target)
     ahead = margin > CLEARLY * logits.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return (
-        replace(found, loss=loss, success=success, status=status),
-        margin,
-        success & (ahead | view.random),
-    )
+    return found, margin, found.success & (ahead | view.random)
 
 
 def _asked_again(view: View, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
-    """Which examples still are some in batches of other sizes: each alone, and all of them twice."""
+    """Which examples hold in batches of other sizes: each alone, and all of them twice."""
     goals = [None] * len(z) if target is None else list(target.split(1))
     alone = torch.cat(
         [view.judge(model, *one) for one in zip(z.split(1), y.split(1), goals, strict=True)]
@@ -484,10 +466,10 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         out[where] = new[better]
         return out
 
-    steps, queries = best.n_steps.clone(), None
+    steps, queries = best.n_steps.clone(), best.queries
     steps[index] += found.n_steps
-    if best.queries is not None and found.queries is not None:
-        queries = best.queries.clone()
+    if queries is not None and found.queries is not None:
+        queries = queries.clone()
         queries[index] += found.queries
     proof = None
     if best.proof is not None and found.proof is not None:
@@ -497,14 +479,12 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         # One member with a gradient is enough to say that the image survived.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
-    return AttackResult(
-        put(best.images, found.images),
-        put(best.success, found.success),
-        put(best.distance, found.distance),
-        put(best.loss, found.loss),
-        steps,
-        tuple(status),
-        put(best.radius, found.radius),
+    merged = ("images", "success", "distance", "loss", "radius")
+    return replace(
+        best,
+        **{name: put(getattr(best, name), getattr(found, name)) for name in merged},
+        n_steps=steps,
+        status=tuple(status),
         kernel=joined_kernels((best.kernel, found.kernel)),
         proof=proof,
         queries=queries,

@@ -1,9 +1,9 @@
-"""How an attack looks at a model, so that it sees what to climb: logarithms, averages and stand-ins.
+"""How an attack looks at a model: logarithms, scales, averages, stand-ins and detours.
 
-:func:`best_view` compares what a model's gradient predicts with what the model does when a batch of images is shaken a
-little. Gradients that predict nothing (zero, saturated, shattered, cut off) are replaced by those of smooth stand-ins
-(:mod:`wball.attacks.stand_ins`), or by those of detours around what hides them (:mod:`wball.attacks.detours`), whatever
-predicts most. Success is always judged on the model itself.
+:func:`best_view` compares what the gradient of a model predicts with what the model does when images are
+changed a little. If the gradient predicts little (zero, saturated, shattered, cut off), the candidates of
+:mod:`wball.attacks.stand_ins` are tried, and the one that predicts best is used. Success is always judged on
+the model itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,34 +19,32 @@ from torch.nn import functional as F
 
 from wball.attacks import objectives
 from wball.attacks.base import into_box, normal
-from wball.attacks.detours import Smoothed, Tapped, count_places
 from wball.attacks.dual_averaging import normalised
-from wball.attacks.oracle import oracle_of
-from wball.attacks.stand_ins import StandIns
+from wball.attacks.stand_ins import Smoothed, StandIns, Tapped, inner_places
 from wball.ball import Ball
 from wball.model import Model, answers_differ, ask, full_precision, judge, reached
 
 LOOKED_AT = 32
-"""Images that views are compared on: half of them as they are, half moved as an attack moves them."""
+"""Images that views are compared on: half of them clean, half moved as an attack moves them."""
 DIRECTIONS = 16
 """Random changes of each of them."""
 SHAKEN = (0.02, 0.1, 0.3)
-"""Their sizes, in pixel values: small for smooth models, large enough to cross a threshold for others."""
+"""Sizes of the changes, in pixel values: small for smooth models, large enough to cross a threshold."""
 USEFUL, MOST = 0.3, 0.6
-"""Cosine of predicted and measured changes, above which an image's gradient is of use, and the share of images for
-which it must be. Gradients of no use pass the test on a third of the images."""
+"""Cosine of predicted and measured changes above which an image's gradient is useful, and the share of images
+for which it must be. Useless gradients pass on a third of the images."""
 CLEAR, CLEAR_IF_RANDOM, WORTH, WORTH_IF_CLEAR = 0.8, 0.5, 0.1, 0.02
-"""Mean cosine above which no other gradients are looked for (networks without a mask reach 0.85 to 0.99, unless their
-answers are random), and by how much others must be better; stand-ins by less if gradients are clear: they differ only
-where a part of the model has no gradient."""
+"""Mean cosine above which no detours are tried (0.85 to 0.99 on networks without a mask), and by how much
+another view must be better; less for stand-ins of clear gradients, which differ only where a part of the model
+has no gradient."""
 CANNOT = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-"""Not every model runs where everything has a gradient."""
+"""Errors of models that cannot run where everything has a gradient."""
 USUAL, USUAL_WIDTH, MOST_BITS = (0.1, 1e4), 10.0, 120
-"""By how much an image's logits differ in networks that hide nothing. Others are multiplied by a power of two."""
+"""Usual spread of an image's logits. Other logits are multiplied by a power of two."""
 SMOOTHED = (0.02, 0.1)
 """Sizes of the noise, in pixel values, that shattered gradients are averaged over."""
 ASKED_AGAIN, FEW = 7, 4
-"""So often that many images are asked about again, to see whether answers are random."""
+"""Repeated evaluations of a few images, to detect random answers."""
 DRAWS = 8
 """Answers of a random model that an attack averages over."""
 ANSWERS = 15
@@ -64,8 +63,10 @@ class Logarithms:
 
 
 class Scaled:
-    """A model with its logits multiplied by a constant: the cross-entropy is flat where they hardly differ, and a
-    margin where they differ by thousands."""
+    """A model with its logits multiplied by a constant.
+
+    The cross-entropy is flat where logits hardly differ, and a margin where they differ by thousands.
+    """
 
     def __init__(self, model: Model, factor: float) -> None:
         self.model, self.factor = model, factor
@@ -75,7 +76,7 @@ class Scaled:
 
 
 def _scaled(model: Model, outputs: Tensor) -> Model:
-    """The model with logits that differ as usual, from its ``outputs``; itself if they do."""
+    """The model with logits of the usual spread, by its ``outputs``."""
     wide = outputs.amax(1) - outputs.amin(1)
     middle = float(wide.double().median()) if len(wide) else math.nan
     if not 0 < middle < math.inf or USUAL[0] <= middle <= USUAL[1]:
@@ -83,17 +84,6 @@ def _scaled(model: Model, outputs: Tensor) -> Model:
     return Scaled(
         model, 2.0 ** max(-MOST_BITS, min(MOST_BITS, round(math.log2(USUAL_WIDTH / middle))))
     )
-
-
-class Forward:
-    """A model without gradients."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def __call__(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return ask(self.model, x)
 
 
 class Averaged:
@@ -112,12 +102,12 @@ class View:
 
     Attributes:
         model: images to scores to climb.
-        useful: share of images whose gradients are of use.
-        own: whether gradients are the model's own, with no stand-in.
-        random: whether answers differ from question to question.
-        probabilities: whether the model's answers are probabilities.
-        labels_only: whether they name a class and say nothing else.
-        clear: whether gradients predict what the model does as well as those of networks that hide nothing.
+        useful: share of images with useful gradients.
+        own: whether gradients are the model's own, without stand-ins.
+        random: whether repeated evaluations differ.
+        probabilities: whether the model returns probabilities.
+        labels_only: whether it returns labels and no scores.
+        clear: whether gradients predict the model as well as those of networks without a mask.
     """
 
     model: Model
@@ -133,18 +123,13 @@ class View:
         return self.useful >= MOST
 
     def judge(self, model: Model, z: Tensor, y: Tensor, target: Tensor | None) -> Tensor:
-        """Which images meet the goal: by the majority of :data:`ANSWERS`, if answers are random."""
+        """Which images meet the goal; by the majority of :data:`ANSWERS` for random models."""
         with torch.no_grad():
             if not self.random:
                 return judge(model, z, y, target)
             with full_precision():
                 answers = torch.stack([reached(ask(model, z), y, target) for _ in range(ANSWERS)])
             return answers.sum(0) * 2 > ANSWERS
-
-
-def plain_view(model: Model) -> View:
-    """The model as it is."""
-    return View(model, 1.0, True, False, False)
 
 
 def are_probabilities(outputs: Tensor) -> bool:
@@ -154,19 +139,18 @@ def are_probabilities(outputs: Tensor) -> bool:
 
 
 def are_labels(outputs: Tensor) -> bool:
-    """Whether the same few numbers answer for every image, as in one-hot rows."""
+    """Whether the rows of all images have the same values, as one-hot rows do."""
     rows = outputs.sort(1).values
     return rows.shape[0] > 1 and bool((rows == rows[:1]).all())
 
 
 def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
-    """The view of a model that is ready for an attack, by what it does to the first images it gets right."""
+    """The view of a model that is ready for an attack, from the first images that it classifies correctly."""
     first = x[:LOOKED_AT]
     with torch.no_grad():
         outputs = ask(model, first)
-        few = [
-            ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)
-        ]  # other sizes of a batch may round otherwise
+        # Batches of one size are compared: others may round differently.
+        few = [ask(model, x[:FEW]) for _ in range(ASKED_AGAIN)]
         again = [(outputs, ask(model, first)), *((few[0], other) for other in few[1:])]
         random = any(bool(answers_differ(one, other).any()) for one, other in again)
         probabilities = are_probabilities(outputs)
@@ -179,130 +163,99 @@ def best_view(model: Model, x: Tensor, y: Tensor, ball: Ball) -> View:
 
     right = (~reached(outputs, y[:LOOKED_AT], None)).nonzero().squeeze(1)
     x, y, ball = x[right], y[right], ball.take(right)
-    shaken = _Shaken(_moved(ball, x), y, ball.box)
+    points = _moved(ball, x)
     own = seen(model)
     try:
-        cosine = shaken.foresight(own, model)
-    except NotImplementedError:  # a step that torch has no derivative for
-        own = seen(Forward(model))
-        cosine = shaken.foresight(own, model)
-    best = own
-    clear = CLEAR_IF_RANDOM if random else CLEAR
+        cosine = foresight(own, points, y, ball)
+    except NotImplementedError:  # an operation without a derivative in torch
+        own = seen(torch.no_grad()(partial(ask, model)))
+        cosine = foresight(own, points, y, ball)
+    best, clear = own, CLEAR_IF_RANDOM if random else CLEAR
     open_model = StandIns(model)
-    others = _others(model, open_model, x[:1], ball.box) if x.shape[0] else iter(())
-    for number, (candidate, inner) in enumerate(others):
-        worth = WORTH
+    for number, candidate in enumerate(_others(open_model, x[:1], ball.box)):
+        is_clear = float(cosine.mean()) >= clear
+        if is_clear and number > 0:
+            break
         try:
             view = seen(candidate)
-            if (
-                number == 0
-                and open_model.replaces_scores
-                and not (probabilities and bool((outputs > 0).all()))
-            ):
-                # A sigmoid of each class flattens what is far from its middle, a softmax of large scores rounds to
-                # 0 and 1; the scores behind it do neither.
-                worth = -WORTH
-            elif float(cosine.mean()) >= clear:
-                if number > 0:
-                    break
-                worth = WORTH_IF_CLEAR
-            same = inner is open_model and not open_model.replaces_scores
-            other = shaken.foresight(view, model if same else inner)
+            other = foresight(view, points, y, ball)
         except torch.OutOfMemoryError:
             raise
         except CANNOT:
             continue
+        worth = WORTH_IF_CLEAR if is_clear else WORTH
+        exact = probabilities and bool((outputs > 0).all())
+        if number == 0 and open_model.replaces_scores and not exact:
+            # Saturated outputs are flat or rounded to 0 and 1; the scores before them are not.
+            worth = -WORTH
         if float(other.mean()) > float(cosine.mean()) + worth:
             best, cosine = view, other
-    useful = float((cosine > USEFUL).double().mean()) if x.shape[0] else 1.0
+    useful = float((cosine > USEFUL).double().mean())
     labels_only = useful < MOST and are_labels(outputs)
-    return View(
-        best, useful, best is own, random, probabilities, labels_only, float(cosine.mean()) >= clear
-    )
+    is_clear = float(cosine.mean()) >= clear
+    return View(best, useful, best is own, random, probabilities, labels_only, is_clear)
 
 
 def _moved(ball: Ball, x: Tensor) -> Tensor:
     """Every other image at a point of its ball, as in an attack: there pixels are neither black nor white."""
     if x.shape[0] == 0:
         return x
-    points = oracle_of(ball, x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
+    points = ball.oracle(x)(normal(x, torch.Generator(x.device).manual_seed(0))).z.to(x)
     points[::2] = x[::2]
     return points
 
 
-def _others(
-    model: Model, open_model: StandIns, one: Tensor, box: tuple[float, float] | None
-) -> Iterator[tuple[Model, Model]]:
-    """Other sources of gradients, cheap ones first, and which model's values they have."""
-    yield open_model, open_model
-    for inner in (open_model, model):
+def _others(open_model: StandIns, one: Tensor, box: tuple[float, float] | None) -> Iterator[Model]:
+    """Other sources of gradients, cheap ones first."""
+    if one.shape[0] == 0:
+        return
+    yield open_model
+    with torch.enable_grad():
+        z = one.detach().requires_grad_(True)
         try:
-            places = count_places(inner, one)
+            places = len(inner_places(ask(open_model, z), z))
         except torch.OutOfMemoryError:
             raise
         except CANNOT:
-            continue
-        yield from ((Tapped(inner, number), inner) for number in range(places))
-    for noise in SMOOTHED:
-        yield Smoothed(open_model, noise, box), open_model
+            places = 0
+    yield from (Tapped(open_model, number) for number in range(places))
+    yield from (Smoothed(open_model, noise, box) for noise in SMOOTHED)
 
 
-class _Shaken:
-    """What random changes of images do to the objective, measured once for every model that has values of its own."""
+def foresight(view: Model, x: Tensor, y: Tensor, ball: Ball) -> Tensor:
+    """How well each image's gradient predicts the effect of random changes; 1 for no images.
 
-    def __init__(self, x: Tensor, y: Tensor, box: tuple[float, float] | None) -> None:
-        self._x, self._y, self._box = x, y, box
-        self._measured: dict[
-            int, tuple[Model, list[Tensor]]
-        ] = {}  # keeps the model, so that no id is used twice
-
-    def foresight(self, view: Model, values: Model) -> Tensor:
-        """How well each image's gradient predicts what the changes do: the cosine of both, at the size of changes that
-        it predicts best; 1 for no images. ``values`` is the model whose values the view has."""
-        x = self._x
-        if x.shape[0] == 0:
-            return x.new_ones(1)
-        best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-        with torch.enable_grad():
-            z = x.detach().clone().requires_grad_(True)
-            value = objectives.cross_entropy(ask(view, z), self._y)
-            gradient = None
-            if value.requires_grad:
-                (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
-        if gradient is None:
-            return best
-        gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
-        if id(values) not in self._measured:
-            with torch.no_grad():
-                self._measured[id(values)] = (
-                    values,
-                    [self._change(view, asked) for asked in self._changes()],
-                )
-        for asked, measured in zip(self._changes(), self._measured[id(values)][1], strict=True):
-            predicted = ((asked - x) * gradient).flatten(2).sum(2)
-            best = torch.maximum(best, _cosine(predicted, measured).to(best))
+    This is the cosine of predicted and measured changes of the objective, at the size of changes that the
+    gradient predicts best.
+    """
+    if x.shape[0] == 0:
+        return x.new_ones(1)
+    best = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
+    with torch.enable_grad():
+        z = x.detach().clone().requires_grad_(True)
+        value = objectives.cross_entropy(ask(view, z), y)
+        gradient = None
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value.sum(), z, allow_unused=True)
+    if gradient is None:
         return best
-
-    def _changes(self) -> Iterator[Tensor]:
-        """Changed images ``(DIRECTIONS, B, ...)`` for each size, the same ones every time."""
-        draws = torch.Generator(self._x.device).manual_seed(0)
-        for size in SHAKEN:
-            yield into_box(self._x + size * normal(self._x, draws, DIRECTIONS), self._box)
-
-    def _change(self, view: Model, asked: Tensor) -> Tensor:
-        """By how much the objective changes, ``(DIRECTIONS, B)``."""
-        values = torch.stack(
-            [objectives.cross_entropy(ask(view, one), self._y) for one in (self._x, *asked)]
-        )
-        return (values[1:] - values[:1]).nan_to_num(0.0, 0.0, 0.0)
+    gradient = normalised(gradient.nan_to_num(0.0, 0.0, 0.0))
+    draws = torch.Generator(x.device).manual_seed(0)
+    for size in SHAKEN:
+        asked = into_box(x + size * normal(x, draws, DIRECTIONS), ball.box)
+        with torch.no_grad():
+            values = [objectives.cross_entropy(ask(view, one), y) for one in (x, *asked)]
+        measured = (torch.stack(values[1:]) - values[0]).nan_to_num(0.0, 0.0, 0.0)
+        predicted = ((asked - x) * gradient).flatten(2).sum(2)
+        best = torch.maximum(best, _cosine(predicted, measured).to(best))
+    return best
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Of each image's changes ``(DIRECTIONS, B)``, whatever their scale. What all of them have in common (noise on a
-    black background) says nothing about directions."""
-    centred = [change.double() - change.double().mean(0) for change in (a, b)]
-    scaled = [
-        change / change.abs().amax(0).clamp(min=torch.finfo(torch.float64).tiny)
-        for change in centred
-    ]
+    """Cosine of each image's changes ``(DIRECTIONS, B)`` without their means, whatever their scale."""
+    scaled = []
+    for change in (a.double(), b.double()):
+        centred = change - change.mean(0)
+        tiny = torch.finfo(torch.float64).tiny
+        scaled.append(centred / centred.abs().amax(0).clamp(min=tiny))
     return F.cosine_similarity(scaled[0], scaled[1], dim=0)

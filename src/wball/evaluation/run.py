@@ -9,7 +9,6 @@ about the clean images once more.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -169,7 +168,7 @@ def evaluate(
             "ball": ball.describe(),
             "mode": mode,
             "radii": points,
-            "attack": _describe(searched),
+            "attack": searched.describe(),
             "certify": None if method is None else {"method": method, "plans": "full"},
             "exact": "all" if mode == "minimal" else exact,
             "batch_size": chosen.batch_size or fitting_batch_size(model, data.first),
@@ -244,23 +243,6 @@ def _attack(attack: Attack | str, ball: Ball) -> Attack:
     if isinstance(attack, StandardAttack):
         attack = replace(attack, check=False)  # done once, and not in each batch
     return replace(attack, progress=False)
-
-
-def _describe(attack: Attack) -> dict[str, Any]:
-    """An attack's settings as plain data."""
-    plain: dict[str, Any] = {"name": type(attack).__name__}
-    for item in dataclasses.fields(attack):
-        value = getattr(attack, item.name)
-        if item.name in ("ball", "progress", "check", "proofs", "view"):
-            continue
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = {"name": type(value).__name__, **dataclasses.asdict(value)}
-        elif not isinstance(value, (str, int, float, bool, type(None))):
-            value = getattr(value, "__qualname__", repr(value))
-        elif isinstance(value, float) and not math.isfinite(value):
-            value = str(value)
-        plain[item.name] = value
-    return plain
 
 
 def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ def _run(e: Evaluation, name: str, reference: float) -> dict[str, Any]:
 
 def _attack(attack: dict[str, Any]) -> str:
     if attack["name"] == "StandardAttack":
-        return f"StandardAttack, {attack['version']}"
+        return f"StandardAttack, {attack['version']}, version {attack['version_number']}"
     shown = {
         k: v
         for k, v in attack.items()
