@@ -479,10 +479,11 @@ def _merged(best: AttackResult, index: Tensor, found: AttackResult, better: Tens
         # One member with a gradient is enough to say that the image survived.
         if success or status[i] is AttackStatus.NO_GRADIENT:
             status[i] = state
-    merged = ("images", "success", "distance", "loss", "radius")
+    names = ("images", "success", "distance", "loss", "radius")
+    parts: dict[str, Any] = {name: put(getattr(best, name), getattr(found, name)) for name in names}
     return replace(
         best,
-        **{name: put(getattr(best, name), getattr(found, name)) for name in merged},
+        **parts,
         n_steps=steps,
         status=tuple(status),
         kernel=joined_kernels((best.kernel, found.kernel)),
