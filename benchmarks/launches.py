@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.inputs import direction, mnist
 from wball import DualAveraging, WassersteinBall
-from wball.models import build_model
+from wball.zoo.architectures import build_model
 
 MOST: dict[str, tuple[int, int]] = {
     "project(reg=1000, tol=1e-4), 100 digits": (60, 4),

@@ -15,7 +15,7 @@ from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Subject, Workshop
 from wball.ball import WassersteinBall
-from wball.models import Binarized
+from wball.zoo.architectures import Binarized
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,12 +24,12 @@ from reproduction.presets import preset, presets
 from wball import provenance
 from wball.data import dataset_info, load_dataset, load_sample
 from wball.inputs import check_count, check_seed, find_device
-from wball.models import build_model
 from wball.storage.atomic import locked
 from wball.storage.files import read_json, read_tensors, write_json, write_tensors
 from wball.storage.weights import load_weights
 from wball.training.loop import train
 from wball.zoo import list_models, load_model, model_card, public_models
+from wball.zoo.architectures import build_model
 from wball.zoo.public import PublicModel, models_folder
 
 Data = dict[str, Any]

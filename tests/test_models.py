@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from wball.models import (
+from wball.zoo.architectures import (
     CIFAR10_MEAN,
     CIFAR10_STD,
     Binarized,

@@ -31,9 +31,6 @@ from wball.evaluation import evaluate as evaluate
 from wball.evaluation import load_evaluation as load_evaluation
 from wball.evaluation import merge_evaluations as merge_evaluations
 from wball.fetch import download as download
-from wball.models import Normalized as Normalized
-from wball.models import architectures as architectures
-from wball.models import build_model as build_model
 from wball.result import ProjectionResult as ProjectionResult
 from wball.result import Status as Status
 from wball.result import SupportResult as SupportResult
@@ -43,3 +40,6 @@ from wball.zoo import list_models as list_models
 from wball.zoo import load_model as load_model
 from wball.zoo import model_card as model_card
 from wball.zoo import public_models as public_models
+from wball.zoo.architectures import Normalized as Normalized
+from wball.zoo.architectures import architectures as architectures
+from wball.zoo.architectures import build_model as build_model

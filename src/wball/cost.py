@@ -1,24 +1,27 @@
-"""Ground costs: what it costs to move one unit of mass from pixel ``i`` to pixel ``j``.
+"""Ground costs: the cost of moving one unit of mass from pixel ``i`` to pixel ``j``.
 
-A *stencil* cost depends on the offset ``j - i`` alone and is infinite outside a small window; a *dense* cost is any
-``n x n`` matrix. Staying is free in both, so the centre of a ball always lies in it.
+A *stencil* cost depends only on the offset ``j - i`` and is infinite outside a small window. A *dense*
+cost is any ``n x n`` matrix. In both, staying costs nothing, so the centre of a ball is in the ball.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wball.moves import DenseMoves, StencilMoves
+from wball.provenance import fingerprint
 
 
 @dataclass(frozen=True)
 class StencilCost:
-    """A cost that depends on the offset alone, given as an odd x odd table; ``inf`` forbids a move.
+    """A cost that depends only on the offset, as a table with odd sides. ``inf`` forbids a move.
 
     ``table[r][c]`` is the cost of moving by ``(r - rows // 2, c - columns // 2)``. The centre must be 0.
 
@@ -51,7 +54,7 @@ class StencilCost:
             raise ValueError("the centre of table must be 0: staying is free")
 
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then the cheapest first."""
+        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, staying first, then by cost."""
         rr, rc = len(self.table) // 2, len(self.table[0]) // 2
         found = [
             (r - rr, c - rc, value)
@@ -66,15 +69,21 @@ class StencilCost:
         return _stencil_moves(self, height, width, like.dtype, like.device)
 
     def full(self, height: int, width: int) -> StencilCost:
-        """The cost without its window. A table says nothing about moves outside it, so it is its own full cost."""
+        """The cost for full plans: the same, because the table has no costs of longer moves."""
         return self
+
+    def describe(self) -> dict[str, Any]:
+        """The cost as plain data; :func:`read_cost` reads it."""
+        table = [[None if v == math.inf else v for v in row] for row in self.table]
+        return {"cost": "table", "table": table}
 
 
 @dataclass(frozen=True)
 class GridCost:
     """``(dr^2 + dc^2)^(p/2)`` inside an odd ``window x window`` neighbourhood, infinite outside.
 
-    ``p = 1`` is the Euclidean distance of the paper's experiments. A window that covers the image allows full plans.
+    ``p = 1`` is the Euclidean distance, as in the paper. A window that covers the image allows every
+    transport plan.
 
     >>> GridCost(window=5).moves(28, 28)[:2]
     [(0, 0, 0.0), (-1, 0, 1.0)]
@@ -100,11 +109,11 @@ class GridCost:
         return self.window // 2
 
     def covers(self, height: int, width: int) -> bool:
-        """Whether the window reaches from any pixel of such an image to any other: plans are then full."""
+        """Whether the window reaches from any pixel of such an image to any other."""
         return self.radius >= max(height, width) - 1
 
     def moves(self, height: int, width: int) -> list[tuple[int, int, float]]:
-        """The moves ``(dr, dc, cost)`` that can stay inside a ``height x width`` image, cheapest first."""
+        """The moves ``(dr, dc, cost)`` that fit a ``height x width`` image, cheapest first."""
         rr, rc = min(self.radius, height - 1), min(self.radius, width - 1)
         found = [
             (r, c, float(r * r + c * c) ** (self.p / 2))
@@ -121,18 +130,22 @@ class GridCost:
         """The same cost with a window that covers such an image."""
         return GridCost(2 * max(height, width) - 1, self.p)
 
+    def describe(self) -> dict[str, Any]:
+        """The cost as plain data; :func:`read_cost` reads it."""
+        return {"cost": "grid", "window": self.window, "p": float(self.p)}
+
 
 @lru_cache(maxsize=64)
 def _stencil_moves(
     cost: GridCost | StencilCost, height: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> StencilMoves:
-    """Listed once per grid, dtype and device: an attack asks at every step."""
+    """Cached per grid, dtype and device, because an attack asks at every step."""
     like = torch.empty(0, dtype=dtype, device=device)
     return StencilMoves(cost.moves(height, width), (height, width), like)
 
 
 class DenseCost:
-    """An arbitrary ``n x n`` cost: histograms that are not images, or full plans on small images (``n = H * W``).
+    """An arbitrary ``n x n`` cost, for histograms that are not images or for small images (``n = H * W``).
 
     ``matrix[i, j]`` is the cost of moving from ``i`` to ``j``; ``inf`` forbids a move, the diagonal is 0.
 
@@ -151,14 +164,10 @@ class DenseCost:
             )
         if bool((matrix.diagonal() != 0).any()):
             raise ValueError("matrix must have a zero diagonal: staying is free")
-        self.matrix = matrix
+        self.matrix, self.size = matrix, matrix.shape[0]
 
     def __repr__(self) -> str:
         return f"DenseCost({self.size} x {self.size})"
-
-    @cached_property
-    def size(self) -> int:
-        return int(self.matrix.shape[0])
 
     def arcs(self, height: int, width: int, like: Tensor) -> DenseMoves:
         """The moves on a grid of ``height * width = n`` pixels, in ``like``'s dtype and on its device."""
@@ -166,15 +175,30 @@ class DenseCost:
         return DenseMoves(self.matrix, (height, width), like)
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise unless the matrix is for images of this size."""
+        """Raise an error unless the matrix is for images of this size."""
         if height * width != self.size:
             raise ValueError(
-                f"the cost matrix is for {self.size} pixels, but the images have {height} x {width} = {height * width}"
+                f"the cost matrix is for {self.size} pixels, but the images have "
+                f"{height} x {width} = {height * width}"
             )
 
     def full(self, height: int, width: int) -> DenseCost:
-        """A matrix cost already knows every pair."""
+        """The cost for full plans: the same, because a matrix has the cost of every pair."""
         return self
+
+    def describe(self) -> dict[str, Any]:
+        """Size and checksum of the matrix, which is too large for plain data."""
+        return {"cost": "matrix", "size": self.size, "sha256": fingerprint(self.matrix)}
 
 
 GroundCost = GridCost | StencilCost | DenseCost
+
+
+def read_cost(description: Mapping[str, Any]) -> GridCost | StencilCost | None:
+    """The cost that ``describe`` wrote; ``None`` for a matrix, and for balls without a cost."""
+    if description.get("cost") == "grid":
+        return GridCost(description["window"], description["p"])
+    if description.get("cost") == "table":
+        rows = description["table"]
+        return StencilCost(tuple(tuple(math.inf if v is None else v for v in row) for row in rows))
+    return None

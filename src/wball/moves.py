@@ -7,7 +7,6 @@ operations that gather and scatter values along them.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -63,10 +62,6 @@ class Moves(ABC):
 
         The adjoint of :meth:`gather`.
         """
-
-    @abstractmethod
-    def scatter_max(self, arcs: Tensor) -> Tensor:
-        """``(B, C, K, H, W) -> (B, C, H, W)``: the largest of what arrives at each pixel by allowed moves."""
 
     @abstractmethod
     def opposite(self, arcs: Tensor) -> Tensor:
@@ -225,13 +220,6 @@ class StencilMoves(Moves):
             arrivals.add(k, arcs[:, :, k])
         return arrivals.total()
 
-    def scatter_max(self, arcs: Tensor) -> Tensor:
-        top = self._padded(torch.full_like(arcs[:, :, 0], -math.inf), -math.inf)
-        for k in range(len(self)):
-            part = self._slice(top, k)
-            torch.maximum(part, arcs[:, :, k], out=part)
-        return self._slice(top, 0)
-
     def opposite(self, arcs: Tensor) -> Tensor:
         out = torch.zeros_like(arcs)
         for k, reverse in enumerate(self.reverse):
@@ -314,8 +302,8 @@ class _StencilArrivals(Arrivals):
 class DenseMoves(Moves):
     """The moves of a matrix cost: from every pixel to every pixel.
 
-    Arc tensors list them by target: ``K = H * W``. One at a time, the ``k``-th goes from ``i`` to ``i + k`` modulo
-    ``n``, so that each is its own ring.
+    Arc tensors list them by target: ``K = H * W``. One at a time, the ``k``-th goes from ``i`` to
+    ``i + k`` modulo ``n``, so that each is its own ring.
     """
 
     def __init__(self, matrix: Tensor, shape: tuple[int, int], like: Tensor) -> None:
@@ -364,10 +352,6 @@ class DenseMoves(Moves):
     def scatter(self, arcs: Tensor) -> Tensor:
         kept = torch.where(self.allowed, arcs, torch.zeros_like(arcs))
         return kept.sum((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
-
-    def scatter_max(self, arcs: Tensor) -> Tensor:
-        kept = torch.where(self.allowed, arcs, torch.full_like(arcs, -math.inf))
-        return kept.amax((-2, -1)).reshape(*arcs.shape[:2], *self.shape)
 
     def opposite(self, arcs: Tensor) -> Tensor:
         square = arcs.flatten(3)

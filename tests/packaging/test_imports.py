@@ -16,13 +16,15 @@ ROOT = Path(__file__).parent.parent.parent
 # Nothing but torch, numpy and safetensors: as if the others had never been installed.
 BLOCKED = """
 import sys
+from importlib.machinery import PathFinder
 
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+class Blocked(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.split(".")[0] in {blocked!r}
+        return None if absent else PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Blocked())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Blocked
 import warnings
 warnings.simplefilter("ignore")
 """

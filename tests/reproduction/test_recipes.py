@@ -17,7 +17,7 @@ from reproduction.run import RECIPES
 from reproduction.tables import unpack
 from reproduction.workshop import Data, MissingModel, Settings, Workshop
 from wball.evaluation import Evaluation
-from wball.models import Binarized
+from wball.zoo.architectures import Binarized
 
 SIDE = 6
 

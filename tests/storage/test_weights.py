@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from wball.models import Binarized, Normalized, ResNet18, mnist_cnn
 from wball.storage.weights import load_weights, save_weights
+from wball.zoo.architectures import Binarized, Normalized, ResNet18, mnist_cnn
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:

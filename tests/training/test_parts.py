@@ -14,7 +14,6 @@ from training.worker import small_config, small_data, small_model
 from wball import LinfBall, Normalized, certify
 from wball.certificates.trust import UnsupportedModule
 from wball.cli.choices import setting
-from wball.models import SmallResNet
 from wball.training import (
     Loss,
     Optimisation,
@@ -28,6 +27,7 @@ from wball.training.bounds import LinfBounds, verified
 from wball.training.losses import Objective
 from wball.training.presets import override
 from wball.training.state import Average, pack_optimizer, unpack_optimizer
+from wball.zoo.architectures import SmallResNet
 
 
 def small_resnet() -> nn.Module:

@@ -13,7 +13,6 @@ from wball import inputs
 from wball.auditing.transport import transport_violations
 from wball.auditing.violations import Violations, check_point
 from wball.ball.base import Ball
-from wball.ball.description import describe_cost
 from wball.cost import DenseCost, GridCost, GroundCost, StencilCost
 from wball.input_sets import Plans, TransportSet
 from wball.plan import StoredPlan
@@ -156,7 +155,7 @@ class WassersteinBall(Ball):
 
     def describe(self) -> dict[str, Any]:
         """The threat model without its radius, as plain data."""
-        return {**super().describe(), **describe_cost(self.cost), "mass": self.mass}
+        return {**super().describe(), **self.cost.describe(), "mass": self.mass}
 
     def kernel(self, x: Tensor) -> str:
         """Which implementation serves such images."""

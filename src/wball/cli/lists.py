@@ -23,8 +23,8 @@ def models(
     """List models and architectures, or show the card of one model."""
     from rich.table import Table
 
-    from wball.models import architectures
     from wball.zoo import list_models, model_card, public_models
+    from wball.zoo.architectures import architectures
 
     if name is not None:
         print_json(model_card(name))

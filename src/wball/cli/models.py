@@ -109,7 +109,7 @@ def own_network(option: str, spec: str) -> nn.Module:
 
 def _built(architecture: str) -> nn.Module:
     """A network without weights: one of ours by name, or the user's own."""
-    from wball.models import architectures, build_model
+    from wball.zoo.architectures import architectures, build_model
 
     if architecture in architectures():
         return build_model(architecture)
@@ -163,7 +163,7 @@ def _is_torchscript(path: Path) -> bool:
 def _normalized(model: Any, mean: str | None, std: str | None) -> Any:
     from torch import nn
 
-    from wball.models import Normalized
+    from wball.zoo.architectures import Normalized
 
     if mean is None and std is None:
         return model

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from wball.auditing.transport import cheapest_plan
-from wball.ball.description import read_cost
+from wball.cost import read_cost
 
 SHOWN = 60
 """Arrows drawn at most, those that move the most."""

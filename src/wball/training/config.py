@@ -13,7 +13,7 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks import Attack
 from wball.data import dataset_info
-from wball.models import architectures
+from wball.zoo.architectures import architectures
 
 
 def _check_share(settings: Any, *names: str) -> None:

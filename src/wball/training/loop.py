@@ -25,7 +25,6 @@ from wball import inputs
 from wball.certificates.smoothing import flow_noise
 from wball.data import RandomAffine, RandomCropFlip, RandomCutout, to_tensors
 from wball.model import as_found, ask, check_classes
-from wball.models import build_model
 from wball.progress import bar as progress_bar
 from wball.storage.atomic import clear_parts, locked, write_whole
 from wball.storage.files import write_tensors
@@ -45,6 +44,7 @@ from wball.training.state import (
     unpack_optimizer,
 )
 from wball.training.teacher import hired
+from wball.zoo.architectures import build_model
 
 Record = dict[str, Any]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wball.models import build_model
 from wball.storage.weights import load_weights
+from wball.zoo.architectures import build_model
 from wball.zoo.public import PublicModel, public_models
 
 __all__ = ["PublicModel", "list_models", "load_model", "model_card", "public_models"]

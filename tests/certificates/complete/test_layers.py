@@ -17,7 +17,7 @@ from wball.attacks.adapters import onnx
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.certificates.complete import Search, splittable
 from wball.certificates.tracing import trace
-from wball.models import PlainBlock, ResNet18
+from wball.zoo.architectures import PlainBlock, ResNet18
 
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.max_pool2d": lambda h: torch.max_pool2d(h.relu(), 2),
