@@ -1,14 +1,15 @@
-"""What a model returns, read as logits: one row of at least two numbers per image.
+"""Reading the output of a model as logits: one row of at least two numbers per image.
 
 Models of other libraries return tuples (auxiliary outputs, hidden states), dictionaries or objects with a field
-``logits``; convolutional heads return ``(B, K, 1, 1)``; models of two classes often one number per image. Where it is
-not clear which numbers are the logits, an error says what came instead.
+``logits``. Convolutional heads return ``(B, K, 1, 1)``, models of two classes often one number per image. If it is
+not clear which numbers are the logits, an error describes the output.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 NAMES = ("logits", "output", "outputs", "out", "scores", "predictions", "probs", "probabilities")
-"""How fields of an answer are called that hold logits, the first that is there."""
+"""Output field names tried for logits, in this order."""
 FAR = 100.0
-"""Size of the random images that tell a probability from a logit: no probability leaves [0, 1] for them."""
+"""Size of random images that tell a probability from a logit: a logit leaves [0, 1] for some of them."""
 
 _probabilities: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
@@ -42,38 +43,26 @@ def read_logits(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     return logits
 
 
-def find_logits(answer: Any, batch: int) -> Tensor:
-    """The tensor of logits in what a model returned."""
-    if isinstance(answer, Tensor):
-        return answer
-    fields = dict(answer) if isinstance(answer, Mapping) else {}
-    fields |= {
-        name: getattr(answer, name)
-        for name in NAMES
-        if name not in fields and hasattr(answer, name)
-    }
+def find_logits(output: Any, batch: int) -> Tensor:
+    """The tensor of logits in the output of a model."""
+    if isinstance(output, Tensor):
+        return output
+    fields = dict(output) if isinstance(output, Mapping) else {}
     for name in NAMES:
-        if isinstance(fields.get(name), Tensor):
-            return fields[name]
-    inside = list(answer) if isinstance(answer, (tuple, list)) else list(fields.values())
-    scores = [
-        v
-        for v in inside
-        if isinstance(v, Tensor) and v.is_floating_point() and v.shape[:1] == (batch,)
-    ]
-    scores = [v for v in scores if v.ndim == 2]
-    # Of several outputs of one width (auxiliary classifiers) the first one is the model's answer.
+        value = fields.get(name, getattr(output, name, None))
+        if isinstance(value, Tensor):
+            return value
+    inside = list(output) if isinstance(output, (tuple, list)) else list(fields.values())
+    tensors = [v for v in inside if isinstance(v, Tensor) and v.is_floating_point()]
+    scores = [v for v in tensors if v.ndim == 2 and v.shape[0] == batch]
+    # Of several outputs of one width (auxiliary classifiers) the first one is the model's.
     if scores and len({v.shape for v in scores}) == 1:
         return scores[0]
-    held = (
-        [f"{name!r}" for name in fields]
-        if isinstance(answer, Mapping)
-        else [_kind(v) for v in inside]
-    )
+    held = [repr(name) for name in fields] or [_kind(v) for v in inside]
+    seen = f" of {', '.join(held[:6])}, and which of them are logits is not clear" if held else ""
     raise TypeError(
-        f"the model must return a tensor of logits, got {type(answer).__name__}"
-        + (f" of {', '.join(held[:6])}, and which of them are logits is not clear" if held else "")
-        + "; wrap it to return them: lambda x: model(x)[...]"
+        f"the model must return a tensor of logits, got {type(output).__name__}{seen}; "
+        "wrap it to return them: lambda x: model(x)[...]"
     )
 
 
@@ -82,7 +71,7 @@ def _kind(value: Any) -> str:
 
 
 def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Tensor:
-    """Two logits out of one number per image: the score of class 1, or its log-odds if it is a probability."""
+    """Two logits from one number per image: the score of class 1, or the log-odds of a probability."""
     if _is_probability(model, x):
         tiny = torch.finfo(score.dtype).tiny
         score = score.clamp(min=tiny).log() - (1 - score).clamp(min=tiny).log()
@@ -90,24 +79,20 @@ def _two_classes(model: Callable[[Tensor], Any], score: Tensor, x: Tensor) -> Te
 
 
 def _is_probability(model: Callable[[Tensor], Any], x: Tensor) -> bool:
-    """Whether a model's one number per image stays in [0, 1] whatever the image; asked once per model."""
-    try:
+    """Whether a model's one number per image stays in [0, 1] for any image; evaluated once per model."""
+    with suppress(TypeError):  # not every callable can be hashed
         if model in _probabilities:
             return _probabilities[model]
-    except TypeError:  # neither every callable can be hashed, nor referred to weakly
-        pass
-    generator = torch.Generator().manual_seed(0)
-    far = FAR * torch.randn((8, *x.shape[1:]), generator=generator)
+    far = FAR * torch.randn((8, *x.shape[1:]), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = find_logits(model(far.to(x)), 8)
-    answer = bool(((found >= 0) & (found <= 1)).all())
-    try:
-        _probabilities[model] = answer
-    except TypeError:
-        return answer
-    if answer:
+    is_probability = bool(((found >= 0) & (found <= 1)).all())
+    if is_probability:
         warnings.warn(
-            "the model returns one probability per image: it is taken as that of class 1, and attacked by its log-odds",
+            "the model returns one probability per image: it is taken as that of class 1, "
+            "and attacked by its log-odds",
             stacklevel=2,
         )
-    return answer
+    with suppress(TypeError):
+        _probabilities[model] = is_probability
+    return is_probability

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, fields, is_dataclass, replace
 from inspect import signature
 from typing import Any, TypeVar
@@ -26,11 +26,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from wball import inputs
+from wball import inputs, progress
 from wball.attacks import objectives
-from wball.attacks.batch import AttackBatch, State
+from wball.attacks.batch import AttackBatch, State, StepCount
 from wball.attacks.levels import check_on_levels, to_levels
-from wball.attacks.progress import Bar, bar
 from wball.attacks.recording import RECORDERS, Steps
 from wball.attacks.result import STATUSES, AttackResult, empty, joined, without
 from wball.ball.base import Ball, check_ball
@@ -84,7 +83,7 @@ class Attack(ABC):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        progress: Bar | None = None,
+        progress: StepCount | None = None,
         start: Tensor | None = None,
     ) -> AttackResult:
         """Attack checked images that fit in memory, on a model that is ready for it.
@@ -159,8 +158,8 @@ class Attack(ABC):
             generator = torch.Generator(x.device).manual_seed(0)
         with as_found(model, x.device), torch.inference_mode(False):
             x, y = x.clone(), y.clone()  # an inference tensor cannot carry gradients
-            with self._bar(x.shape[0]) as progress:
-                return self._in_batches(model, x, y, target, generator, progress)
+            with self._steps(x.shape[0]) as steps:
+                return self._in_batches(model, x, y, target, generator, steps)
 
     def _in_batches(
         self,
@@ -169,7 +168,7 @@ class Attack(ABC):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        progress: Bar | None,
+        progress: StepCount | None,
     ) -> AttackResult:
         parts: list[AttackResult] = []
         start, size = 0, self.batch_size or max(1, x.shape[0])
@@ -225,10 +224,18 @@ class Attack(ABC):
             return found
         return without(found, claimed[~judged(claimed, found.images[claimed])])
 
-    def _bar(self, images: int) -> AbstractContextManager[Bar | None]:
-        long = images * self.n_gradients > PROGRESS_AFTER
-        show = long if self.progress is None else self.progress
-        return bar(type(self).__name__, images, self.n_gradients, show)
+    @contextmanager
+    def _steps(self, images: int) -> Iterator[StepCount | None]:
+        """Progress on a bar of its own or on that of an evaluation; ``None`` if there is none."""
+        name, steps = type(self).__name__, self.n_gradients
+        show = images * steps > PROGRESS_AFTER if self.progress is None else self.progress
+        if show:
+            with progress.bar(name, images, "of the images") as shown:
+                shown.stage(images, name)
+                yield StepCount(shown, images, steps)
+        else:
+            outer = progress.around()
+            yield None if outer is None else StepCount(outer, images, steps)
 
 
 @dataclass(frozen=True)
@@ -297,7 +304,7 @@ class GradientAttack(Attack):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        progress: Bar | None = None,
+        progress: StepCount | None = None,
         start: Tensor | None = None,
     ) -> AttackResult:
         objective = objectives.find(self.objective)

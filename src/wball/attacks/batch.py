@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from wball.attacks import objectives
-from wball.attacks.progress import Bar
 from wball.attacks.result import STATUSES, AttackStatus
 from wball.ball import Ball
 from wball.model import Model, ask, check_classes, full_precision, judge, reached
 from wball.plan import AnyPlan, StoredPlan
+from wball.progress import Bar
 
 DROP_EVERY = {"cpu": 1, "cuda": 10}
 """After how many steps finished images are dropped. Looking costs a GPU its pipeline, and a CPU nothing."""
@@ -23,6 +23,24 @@ DROP_FROM = {"cpu": 0.0, "cuda": 0.5}
 """Share of the images that must be finished for that. A step on a smaller batch has to be recorded anew on a GPU."""
 
 AnyState = TypeVar("AnyState", bound="State")
+
+
+class StepCount:
+    """Progress of an attack on a bar: images of finished batches, and the steps of the current one."""
+
+    def __init__(self, bar: Bar, images: int, steps: int) -> None:
+        self._bar, self._images, self._steps = bar, max(1, images), max(1, steps)
+        self._start, self._size, self._step = 0, 0, 0
+
+    def batch(self, start: int, size: int) -> None:
+        """A batch of ``size`` images begins after ``start`` finished ones."""
+        self._start, self._size, self._step = start, size, 0
+
+    def step(self) -> None:
+        """One gradient step of the batch is done."""
+        self._step += 1
+        share = self._size * min(1.0, self._step / self._steps)
+        self._bar.within((self._start + share) / self._images)
 
 
 @dataclass
@@ -106,7 +124,7 @@ class AttackBatch:
         target: Tensor | None,
         objective: objectives.Objective,
         until_success: bool,
-        progress: Bar | None = None,
+        progress: StepCount | None = None,
         *,
         start: Tensor | None = None,
     ) -> None:
@@ -204,7 +222,7 @@ class AttackBatch:
         """One step more, for progress and for :meth:`survivors`."""
         self.steps_done += 1
         if self._progress is not None:
-            self._progress.step(self.x.shape[0])
+            self._progress.step()
 
     def begin_last_steps(self) -> None:
         """Remember how far the loss has come."""

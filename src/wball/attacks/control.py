@@ -20,7 +20,6 @@ from torch import Tensor
 from wball.attacks.base import GradientAttack
 from wball.attacks.dual_averaging import START_NATS, normalised
 from wball.attacks.findings import Finding
-from wball.attacks.oracle import oracle_of
 from wball.attacks.views import View
 from wball.ball import Ball
 from wball.model import Model, ask
@@ -60,7 +59,7 @@ def missed_in_full_ball(
 
 def _drifted(ball: Ball, x: Tensor, others: Tensor) -> Tensor:
     """The images, with their mass drawn towards the shapes of others."""
-    oracle = oracle_of(ball, x)
+    oracle = ball.oracle(x)
     b = START_NATS * normalised(others - x)
     oracle(b)  # learns how much of the radius cancels
     return oracle(b).z.to(x)

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from wball.attacks.base import into_box, normal
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import START_NATS, normalised
-from wball.attacks.oracle import oracle_of, reachable_pixels
-from wball.attacks.search import Search
+from wball.attacks.search import Search, reachable_pixels
 from wball.ball import Ball
 from wball.batch import per_image
 
@@ -121,7 +120,7 @@ class DecisionSearch(Search):
         nearer = torch.zeros_like(state.radius, dtype=torch.bool)
         inside = spread_eps(state.ball, state.radius)
         for radius in radii:
-            oracle = oracle_of(state.ball.at(radius), state.x)
+            oracle = state.ball.at(radius).oracle(state.x)
             oracle(b)  # learns how much of the radius cancels
             point = oracle(b)
             distance = point.cost / oracle.unit

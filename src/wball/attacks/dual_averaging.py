@@ -22,7 +22,6 @@ from torch import Tensor
 from wball import inputs
 from wball.attacks.base import GradientAttack, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch, State
-from wball.attacks.oracle import oracle_of
 from wball.ball.base import Oracle
 from wball.batch import per_image
 from wball.plan import FactoredPlan
@@ -98,7 +97,7 @@ class DualAveraging(GradientAttack):
             if self.proofs
             else None
         )
-        oracle = oracle_of(batch.ball, x, sweeps=self.sweeps, newton=self.newton)
+        oracle = batch.ball.oracle(x, sweeps=self.sweeps, newton=self.newton)
         state = Potentials(
             x,
             batch.ball,

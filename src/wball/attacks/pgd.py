@@ -28,7 +28,6 @@ from wball.attacks.base import (
 )
 from wball.attacks.batch import AttackBatch, State
 from wball.attacks.dual_averaging import normalised
-from wball.attacks.schedule import GrowingRadius
 from wball.ball import Ball, WassersteinBall
 from wball.batch import per_image
 from wball.cost import GridCost
@@ -37,6 +36,32 @@ from wball.result import Duals
 from wball.solvers.entropic import EntropicProjection
 
 Step = Literal["linf", "l2", "wasserstein"]
+
+
+@dataclass(frozen=True)
+class GrowingRadius:
+    """``eps * factor^(step // every)``: a radius that grows while an image survives, as in the paper.
+
+    The result's ``radius`` is the one at which each image was broken, so that one run gives the whole curve
+    (:meth:`~wball.AttackResult.accuracy_at`).
+
+    >>> GrowingRadius(factor=1.1, every=10).at(0.3, step=20)
+    0.363...
+    """
+
+    factor: float = 1.1
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        if not inputs.check_positive("factor", self.factor) >= 1:
+            raise ValueError(
+                f"factor must be at least 1 so that the radius grows, got {self.factor}"
+            )
+        inputs.check_count("every", self.every)
+
+    def at(self, eps: float | Tensor, step: int) -> float | Tensor:
+        """The radius of a step, from ``eps`` at the first."""
+        return eps * self.factor ** (step // self.every)
 
 
 @dataclass

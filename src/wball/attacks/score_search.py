@@ -32,8 +32,7 @@ from wball.attacks import objectives
 from wball.attacks.base import into_box, normal, plan_of_nothing
 from wball.attacks.batch import AttackBatch
 from wball.attacks.dual_averaging import Potentials, normalised
-from wball.attacks.oracle import oracle_of, reachable_pixels
-from wball.attacks.search import Search
+from wball.attacks.search import Search, reachable_pixels
 from wball.batch import per_image
 from wball.model import Model, ask
 from wball.plan import FactoredPlan
@@ -83,7 +82,7 @@ class ScoreSearch(Search):
         return self.directions + 1
 
     def init(self, batch: AttackBatch, generator: torch.Generator) -> _Tracked:
-        x, oracle = batch.x, oracle_of(batch.ball, batch.x)
+        x, oracle = batch.x, batch.ball.oracle(batch.x)
         zero = torch.zeros_like(x)
         others = batch.logits.scatter(1, batch.y[:, None], torch.inf)
         classes = others.topk(min(MOST_CLASSES, others.shape[1]), 1).indices
@@ -113,7 +112,7 @@ class ScoreSearch(Search):
         for k, share in enumerate(RESTARTS):
             if k < state.rivals.shape[1] and state.n_steps == int(share * self.n_gradients):
                 state.aim, state.b, state.z = state.rivals[:, k], torch.zeros_like(state.b), state.x
-                state.oracle = oracle_of(state.ball, state.x)
+                state.oracle = state.ball.oracle(state.x)
                 state.distance = torch.zeros_like(state.distance)
                 if state.proof is not None:
                     state.proof = plan_of_nothing(FactoredPlan, state.ball, state.x)

@@ -1,21 +1,25 @@
-"""What black-box searches share: a budget of questions, and how it is spent on steps."""
+"""What black-box searches share: a budget of forward passes, and how the steps use it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from wball import inputs
-from wball.attacks.base import GradientAttack
+from wball.attacks.base import GradientAttack, normal
+from wball.ball import Ball
 
 
 @dataclass(frozen=True)
 class Search(GradientAttack):
-    """A search by forward passes alone, on any ball. ``result.queries`` says how many questions each image cost.
+    """A search by forward passes alone, on any ball. ``result.queries`` counts them per image.
 
     Attributes:
         queries: forward passes per image, at most.
-        directions: of them, how many noisy copies are asked about at each step.
+        directions: noisy copies evaluated at each step.
         step_size: in nats per step, see :class:`~wball.DualAveraging`.
     """
 
@@ -36,13 +40,18 @@ class Search(GradientAttack):
     @property
     @abstractmethod
     def at_start(self) -> int:
-        """Questions besides those of the steps: the clean image, the first looks, the last candidate."""
+        """Forward passes outside of the steps: the clean image, the start, the last candidate."""
 
     @property
     @abstractmethod
     def per_step(self) -> int:
-        """Questions of each step."""
+        """Forward passes of each step."""
 
     @property
     def n_gradients(self) -> int:
         return (self.queries - self.at_start) // self.per_step
+
+
+def reachable_pixels(ball: Ball, x: Tensor, generator: torch.Generator) -> Tensor:
+    """1 where the ball lets a pixel change: random potentials move mass wherever it can go."""
+    return (ball.oracle(x)(normal(x, generator)).z != x).to(x)

@@ -53,12 +53,12 @@ from torch import Tensor
 
 from wball.attacks import checks, control, objectives
 from wball.attacks.base import Attack, GradientAttack
+from wball.attacks.batch import StepCount
 from wball.attacks.decision_search import DecisionSearch
 from wball.attacks.dual_averaging import DualAveraging
 from wball.attacks.findings import Finding, merged
 from wball.attacks.levels import on_levels, to_levels
 from wball.attacks.pgd import PGD
-from wball.attacks.progress import Bar
 from wball.attacks.result import AttackResult, AttackStatus, empty, without
 from wball.attacks.score_search import ScoreSearch
 from wball.attacks.stand_ins import Smoothed
@@ -234,7 +234,7 @@ class StandardAttack(Attack):
         y: Tensor,
         target: Tensor | None,
         generator: torch.Generator,
-        progress: Bar | None = None,
+        progress: StepCount | None = None,
         start: Tensor | None = None,
     ) -> AttackResult:
         if x.shape[0] == 0:
