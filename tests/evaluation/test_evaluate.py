@@ -21,6 +21,8 @@ import wball
 from evaluation.linear import BALL, RADII, attack, problem
 from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.evaluation import evaluate, exit_code, load_evaluation
+from wball.evaluation.batches import Batches
+from wball.evaluation.stream import Stream, open_stream
 
 batches = importlib.import_module("wball.evaluation.batches")
 
@@ -38,9 +40,12 @@ def exact_radius(model: nn.Module, x: Tensor, y: Tensor, hi: float) -> float:
 
 @dataclass(frozen=True)
 class Claims(Attack):
-    """Claims success on every image with whatever ``make`` returns."""
+    """Claims success on every image, and keeps the base class from taking false claims back."""
 
     how: str = "copy"
+
+    def stored(self, found: AttackResult, *rest: Any, **more: Any) -> AttackResult:
+        return found
 
     @property
     def n_gradients(self) -> int:
@@ -171,7 +176,7 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
     inner = ot.emd
     monkeypatch.setattr(ot, "emd", lambda *a, **k: solved.append(1) or inner(*a, **k))
     model, x, y = problem(40)
-    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a", batch_size=16)
+    result = evaluate(model, x, y, BALL, RADII, attack(), out=tmp_path / "a")
     found = result.images["read_as"] >= 0
     at = [int((result.images["found_at"] == eps).sum()) for eps in RADII]
     sampled = sum(min(2, n) for n in at)
@@ -184,7 +189,7 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
     assert [w is not None for w in words] == found.tolist()
     assert words.count("plan, exact") == sampled and words.count("plan") == audit["proved_by_plan"]
 
-    every = evaluate(model, x, y, BALL, RADII, attack(), exact="all", batch_size=16)
+    every = evaluate(model, x, y, BALL, RADII, attack(), exact="all")
     assert (
         every.audit_summary()["exact_transport"] == int(found.sum())
         and every.audit_summary()["both"] == 0
@@ -199,33 +204,31 @@ def test_plans_are_proof_and_a_sample_is_checked_exactly(
     assert all(r.accuracy <= s.accuracy for r, s in zip(every.curve(), result.curve(), strict=True))
 
 
+def promises(share: float) -> Any:
+    """An audit whose plans promise only this share of their distances."""
+
+    def careless(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
+        report = wball.audit(ball, x, z, plan=plan, **rest)
+        return report if plan is None else replace(report, distance=share * report.distance)
+
+    return careless
+
+
 @pytest.mark.parametrize(("side", "count"), [(28, 50), (64, 32), (224, 2), (1024, 1)])
 def test_the_exact_check_of_large_images_is_bounded(side: int, count: int) -> None:
-    """32 or 1 % of them, but no more pixels than 32 images of 64 x 64 x 3, and at least one."""
-    found = 5000
-    images = {
-        "label": torch.zeros(found),
-        "proof": torch.full((found,), batches.PLAN),
-        "found_at": torch.full((found,), 0.1, dtype=torch.float64),
-    }
-    run = SimpleNamespace(
-        settings={"radii": [0.1], "seed": 0},
-        data=SimpleNamespace(first=torch.empty(1, 3, side, side, device="meta")),
-    )
-    drawn = batches.Batches._sample(run, images)
-    assert len(drawn) == len(set(drawn.tolist())) == count
+    """32 or 1 % of 5,000, but no more pixels than 32 images of 64 x 64 x 3, and at least one."""
+    image = torch.empty(1, 3, side, side, device="meta")
+    data = Stream(5000, lambda _: (image, image[:, 0, 0, 0]), None, image.device)
+    run = Batches(nn.Identity(), data, BALL, attack(), {"batch_size": 700}, Path(), print)  # type: ignore[arg-type]
+    data.first = image  # type: ignore[misc]
+    assert sum(run._sampled(batch) for batch in range(run.count)) == count
 
 
 def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the plan check: what it vouches for is twice as far as it says."""
     monkeypatch.setattr(batches, "SAMPLE_LEAST", 1)
     inner = batches.audit
-
-    def careless(ball: Any, x: Tensor, z: Tensor, plan: Any = None, **rest: Any) -> Any:
-        report = inner(ball, x, z, plan=plan, **rest)
-        return report if plan is None else replace(report, distance=report.distance / 2)
-
-    monkeypatch.setattr(batches, "audit", careless)
+    monkeypatch.setattr(batches, "audit", promises(0.5))
     model, x, y = problem(40)
     result = evaluate(model, x, y, BALL, RADII, attack())
     found = (result.images["read_as"] >= 0).nonzero().squeeze(1).tolist()
@@ -254,28 +257,23 @@ def test_one_wrong_plan_and_none_is_believed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("mass", ["relative", "absolute"])
-def test_rounding_is_no_disagreement(mass: Any) -> None:
+def test_rounding_is_no_disagreement(mass: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At tiny radii float32 images say less about their distance than a ten-thousandth of it."""
     model, x, y = problem(40)
     ball = wball.WassersteinBall(1e-5 if mass == "relative" else 1e-4, mass=mass)
     found = wball.DualAveraging(ball, steps=6, until_success=False, proofs=True)(model, x, y)
     promised = wball.audit(ball, x, found.images, plan=found.proof, exact="needed")
     assert promised.all_valid and int(promised.exact.sum()) < 20
-    everything = torch.arange(40)
-    run = SimpleNamespace(
-        ball=ball,
-        log=lambda *_, **__: None,
-        pairs=lambda index: (x[index], found.images[index]),
-    )
-    run._pixel_rounding = lambda images: batches.Batches._pixel_rounding(run, images)
-    for share, wrong in ((1.0, []), (0.5, everything.tolist())):
-        images = {
-            "found_at": torch.full((40,), float(ball.eps), dtype=torch.float64),
-            "distance": share * promised.distance,
-            "proof": torch.ones(40).long(),
-        }
-        assert batches.Batches._solve(run, everything, images, [], False) == wrong
-        assert images["proof"].tolist() == [3] * 40
+    plans, radius = (~promised.exact).nonzero().squeeze(1), torch.full((40,), ball.eps).double()
+    claims = batches._Claims(torch.arange(40), found.images, radius, radius.long(), found.proof)
+    data, settings = open_stream(x, y, model, ball.box), {"batch_size": 40, "seed": 0}
+    run = Batches(model, data, ball, attack(), settings, Path(), lambda *_, **__: None)  # type: ignore[arg-type]
+    for share, wrong in ((1.0, []), (0.5, plans.tolist())):
+        monkeypatch.setattr(batches, "audit", promises(share))
+        batch = batches._Batch(x, y, {}, {"batch": 0, "disagreements": []})
+        _, proof = run._audit(batch, claims)
+        assert batch.notes["disagreements"] == wrong
+        assert int((proof == 3).sum()) == (len(wrong) or min(32, len(plans)))
 
 
 def test_a_sample_of_the_certificates_is_checked(tmp_path: Path) -> None:
@@ -391,6 +389,49 @@ def test_a_model_that_changes_between_calls_is_found(where: str) -> None:
     result = evaluate(Changes(), x, y, BALL, RADII, attack(), batch_size=2)
     assert "changed-answers" in {w.code for w in result.warnings} and not result.reliable
     assert not evaluate(model, x, y, BALL, RADII, attack(), batch_size=2).warnings
+
+
+def test_rounding_on_another_device_is_no_change_of_the_model() -> None:
+    before = torch.tensor([[3.0, 1.0, -5.0], [1.0, 1.0, -9.0], [math.nan, 0.0, 0.0]])
+    noise = torch.tensor([0.02, -0.02, 0.0])
+    assert not batches.answers_changed(
+        before, before + noise * torch.tensor([[1], [1e-3], [1]])
+    ).any()
+    flipped = before + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.01, 0.0], [0.0, 0.0, 0.0]])
+    assert batches.answers_changed(before, flipped).tolist() == [False, True, False]
+    assert batches.answers_changed(before, before * 0.9).tolist() == [True, True, False]
+    assert batches.answers_changed(before, before.nan_to_num()).tolist() == [False, False, True]
+
+
+def test_clean_accuracy_near_chance_is_a_warning(tmp_path: Path) -> None:
+    model, x, y = problem(12)
+    result = evaluate(model, x, 1 - y, BALL, 0.1, attack(), out=tmp_path)
+    codes = {w.code for w in load_evaluation(tmp_path).warnings}
+    assert "clean-accuracy-at-chance" in codes and exit_code([result]) == 6
+    assert not evaluate(model, x, y, BALL, 0.1, attack()).warnings
+    few = evaluate(model, x[:4], 1 - y[:4], BALL, 0.1, attack())
+    assert "clean-accuracy-at-chance" not in {w.code for w in few.warnings}
+
+
+def test_any_function_is_an_attack_that_need_not_be_trusted() -> None:
+    """Its images count at every radius above their distances, unless judge or audit refuse them."""
+    model, x, y = problem()
+    honest = evaluate(model, x, y, BALL, RADII, attack())
+
+    def function(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        found = attack()(model, x, y).images
+        return torch.where(y[:, None, None, None] == 1, found, 1 - x)
+
+    result = evaluate(model, x, y, BALL, RADII, function)
+    found = result.images["read_as"] >= 0
+    assert result.settings["attack"]["function"].endswith("function")
+    assert bool(found.any()) and (y[found] == 1).all()
+    assert result.accuracy_at(0.1) >= result.accuracy_at(0.4) >= honest.accuracy_at(0.4)
+    assert wball.audit(BALL, result.examples["original"], result.examples["adversarial"]).all_valid
+    assert bool((result.images["distance"][found] <= result.images["radius"][found] * 1.0001).all())
+    assert result.rejected and {int(y[r["index"]]) for r in result.rejected} == {0}
+    with pytest.raises(ValueError, match=r"attack must return images of shape \(11, 1, 6, 6\)"):
+        evaluate(model, x, y, BALL, RADII, lambda model, x, y: x[:2])
 
 
 def test_the_fast_attack_is_a_quick_look_and_never_reliable(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
 def test_damaged_batches_are_named_and_computed_again(
     tmp_path: Path, undisturbed: Path, damage: str
 ) -> None:
-    assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
+    assert ended(start(worker.run, tmp_path, 0.0, 80)) == -signal.SIGKILL
     path = tmp_path / "batches" / "batch-00001.safetensors"
     path.write_bytes(damaged(path.read_bytes(), damage))
     with pytest.warns(

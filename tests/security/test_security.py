@@ -52,11 +52,12 @@ def test_nothing_read_from_outside_is_executed(path: Path) -> None:
         assert shell is None or isinstance(shell, ast.Constant) and not shell.value, where
 
 
-def test_pickle_is_imported_for_its_errors_alone() -> None:
+def test_nothing_is_unpickled() -> None:
     for path in MODULES:
         text = path.read_text(encoding="utf-8")
         for used in re.findall(r"\bpickle\.(\w+)", text):
-            assert used in ("PickleError", "UnpicklingError"), f"{path.name} uses pickle.{used}"
+            harmless = ("PickleError", "UnpicklingError", "Pickler")
+            assert used in harmless, f"{path.name} uses pickle.{used}"
 
 
 def test_the_network_is_used_in_one_module() -> None:

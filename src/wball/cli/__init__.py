@@ -18,13 +18,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import typer
-
-# typer may bring its own copy of click: its exported exception leads to the right base class.
-ClickException: type[Exception] = typer.BadParameter.__mro__[2]
-
 BAD_INPUT, IN_USE, NO_FILE, INTERNAL, INTERRUPTED = 2, 4, 5, 70, 130
 NO_SPACE = 28
+STOPPED = "interrupted; rerun the same command to resume"
+_signals: list[int] = []
+"""Signals to stop that this process received."""
 WRONG_INPUT = (
     FileNotFoundError,
     IsADirectoryError,
@@ -37,18 +35,22 @@ WRONG_INPUT = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from wball.cli.commands import app
-
     line = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
+        import typer  # here, so that an interruption of the imports is reported, too
+
+        from wball.cli.commands import app
+
         with warnings.catch_warnings():
             warnings.showwarning = _warn  # type: ignore[assignment]
             code = app(args=line, standalone_mode=False, prog_name="wball")
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except typer.Exit as done:
         code = done.exit_code
-    except (typer.Abort, KeyboardInterrupt):
+    except typer.Abort:
         code = INTERRUPTED
-    except ClickException as error:
+    except typer.BadParameter.__mro__[2] as error:  # ClickException; typer has its own copy of it
         return _fail(_usage(error), BAD_INPUT)
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)
@@ -60,16 +62,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return done.code or 0
         return _fail(str(done.code), BAD_INPUT)
     except Exception as error:  # noqa: BLE001 (the last line of defence: it is sorted and reported)
-        return _fail(*_sorted(error))
+        if not _signals:  # an interrupted import raises errors of its own
+            return _fail(*_sorted(error))
+        code = INTERRUPTED
     if code == INTERRUPTED:
-        return _fail("interrupted; rerun the same command to resume", INTERRUPTED)
+        return _fail(STOPPED, INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 
 def entry() -> None:
     """The console script."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _interrupt)
     if "WORLD_SIZE" not in os.environ:  # torchrun ends its processes itself
-        signal.signal(signal.SIGTERM, _terminated)
+        signal.signal(signal.SIGTERM, _interrupt)
     code = main()
     if code == INTERRUPTED:
         # Python would end by SIGINT instead of this code if the signal met a callback from C.
@@ -80,9 +86,17 @@ def entry() -> None:
     sys.exit(code)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM, which batch systems send, as an interruption."""
-    raise KeyboardInterrupt
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C and SIGTERM, which batch systems send.
+
+    The first signal raises. If it is lost, in a callback or in the user's code, or if cleaning up
+    takes too long, the second one ends the process: files are written atomically.
+    """
+    _signals.append(number)
+    if len(_signals) == 1:
+        raise KeyboardInterrupt
+    os.write(2, f"\nwball: {STOPPED}\n".encode())
+    os._exit(INTERRUPTED)
 
 
 def _warn(message: Warning | str, *_: Any) -> None:

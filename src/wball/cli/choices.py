@@ -315,16 +315,12 @@ def setting(assignment: str) -> tuple[str, Any]:
 
 
 def check_clean_accuracy(model: Model, name: str, images: Images) -> None:
-    """Warn if the model classifies so few images correctly that something must be wrong."""
-    some, right, classes = _few_right(model, images, 100, 0)
-    accuracy, chance = float(right.double().mean()), 1 / classes
-    if len(some) >= 10 and accuracy < max(2 * chance, 0.3):
-        print(
-            f"wball: warning: {name}: clean accuracy is only {100 * accuracy:.0f} % (chance is "
-            f"{100 * chance:.0f} %): does the model expect normalised images (--mean, --std), "
-            "other image sizes, or other class numbers?",
-            file=sys.stderr,
-        )
+    """Warn before a long run if the model classifies few images correctly."""
+    from wball.evaluation.doubts import near_chance
+
+    _, right, classes = _few_right(model, images, 100, 0)
+    for warning in near_chance(right, classes):
+        print(f"wball: warning: {name}: {warning}", file=sys.stderr)
 
 
 @contextlib.contextmanager

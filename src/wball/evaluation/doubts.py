@@ -1,20 +1,22 @@
 """Reasons to doubt an evaluation, each with a stable code.
 
-===========================  ===================================================================
-code                         raised if
-===========================  ===================================================================
-``missed-example``           random points of the largest ball, or other images projected onto
-                             it, fool the model where the attack found nothing
-``changed-answers``          the model answers differently about clean images when asked again
-                             at the end
-``larger-radius-weaker``     an attack succeeds at a radius and fails at a larger one, on many of
-                             the images of the report
-``rejected-examples``        claimed examples failed the audit; they are not counted
-``contradiction``            a certificate and a valid example exclude each other
-``plan-disagreement``        a plan promised a smaller distance than exact transport found
-``unconfirmed-certificate``  the independent checker (:func:`wball.verify`) did not confirm a
-                             certificate of the sample
-===========================  ===================================================================
+============================  ===================================================================
+code                          raised if
+============================  ===================================================================
+``missed-example``            random points of the largest ball, or other images projected onto
+                              it, fool the model where the attack found nothing
+``changed-answers``           the model answers differently about clean images when asked again
+                              at the end
+``clean-accuracy-at-chance``  the model classifies few clean images correctly: the data or their
+                              normalisation do not fit the model
+``larger-radius-weaker``      an attack succeeds at a radius and fails at a larger one, on many of
+                              the images of the report
+``rejected-examples``         claimed examples failed the audit; they are not counted
+``contradiction``             a certificate and a valid example exclude each other
+``plan-disagreement``         a plan promised a smaller distance than exact transport found
+``unconfirmed-certificate``   the independent checker (:func:`wball.verify`) did not confirm a
+                              certificate of the sample
+============================  ===================================================================
 
 The other codes are those of the attack (:data:`wball.attacks.findings.CODES`) and of the checks of
 the model (:mod:`wball.attacks.checks`).
@@ -60,6 +62,9 @@ ROUGHLY: dict[str, Any] = {"tol": 1e-2, "max_iter": 20}
 
 MANY = 0.2
 """Share of images above which attacks that fail at a larger radius are no accident."""
+
+FEW, ABOVE_CHANCE = 10, 0.2
+"""Images below which an accuracy says nothing, and the least share of the way from chance to 1."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,27 @@ def failed_claims(result: Evaluation) -> list[EvaluationWarning]:
     ]
 
 
+def at_chance(result: Evaluation) -> tuple[EvaluationWarning, ...]:
+    """Whether the clean accuracy of an evaluation is near chance."""
+    right = result.images["label"] == result.images["predicted"]
+    return near_chance(right, len(result.settings["data"]["classes"]))
+
+
+def near_chance(right: Tensor, classes: int) -> tuple[EvaluationWarning, ...]:
+    """Whether an accuracy is near that of guessing one of ``classes``."""
+    accuracy, chance = float(right.double().mean()), 1 / classes
+    if len(right) < FEW or accuracy >= chance + ABOVE_CHANCE * (1 - chance):
+        return ()
+    return (
+        EvaluationWarning(
+            "clean-accuracy-at-chance",
+            f"clean accuracy is only {100 * accuracy:.0f} % (chance is {100 * chance:.0f} %)",
+            "check that the model gets images of the size and normalisation it expects "
+            "(wball.Normalized, --mean, --std), and the class numbers",
+        ),
+    )
+
+
 def look_for_missed(
     result: Evaluation, model: Model, data: Stream, ball: Ball
 ) -> tuple[EvaluationWarning, ...]:
@@ -165,13 +191,13 @@ def look_for_missed(
     generator = torch.Generator(data.device).manual_seed(int(result.settings["seed"]))
     fooled = torch.zeros(len(alive), dtype=torch.bool, device=data.device)
     for _ in range(SAMPLES):
-        fooled |= _wrong(model, largest.sample(centres, generator), labels, size)
+        fooled |= misclassified(model, largest.sample(centres, generator), labels, size)
     for shift in range(1, OTHERS + 1) if pixels <= PROJECTED else ():
         others = _others(result.images["predicted"], labels, shift)
         if others is not None:
             options = understood(largest.project, **ROUGHLY)
             points = largest.project(centres, data[others], **options).point
-            fooled |= _wrong(model, points, labels, size)
+            fooled |= misclassified(model, points, labels, size)
     if not bool(fooled.any()):
         return ()
     return (
@@ -196,7 +222,7 @@ def _others(predicted: Tensor, labels: Tensor, shift: int) -> Tensor | None:
     return torch.tensor(chosen)
 
 
-def _wrong(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:
+def misclassified(model: Model, points: Tensor, labels: Tensor, size: int) -> Tensor:
     with as_found(model, points.device):
         parts = zip(points.split(size), labels.split(size), strict=True)
         return torch.cat([judge(model, *part) for part in parts])

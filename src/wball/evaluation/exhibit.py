@@ -47,9 +47,10 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
         return exhibit
     (x, y), place = data.take(shown), {int(i): k for k, i in enumerate(result.examples["index"])}
     images, classes, broken = [], [], []
+    size = int(result.settings["batch_size"])
     for eps in radii.tolist():
         found = _attack(ball.at(eps))(model, x, y).images
-        read_as, found = top_class(answers(model, found)).cpu(), found.cpu()
+        read_as, found = top_class(answers(model, found, size)).cpu(), found.cpu()
         broken.append(read_as != result.images["label"][shown])
         for k, i in enumerate(shown.tolist()):
             known = float(result.images["radius"][i]) <= eps and i in place

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ from wball.ball.base import Ball, check_ball
 from wball.certificates.effort import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
-from wball.evaluation.batches import Batches, fitting_batch_size
-from wball.evaluation.doubts import look_for_missed, weaker_at_larger
+from wball.evaluation.batches import Batches, FunctionAttack, fitting_batch_size
+from wball.evaluation.doubts import at_chance, look_for_missed, weaker_at_larger
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
 from wball.evaluation.proofs import check_certificates
@@ -82,7 +82,7 @@ def evaluate(
     y: Any = None,
     ball: Ball | None = None,
     radii: Sequence[float] | float | Literal["minimal"] | None = None,
-    attack: Attack | Literal["standard", "fast"] = "standard",
+    attack: Attack | Callable[..., Tensor] | Literal["standard", "fast"] = "standard",
     *,
     certify: bool | str = False,
     exact: Literal["sample", "all"] = "sample",
@@ -103,12 +103,15 @@ def evaluate(
         radii: radii to evaluate (default: the ball's), or ``"minimal"`` to search each image's
             smallest one up to the ball's.
         attack: ``"standard"`` (:class:`wball.StandardAttack`); ``"fast"``, a quick look without
-            controls, which is never called reliable; or any attack.
+            controls, which is never called reliable; any attack; or any function
+            ``f(model, x, y) -> images``: what it returns counts if the model misclassifies it and
+            the audit finds it inside the ball.
         certify: also certify; ``True`` or the name of a method of :func:`wball.certify`. The model
             must be a feed-forward network of supported modules. A sample of the certificates is
             checked by :func:`wball.verify`.
         exact: which examples to check by exact transport. ``"sample"``: those without a plan that
-            proves their distance, and of the others 1 %, or 32 if that is more, at each radius.
+            proves their distance, and of the others up to 1 % of the images, or 32 if that is more,
+            at each radius.
             ``"all"``: all of them, which may take longer than the attack. A search for the smallest
             radius solves all of them.
         out: a folder for results, examples and the report's images. An interrupted evaluation is
@@ -192,7 +195,7 @@ def evaluate(
             batches.run(rank, world, chosen.progress)
             meet()
             if rank == 0:
-                _finish(batches, begun["provenance"], chosen.progress).save(folder)
+                _finish(batches, begun["provenance"]).save(folder)
                 log("finish")
         if rank == 0:
             clear(folder, results=False)
@@ -201,14 +204,14 @@ def evaluate(
             return load_evaluation(folder)
 
 
-def _finish(batches: Batches, origin: dict[str, Any], progress: bool) -> Evaluation:
+def _finish(batches: Batches, origin: dict[str, Any]) -> Evaluation:
     """The joined batches, with images for the report and all warnings."""
     model, data, ball = batches.model, batches.data, batches.ball
-    result = batches.joined(origin, progress)
+    result = batches.joined(origin)
     result = replace(result, exhibit=make_exhibit(result, model, data, ball))
     result = replace(result, verification=check_certificates(result, model, data, ball))
     doubts = look_for_missed(result, model, data, ball) + weaker_at_larger(result)
-    doubts += batches.ask_again()
+    doubts += batches.ask_again() + at_chance(result)
     return replace(result, warnings=result.warnings + doubts)
 
 
@@ -229,13 +232,16 @@ def _radii(
     return "minimal" if minimal else "radii", sorted(set(values))
 
 
-def _attack(attack: Attack | str, ball: Ball) -> Attack:
+def _attack(attack: Attack | Callable[..., Tensor] | str, ball: Ball) -> Attack:
     if attack in ("standard", "fast"):
         version: Any = attack
         return StandardAttack(ball, version=version, check=False, progress=False)
     if not isinstance(attack, Attack):
+        if callable(attack) and not isinstance(attack, type):
+            return FunctionAttack(ball, attack)
         raise (ValueError if isinstance(attack, str) else TypeError)(
-            f'attack must be "standard", "fast" or an attack such as PGD(ball), got {attack!r}'
+            'attack must be "standard", "fast", an attack such as PGD(ball) or a function, '
+            f"got {attack!r}"
         )
     theirs, ours = attack.ball.describe(), ball.describe()
     if theirs != ours:
