@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import wball
+from evaluation.linear import problem
 
 batches = importlib.import_module("wball.evaluation.batches")
 
@@ -65,10 +66,8 @@ def test_an_interrupted_evaluation_with_complete_certificates_resumes(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_counterexamples_count_as_broken() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2)).eval()
-    x = torch.rand(3, 1, 2, 2)
-    y, ball = model(x).argmax(1), wball.WassersteinBall(1.0)
+    (model, x, _), ball = problem(4), wball.WassersteinBall(1.0)
+    y = model(x).argmax(1)
     timid = wball.DualAveraging(ball, steps=1, step_size=1e-12)  # breaks nothing
     result = wball.evaluate(model, x, y, ball, [1.0], timid, certify="complete")
     broken = result.images["read_as"] >= 0

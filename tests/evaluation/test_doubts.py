@@ -24,7 +24,7 @@ from wball.evaluation import (
     load_evaluation,
 )
 from wball.evaluation import evaluate as run
-from wball.evaluation.doubts import as_warnings, weaker_at_larger
+from wball.evaluation.doubts import as_warnings
 
 BALL = wball.WassersteinBall(0.4)
 
@@ -159,14 +159,6 @@ def test_what_an_attack_missed_makes_an_evaluation_unreliable(tmp_path: Path) ->
         and written["warnings"][0]["remedy"]
     )
     assert load_evaluation(tmp_path).warnings == result.warnings
-
-
-def test_an_attack_that_fails_at_a_larger_radius(sound: Evaluation) -> None:
-    shown = torch.tensor([[0, 1, 1]] * 6 + [[1, 0, 1]] * 4).bool()
-    weak = replace(sound, exhibit={"explorer_broken": shown})
-    assert [w.code for w in weaker_at_larger(weak)] == ["larger-radius-weaker"]
-    assert weaker_at_larger(replace(sound, exhibit={"explorer_broken": shown[:7]})) == ()
-    assert weaker_at_larger(replace(sound, exhibit={})) == ()
 
 
 def test_what_the_attack_dealt_with_is_no_reason_to_doubt() -> None:

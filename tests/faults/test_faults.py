@@ -1,9 +1,8 @@
 """Evaluations that are killed, starved or deceived lose nothing, and say in one line what happened.
 
-More of the kind stands beside what it tests: ``test_resuming.py`` (kills at random moments, damaged files),
-``training/test_restart.py`` (the same for training), ``test_checkpoint.py`` (weights), ``data/test_named.py`` and
-``test_fetch.py`` (data sets and downloads), ``test_cli.py`` (keyboard
-interrupts, full disks and folders in use at the command line).
+Related tests: ``test_resuming.py`` (interruptions at any call, damaged files), ``test_restart.py`` (training),
+``test_checkpoint.py`` (weights), ``test_named.py`` and ``test_fetch.py`` (data sets and downloads), ``test_cli.py``
+(full disks and folders in use at the command line).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 
 import wball
 from faults import worker
-from wball.evaluation import evaluate, load_evaluation
+from wball.evaluation import evaluate
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ("results.json", "examples.safetensors", "exhibit.safetensors")
@@ -35,6 +34,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="disturbs proces
 # Processes are forked from a clean one that has done the imports, which would take most of the time otherwise.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["faults.worker"])
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+DAMAGES = [slow("cut"), slow("zeros"), slow("empty"), "flip"]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
@@ -72,7 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [slow(signal.SIGTERM), signal.SIGKILL])
 def test_stopped_by_a_signal_and_started_again(
     tmp_path: Path, undisturbed: Path, how: signal.Signals
 ) -> None:
@@ -174,12 +180,13 @@ def test_a_gpu_without_memory() -> None:
     assert result.clean_accuracy == 1.0
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps(tmp_path: Path, undisturbed: Path) -> None:
     assert ended(start(worker.with_a_wild_clock, tmp_path)) == 0
     assert same(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "flip"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_batches_are_named_and_computed_again(
     tmp_path: Path, undisturbed: Path, damage: str
 ) -> None:
@@ -193,7 +200,7 @@ def test_damaged_batches_are_named_and_computed_again(
     assert same(tmp_path, undisturbed)
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "flip"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_settings_are_named(tmp_path: Path, damage: str) -> None:
     assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL
     path = tmp_path / "batches" / "settings.json"
@@ -207,16 +214,6 @@ def damaged(content: bytes, how: str) -> bytes:
         where = content.rindex(b"0.4") + 2 if b"{" in content[:1] else len(content) - 100
         return content[:where] + bytes([content[where] ^ 1]) + content[where + 1 :]
     return {"cut": content[: len(content) // 2], "zeros": bytes(len(content)), "empty": b""}[how]
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_damaged_results_are_named(tmp_path: Path, undisturbed: Path, name: str) -> None:
-    for other in RESULTS:
-        (tmp_path / other).write_bytes((undisturbed / other).read_bytes())
-    load_evaluation(tmp_path)
-    (tmp_path / name).write_bytes((undisturbed / name).read_bytes()[:-40])
-    with pytest.raises(ValueError, match=name):
-        load_evaluation(tmp_path)
 
 
 MINE = """
@@ -269,6 +266,52 @@ def test_terminated_at_the_command_line(tmp_path: Path) -> None:
     assert not (tmp_path / "o" / "results.json").exists() and not list(tmp_path.rglob("*.part"))
 
 
+INTERRUPTS = {
+    "while importing": """
+def importing(name, *rest):
+    if name == "typer":
+        os.kill(os.getpid(), signal.SIGINT)
+    return found(name, *rest)
+""",
+    "and an import fails for it": """
+def importing(name, *rest):
+    try:
+        if name == "wball.cli.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("half of it")
+    return found(name, *rest)
+""",
+    "twice, and the first is lost": """
+def importing(name, *rest):
+    try:
+        if name == "wball.cli.commands":
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+    return found(name, *rest)
+""",
+}
+
+
+@pytest.mark.parametrize("moment", INTERRUPTS)
+def test_an_interrupt_is_reported_at_any_moment(moment: str) -> None:
+    code = f"""
+import builtins, os, signal, sys
+from wball import cli
+found = builtins.__import__
+{INTERRUPTS[moment]}
+signal.signal(signal.SIGINT, signal.default_int_handler)
+builtins.__import__, sys.argv = importing, ["wball", "models"]
+cli.entry()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent / "src")}
+    line = [sys.executable, "-c", code]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr.strip() == "wball: interrupted; rerun the same command to resume"
+
+
 def test_out_of_memory_at_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +325,7 @@ def test_out_of_memory_at_the_command_line(
     assert "out of memory" in err
 
 
+@pytest.mark.slow
 def test_the_log_counts_what_was_done(tmp_path: Path) -> None:
     """After a kill the log shows which batches were not done twice."""
     assert ended(start(worker.run, tmp_path, 0.0, 40)) == -signal.SIGKILL

@@ -60,11 +60,6 @@ CODES: dict[str, Code] = {
         tolerated=0.15,
         fewest=2,  # one image may be a local optimum
     ),
-    "larger-radius-weaker": Code(
-        "{images} of {of} images were broken at a radius and survived at a larger one",
-        "raise the number of steps; an example in a ball is in every larger one, so it counts there, too",
-        tolerated=0.02,
-    ),
     "tied-answers": Code(
         "the two largest logits of {images} of {of} claimed examples are equal up to rounding; they are not counted",
         "logits hardly differ: compute them in float64, or without a large constant",

@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import typer  # here, so that an interruption of the imports is reported, too
 
+        # typer may bring its own copy of click: its exported exception leads to the base class.
+        usage: type[Exception] = typer.BadParameter.__mro__[2]
         from wball.cli.commands import app
 
         with warnings.catch_warnings():
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = done.exit_code
     except typer.Abort:
         code = INTERRUPTED
-    except typer.BadParameter.__mro__[2] as error:  # ClickException; typer has its own copy of it
+    except usage as error:
         return _fail(_usage(error), BAD_INPUT)
     except BrokenPipeError:  # the reader, such as `head`, closed the pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (held until the process ends)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from wball.attacks import Attack, AttackResult, AttackStatus, minimal_radius
 from wball.attacks.findings import Finding, merged
 from wball.auditing.audit import AuditReport, audit
-from wball.auditing.violations import DISTANCE_TOL
 from wball.ball import Ball
 from wball.certificates import CertificateStatus, certified_radius, certify
 from wball.evaluation.doubts import EvaluationWarning, as_warnings, misclassified, model_signs
@@ -46,6 +45,8 @@ CPU_PIXELS, GPU_PIXELS = 1_000_000, 4_000_000
 GPU_BATCH, GPU_MOST, GPU_SHARE = 256, 40_000_000, 0.4
 """Smaller batches leave a GPU waiting for kernel launches. A batch of this size may have more
 pixels, if the model's gradients take at most this share of the free memory."""
+IMAGES = {"adversarial", "logits"}
+"""What a batch stores beside the columns of the result."""
 PROBED = 4
 """Images used to measure how much memory the model takes."""
 ROUNDING, DRIFT = 1e-4, 1e-2
@@ -57,8 +58,6 @@ SAMPLE_LEAST, SAMPLE_SHARE, SAMPLE_PIXELS = 32, 0.01, 400_000
 """Largest number of examples per radius that are checked by exact transport although a plan proves
 them: this number or this share of the images, but (except for the first) no more pixels, because a
 large image takes seconds."""
-PIXEL_ROUNDING = 1e-7
-"""Rounding of float32 images, as a share of their mass. It matters for radii near 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,10 @@ class Batches:
             begun, eps = time.perf_counter(), self.radii[stage]
             shown.stage(len(batch.x), f"{self.settings['model']['name']}, eps {eps:g}")
             with self._randomness(number, stage) as generator:
-                if self.settings["mode"] == "minimal":
+                knows_radius = not isinstance(self.attack, FunctionAttack)
+                if self.settings["mode"] == "minimal" and knows_radius:
                     self._search(batch, generator)
-                elif stage == len(self.radii) - 1 or not isinstance(self.attack, FunctionAttack):
+                elif knows_radius or stage == len(self.radii) - 1:
                     attack = attack or self._prepared(number, batch)
                     self._attack(attack.at(eps), batch, generator)
                 self._certify(batch, stage)
@@ -180,21 +180,15 @@ class Batches:
             "adversarial": x.cpu().clone(),
             "logits": logits,
         }
-        run = json_checksum(self.settings)
-        notes = {"run": run, "batch": number, "done": 0}
-        lists: dict[str, Any] = {"rejected": [], "findings": [], "disagreements": []}
-        return _Batch(x, y, state, notes | lists)
+        notes: dict[str, Any] = {"run": json_checksum(self.settings), "batch": number, "done": 0}
+        return _Batch(x, y, state, {**notes, "rejected": [], "findings": [], "disagreements": []})
 
     def _read(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A stored batch; a ``ValueError`` if the file is not this batch of this run."""
         state, notes = read_tensors(self.path(number))
-        expected = COLUMNS.keys() - {"radius"} | {"adversarial", "logits"}
-        identity = (json_checksum(self.settings), number)
-        if (
-            not isinstance(notes, dict)
-            or (notes.get("run"), notes.get("batch")) != identity
-            or state.keys() != expected
-        ):
+        identity = {"run": json_checksum(self.settings), "batch": number}
+        found = {} if not isinstance(notes, dict) else {key: notes.get(key) for key in identity}
+        if found != identity or state.keys() != COLUMNS.keys() - {"radius"} | IMAGES:
             raise ValueError(f"{self.path(number)} is not a batch of this evaluation")
         return {name: as_pixels(values) for name, values in state.items()}, notes
 
@@ -267,7 +261,7 @@ class Batches:
         logits = answers(self.model, claims.images, self.size)
         read_as, label = top_class(logits).cpu(), batch.y.cpu()[index]
         report, proof = self._audit(batch, claims)
-        valid = report.valid
+        valid = report.valid.cpu()
         labels = label.to(batch.x.device)
         fooled = misclassified(self.model, claims.images, labels, self.size).cpu()
         good = valid & fooled
@@ -284,7 +278,7 @@ class Batches:
             notes["rejected"].append(rejected)
         found = {
             "read_as": read_as,
-            "distance": report.distance,
+            "distance": report.distance.cpu(),
             "found_at": claims.radius,
             "mass_error": report.mass_error.cpu(),
             "box_violation": report.box_violation.cpu(),
@@ -296,53 +290,46 @@ class Batches:
             state[name][index[good]] = values[good]
 
     def _audit(self, batch: _Batch, claims: _Claims) -> tuple[AuditReport, Tensor]:
-        """Audit claims, and solve a sample of the plans; all plans of the batch if one is wrong.
+        """Audit claims, and solve a sample of those with plans; all of them if a plan is wrong.
 
-        Returns the report, with exact distances where there are some, and how each is proved.
+        Returns the report, and how each distance is proved.
         """
         begun, number = time.perf_counter(), int(batch.notes["batch"])
+        ball, images, workers = self.ball.at(claims.radius), claims.images, os.cpu_count() or 1
         centres = batch.x[claims.index.to(batch.x.device)]
-        report = audit_examples(self.ball.at(claims.radius), centres, claims.images, claims.proof)
-        proof = torch.where(report.exact.cpu(), EXACT, PLAN)
-        promised, valid = report.distance.cpu(), report.valid.cpu()
-        distance, reasons = promised.clone(), list(report.reasons)
-        plans = (proof == PLAN).nonzero().squeeze(1)
-        seeded = torch.Generator().manual_seed(int(self.settings["seed"]))
-        sample = plans[torch.randperm(len(plans), generator=seeded)[: self._sampled(number)]]
-        for chosen in (sample, plans) if sample.numel() else ():
-            here, ball = chosen.to(centres.device), self.ball.at(claims.radius[chosen])
-            solved = audit_examples(ball, centres[here], claims.images[here])
-            distance[chosen], valid[chosen] = solved.distance.cpu(), solved.valid.cpu()
-            proof[chosen] = PLAN + EXACT
-            for k, reason in zip(chosen.tolist(), solved.reasons, strict=True):
-                reasons[k] = reason
-            allowed = promised[chosen] * (1 + DISTANCE_TOL) + self._pixel_rounding(centres[here])
-            wrong = chosen[~valid[chosen] | ~(distance[chosen] <= allowed)]
-            if wrong.numel() == 0:
-                break
-        else:
-            if sample.numel():
+        report = audit(
+            ball,
+            centres,
+            images,
+            plan=claims.proof,
+            exact="sample",
+            sample=self._sampled(number),
+            generator=torch.Generator().manual_seed(int(self.settings["seed"])),
+            workers=workers,
+        )
+        planned = torch.zeros_like(report.valid)
+        if claims.proof is not None:
+            promised = ball.violations(centres, images, claims.proof)
+            planned, allowed = promised.within(ball.eps), promised.allowed(promised.distance)
+            if bool((planned & report.exact & ~(report.distance <= allowed)).any()):
+                report = audit(ball, centres, images, workers=workers)
+                wrong = (planned & ~(report.distance <= allowed)).cpu()
                 batch.notes["disagreements"] += (self.size * number + claims.index[wrong]).tolist()
+        proof = PLAN * planned.long() + EXACT * report.exact.long()
         self.log(
             "audit",
             batch=number,
             examples=len(report),
-            exact=int((proof >= EXACT).sum()),
+            exact=int(report.exact.sum()),
             seconds=round(time.perf_counter() - begun, 3),
         )
-        return replace(report, distance=distance, valid=valid, reasons=tuple(reasons)), proof
+        return report, proof.cpu()
 
     def _sampled(self, number: int) -> int:
         """How many plans of a batch are checked at each radius."""
         most = max(1, SAMPLE_PIXELS // self.data.first[0].numel())
         total = min(most, max(SAMPLE_LEAST, math.ceil(SAMPLE_SHARE * len(self.data))))
         return (number + 1) * total // self.count - number * total // self.count
-
-    def _pixel_rounding(self, x: Tensor) -> Tensor:
-        """What the rounding of float32 pixels can add to a distance, in the unit of ``eps``."""
-        mass = x.double().flatten(1).sum(1).cpu()
-        relative = self.ball.describe().get("mass") != "absolute"
-        return PIXEL_ROUNDING * (torch.ones_like(mass) if relative else mass)
 
     def _certify(self, batch: _Batch, stage: int) -> None:
         """Certify what was certified at the radius before.
@@ -382,7 +369,7 @@ class Batches:
         for batch in range(self.count):
             state, notes = self._finished(batch)
             # Copies: a tensor that was read from a file keeps the whole file mapped.
-            small = state.keys() - {"adversarial", "logits"}
+            small = state.keys() - IMAGES
             columns.append({name: state[name].clone() for name in small})
             rejected += notes["rejected"]
             findings += [Finding(*entry) for entry in notes["findings"]]
@@ -401,7 +388,7 @@ class Batches:
             tuple(rejected),
             doubts,
             {"index": index, "original": original, "adversarial": adversarial},
-            disagreements=tuple(sorted(disagreements)),
+            disagreements=tuple(sorted(set(disagreements))),
             notes=remarks,
         )
 
@@ -491,11 +478,6 @@ class FunctionAttack(Attack):
         return AttackResult(images.detach().to(x), zero == 0, zero, zero, zero.long(), status, zero)
 
 
-def audit_examples(ball: Ball, x: Tensor, z: Tensor, plan: StoredPlan | None = None) -> AuditReport:
-    """:func:`wball.audit` with a thread per core; transport is solved where no plan is a proof."""
-    return audit(ball, x, z, plan=plan, exact="needed", workers=os.cpu_count() or 1)
-
-
 @torch.no_grad()
 def answers(model: Model, x: Tensor, size: int) -> Tensor:
     """The model's logits, without TF32, for ``size`` images at a time."""
@@ -515,7 +497,8 @@ def answers_changed(before: Tensor, after: Tensor) -> Tensor:
     drift = (before - after).abs().masked_fill(same, 0.0).amax(1)
     slack = rounding(after)
     flipped = (top_class(before) != top_class(after)) & ~(drift <= slack)
-    return flipped | ~(drift <= slack + DRIFT * (after.amax(1) - after.amin(1)))
+    steady = drift <= slack + DRIFT * (after.amax(1) - after.amin(1))
+    return ~same.all(1) & (flipped | ~steady)
 
 
 def default_batch_size(x: Tensor) -> int:

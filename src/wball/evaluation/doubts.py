@@ -9,8 +9,6 @@ code                          raised if
                               at the end
 ``clean-accuracy-at-chance``  the model classifies few clean images correctly: the data or their
                               normalisation do not fit the model
-``larger-radius-weaker``      an attack succeeds at a radius and fails at a larger one, on many of
-                              the images of the report
 ``rejected-examples``         claimed examples failed the audit; they are not counted
 ``contradiction``             a certificate and a valid example exclude each other
 ``plan-disagreement``         a plan promised a smaller distance than exact transport found
@@ -27,16 +25,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wball.attacks.base import understood
 from wball.attacks.checks import ModelWarning, check_model
 from wball.attacks.findings import Finding
 from wball.ball import Ball
+from wball.certificates import VerificationStatus, certify, verify
 from wball.model import Model, as_found, judge
 
 if TYPE_CHECKING:
@@ -60,11 +59,12 @@ PROJECTED = 64 * 64 * 3
 ROUGHLY: dict[str, Any] = {"tol": 1e-2, "max_iter": 20}
 """Precision of the projections. Their points are in the ball at any precision."""
 
-MANY = 0.2
-"""Share of images above which attacks that fail at a larger radius are no accident."""
-
 FEW, ABOVE_CHANCE = 10, 0.2
 """Images below which an accuracy says nothing, and the least share of the way from chance to 1."""
+
+CHECKED = 4
+"""Certificates that are checked, each at the smallest radius of the evaluation: at larger radii the
+checker may take minutes per image."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,48 @@ def near_chance(right: Tensor, classes: int) -> tuple[EvaluationWarning, ...]:
     )
 
 
+def check_certificates(
+    result: Evaluation, model: Model, data: Stream, ball: Ball
+) -> dict[str, Any] | None:
+    """Check a sample of the certificates by :func:`wball.verify`; ``None`` without certificates.
+
+    A certificate that the checker follows and does not confirm makes the evaluation unreliable.
+    The sample depends on the seed alone.
+    """
+    if result.settings["certify"] is None:
+        return None
+    assert isinstance(model, nn.Module)
+    radius, method = result.images["certified"], result.settings["certify"]["method"]
+    claimed = (radius > 0).nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(int(result.settings["seed"]))
+    index = claimed[torch.randperm(len(claimed), generator=generator)[:CHECKED]].sort().values
+    confirmed, unfollowed, reason = 0, 0, ""
+    unconfirmed: list[int] = []
+    if index.numel():
+        images, labels = data.take(index)
+        smallest = radius[index].clamp(max=float(min(result.settings["radii"])))
+        at = ball.at(smallest.to(data.device))
+        proof = certify(model, images, labels, at, method)  # again, for the duals to be replayed
+        every = replace(proof, certified=torch.ones_like(proof.certified))
+        found = verify(model, images, labels, at, every)
+        again = proof.certified.tolist()
+        for k, status, proved in zip(index.tolist(), found.status, again, strict=True):
+            if status is VerificationStatus.CONFIRMED:
+                confirmed += 1
+            elif status is VerificationStatus.UNFOLLOWED or (method == "complete" and not proved):
+                unfollowed += 1
+                reason = found.reason or "the proof was not found again in its time limit"
+            else:
+                unconfirmed.append(k)
+    return {
+        "checked": confirmed + len(unconfirmed),
+        "confirmed": confirmed,
+        "unconfirmed": unconfirmed,
+        "unfollowed": unfollowed,
+        "reason": reason,
+    }
+
+
 def look_for_missed(
     result: Evaluation, model: Model, data: Stream, ball: Ball
 ) -> tuple[EvaluationWarning, ...]:
@@ -226,19 +268,3 @@ def misclassified(model: Model, points: Tensor, labels: Tensor, size: int) -> Te
     with as_found(model, points.device):
         parts = zip(points.split(size), labels.split(size), strict=True)
         return torch.cat([judge(model, *part) for part in parts])
-
-
-def weaker_at_larger(result: Evaluation) -> tuple[EvaluationWarning, ...]:
-    """Whether attacks on the images of the report fail at a radius above one of success."""
-    broken = result.exhibit.get("explorer_broken", torch.zeros(0, 1, dtype=torch.bool))
-    lost = (broken.long().cummax(1).values.bool() & ~broken).any(1)
-    if int(lost.sum()) < max(2, MANY * len(lost) + 1e-9):
-        return ()
-    return (
-        EvaluationWarning(
-            "larger-radius-weaker",
-            f"on {int(lost.sum())} of {len(lost)} images an attack succeeds at a radius and fails "
-            "at a larger one",
-            "the gradients mislead the attack: look for rounding, saturation or randomness",
-        ),
-    )

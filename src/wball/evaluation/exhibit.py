@@ -30,7 +30,7 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
     - ``index``, ``original``: up to 200 images, spread evenly over their radii;
     - ``explorer_index``: up to 16 of those that are classified correctly; ``explorer_radii``: up to
       8 radii; ``explorer``: ``(image, radius, C, H, W)``, the images of highest loss;
-      ``explorer_read_as``: their classes; ``explorer_broken``: where this attack succeeded.
+      ``explorer_read_as``: their classes.
     """
     order = torch.sort(result.images["radius"], stable=True).indices
     index = spread(order, GALLERY).sort().values
@@ -46,21 +46,20 @@ def make_exhibit(result: Evaluation, model: Model, data: Stream, ball: Ball) -> 
     if len(shown) == 0:
         return exhibit
     (x, y), place = data.take(shown), {int(i): k for k, i in enumerate(result.examples["index"])}
-    images, classes, broken = [], [], []
+    images, classes = [], []
     size = int(result.settings["batch_size"])
     for eps in radii.tolist():
         found = _attack(ball.at(eps))(model, x, y).images
         read_as, found = top_class(answers(model, found, size)).cpu(), found.cpu()
-        broken.append(read_as != result.images["label"][shown])
         for k, i in enumerate(shown.tolist()):
             known = float(result.images["radius"][i]) <= eps and i in place
-            if known and not broken[-1][k]:
+            if known and read_as[k] == result.images["label"][i]:
                 found[k] = result.examples["adversarial"][place[i]]
                 read_as[k] = result.images["read_as"][i]
         images.append(found)
         classes.append(read_as)
-    explored = {"explorer": images, "explorer_read_as": classes, "explorer_broken": broken}
-    return {**exhibit, **{name: torch.stack(parts, 1) for name, parts in explored.items()}}
+    explored = {"explorer": torch.stack(images, 1), "explorer_read_as": torch.stack(classes, 1)}
+    return {**exhibit, **explored}
 
 
 def _attack(ball: Ball) -> GradientAttack:

@@ -27,10 +27,9 @@ from wball.certificates.effort import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
 from wball.evaluation.batches import Batches, FunctionAttack, fitting_batch_size
-from wball.evaluation.doubts import at_chance, look_for_missed, weaker_at_larger
+from wball.evaluation.doubts import at_chance, check_certificates, look_for_missed
 from wball.evaluation.exhibit import make_exhibit
 from wball.evaluation.folder import BATCHES, begin, clear, or_overwrite, result_folder, team
-from wball.evaluation.proofs import check_certificates
 from wball.evaluation.result import RESULTS, Evaluation, load_evaluation
 from wball.evaluation.stream import Layout, Stream, open_stream
 from wball.model import Model, as_found, ask
@@ -210,8 +209,7 @@ def _finish(batches: Batches, origin: dict[str, Any]) -> Evaluation:
     result = batches.joined(origin)
     result = replace(result, exhibit=make_exhibit(result, model, data, ball))
     result = replace(result, verification=check_certificates(result, model, data, ball))
-    doubts = look_for_missed(result, model, data, ball) + weaker_at_larger(result)
-    doubts += batches.ask_again() + at_chance(result)
+    doubts = look_for_missed(result, model, data, ball) + batches.ask_again() + at_chance(result)
     return replace(result, warnings=result.warnings + doubts)
 
 
