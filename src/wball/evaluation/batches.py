@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wball.attacks import Attack, AttackResult, AttackStatus, minimal_radius
+from wball.attacks import Attack, AttackResult, AttackStatus
 from wball.attacks.findings import Finding, merged
 from wball.auditing.audit import AuditReport, audit
 from wball.ball import Ball
@@ -107,9 +107,8 @@ class Batches:
 
     @property
     def radii(self) -> list[float]:
-        """The radius of each stage. A search for the smallest radius has a single stage."""
-        radii = [float(r) for r in self.settings["radii"]]
-        return radii[-1:] if self.settings["mode"] == "minimal" else radii
+        """The radius of each stage."""
+        return [float(r) for r in self.settings["radii"]]
 
     def path(self, batch: int) -> Path:
         return self.store / f"batch-{batch:05d}.safetensors"
@@ -135,10 +134,7 @@ class Batches:
             begun, eps = time.perf_counter(), self.radii[stage]
             shown.stage(len(batch.x), f"{self.settings['model']['name']}, eps {eps:g}")
             with self._randomness(number, stage) as generator:
-                knows_radius = not isinstance(self.attack, FunctionAttack)
-                if self.settings["mode"] == "minimal" and knows_radius:
-                    self._search(batch, generator)
-                elif knows_radius or stage == len(self.radii) - 1:
+                if not isinstance(self.attack, FunctionAttack) or stage == len(self.radii) - 1:
                     attack = attack or self._prepared(number, batch)
                     self._attack(attack.at(eps), batch, generator)
                 self._certify(batch, stage)
@@ -233,20 +229,6 @@ class Batches:
         radius = torch.full((int(claimed.sum()),), float(attack.ball.eps), dtype=torch.float64)
         proof = None if found.proof is None else found.proof.take(success)
         claims = _Claims(left[claimed], found.images[success], radius, member[claimed], proof)
-        self._accept(batch, claims)
-
-    def _search(self, batch: _Batch, generator: torch.Generator) -> None:
-        left = batch.unbroken()
-        if left.numel() == 0:
-            return
-        here, hi = left.to(batch.x.device), self.radii[-1]
-        found = minimal_radius(
-            self.model, batch.x[here], batch.y[here], self.attack, hi=hi, generator=generator
-        )
-        batch.state["n_steps"][left] += found.n_attacks.cpu() * self.attack.n_gradients
-        claimed = found.success.cpu()
-        index, radius = left[claimed], found.radius.cpu()[claimed]
-        claims = _Claims(index, found.images[found.success], radius, torch.zeros_like(index))
         self._accept(batch, claims)
 
     def _accept(self, batch: _Batch, claims: _Claims) -> None:
@@ -457,7 +439,7 @@ class FunctionAttack(Attack):
     """An attack by a function ``function(model, x, y) -> images``. Every image is a claim.
 
     The function does not know the radius. It is called once, and its examples count at all radii
-    above their distances.
+    above their distances. A search for the smallest radius is such a function.
     """
 
     function: Callable[[Model, Tensor, Tensor], Tensor]
@@ -465,6 +447,10 @@ class FunctionAttack(Attack):
     @property
     def n_gradients(self) -> int:
         return 0
+
+    def describe(self) -> dict[str, Any]:
+        name = getattr(self.function, "__qualname__", type(self.function).__name__)
+        return {**super().describe(), "function": name}
 
     def attack_batch(
         self, model: Model, x: Tensor, y: Tensor, *rest: Any, **more: Any

@@ -94,7 +94,7 @@ class Evaluation(Summarised):
             clean image is misclassified, inf: none found); ``distance`` of the example;
             ``read_as``, its class (-1: none); ``found_at``, the radius of the attack that found it;
             ``mass_error`` and ``box_violation`` by the audit; ``member`` of the ensemble that found
-            it (-1: none, or the search of ``certify``); ``n_steps``, gradient steps;
+            it (-1: none, or the search of ``certify``); ``n_steps``, gradient steps, if counted;
             ``certified``, the largest evaluated radius with a certificate (0: none); ``proof`` of
             the distance: 1 by a plan (an upper bound), 2 exact, 3 both, 0 without example.
         rejected: claimed examples that failed the audit, with the reason. They are not counted.

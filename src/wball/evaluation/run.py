@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from wball import inputs, provenance
-from wball.attacks import Attack, StandardAttack
+from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import out_of_memory
 from wball.ball.base import Ball, check_ball
 from wball.certificates.effort import METHODS
@@ -145,6 +145,9 @@ def evaluate(
     searched = _attack(attack, ball.at(points[-1]))
     if chosen.levels is not None:
         searched = replace(searched, levels=chosen.levels)
+    described = searched.describe()
+    if mode == "minimal" and not isinstance(searched, FunctionAttack):
+        searched = FunctionAttack(searched.ball, _search(searched))
     method = None if certify is False else "anchored" if certify is True else certify
     if exact not in ("sample", "all"):
         raise ValueError(f'exact must be "sample" or "all", got {exact!r}')
@@ -170,7 +173,7 @@ def evaluate(
             "ball": ball.describe(),
             "mode": mode,
             "radii": points,
-            "attack": searched.describe(),
+            "attack": described,
             "certify": None if method is None else {"method": method, "plans": "full"},
             "exact": "all" if mode == "minimal" else exact,
             "batch_size": chosen.batch_size or fitting_batch_size(model, data.first),
@@ -247,6 +250,18 @@ def _attack(attack: Attack | Callable[..., Tensor] | str, ball: Ball) -> Attack:
     if isinstance(attack, StandardAttack):
         attack = replace(attack, check=False)  # done once, and not in each batch
     return replace(attack, progress=False)
+
+
+def _search(attack: Attack) -> Callable[[Model, Tensor, Tensor], Tensor]:
+    """A function that returns examples at the smallest radius that an attack finds."""
+
+    def search(model: Model, x: Tensor, y: Tensor) -> Tensor:
+        seed = int(torch.randint(2**62, ()))  # each batch has its own random state
+        generator = torch.Generator(x.device).manual_seed(seed)
+        hi = float(attack.ball.eps)
+        return minimal_radius(model, x, y, attack, hi=hi, generator=generator).images
+
+    return search
 
 
 def probe(model: Model, x: Tensor | Stream, y: Tensor) -> Tensor:
