@@ -211,7 +211,7 @@ class Batches:
             return answers(self.model, x, self.size).cpu()
 
     def _prepared(self, number: int, batch: _Batch) -> Attack:
-        """The attack after its inspection of the model; the same at whichever stage a run resumes."""
+        """The attack after its inspection of the model. It does not depend on the first stage."""
         with self._randomness(number, len(self.radii)):
             return self.attack.at(self.radii[-1]).prepared(self.model, batch.x, batch.y)
 
@@ -424,7 +424,7 @@ class Batches:
         return found[torch.from_numpy(np.sort(random.permutation(len(found))[:most]))], "sample"
 
     def _smallest_radius(self, whole: dict[str, Tensor]) -> Tensor:
-        """The smallest evaluated radius of each example; exact distances may allow a smaller one."""
+        """The smallest evaluated radius of each example, by its distance."""
         distance = whole["distance"]
         radius = torch.where(distance == 0, distance, whole["found_at"])
         if self.settings["mode"] == "minimal":

@@ -246,7 +246,7 @@ def look_for_missed(
         EvaluationWarning(
             "missed-example",
             "random points of the ball, or other images projected onto it, fool the model on "
-            f"{int(fooled.sum())} of {len(alive)} images that survived the attack at radius {top:g}",
+            f"{int(fooled.sum())} of {len(alive)} images that survived the attack at eps {top:g}",
             "the attack is blind on this model: use the standard attack, more steps, or a "
             "differentiable approximation of the model",
         ),

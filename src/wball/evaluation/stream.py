@@ -103,7 +103,7 @@ class Stream:
 
 
 def open_stream(x: Any, y: Any, model: Any, box: Box, layout: Layout = "NCHW") -> Stream:
-    """A stream of tensors, arrays (also memory-mapped), an ``.npz`` file, a data set or a loader."""
+    """A stream of tensors, (memory-mapped) arrays, an ``.npz`` file, a data set or a loader."""
     if layout not in ("NCHW", "NHWC"):
         raise ValueError(f'layout must be "NCHW" or "NHWC", got {layout!r}')
     if isinstance(x, Stream):
