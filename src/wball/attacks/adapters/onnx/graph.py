@@ -1,4 +1,4 @@
-"""A graph of an ONNX file as a module: its nodes are run one after the other by PyTorch functions."""
+"""A graph of an ONNX file as a module: PyTorch functions run its nodes one after the other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from wball.attacks.adapters.onnx import elementwise, layers, shapes  # noqa: F40
 from wball.attacks.adapters.onnx.table import OPERATORS, TYPES, Node, read_node
 
 OLDEST, NEWEST = 7, 28
-"""Operator sets: before the first broadcasting was another, and those after the last have not been checked."""
+"""Supported operator sets. Older ones broadcast differently; newer ones have not been tested."""
 SMALL = 64
-"""Constants of whole numbers with no more entries than this stay on the CPU: they are shapes and axes."""
+"""Integer constants up to this size stay on the CPU: they are shapes and axes."""
 
 Scope = dict[str, Tensor | None]
 
 
 class Graph(nn.Module):
-    """The nodes of a graph. Weights are parameters, and what depends on weights alone is computed once.
+    """The nodes of a graph. Weights become parameters; what depends on weights alone is computed once.
 
-    Raises ``ValueError`` that names every operator, attribute and type that is not known here, as far as they matter
-    for the ``outputs`` that are asked for.
+    Raises ``ValueError`` that names every unsupported operator, attribute and type on the way to
+    ``outputs``.
     """
 
     def __init__(
@@ -61,10 +61,6 @@ class Graph(nn.Module):
     def _add(self, proto: onnx.NodeProto, opset: int) -> None:
         if proto.op_type != "If":
             self.nodes.append(read_node(proto, opset))
-            if proto.op_type == "Cast" and self.nodes[-1]["to"] not in TYPES:
-                raise ValueError(
-                    f"Cast ({proto.name or proto.output[0]}) to a type that is not known here"
-                )
             return
         name = f"if_{len(self._branches)}"
         self._branches[name] = nn.ModuleDict({a.name: Graph(a.g, opset) for a in proto.attribute})
@@ -92,7 +88,7 @@ class Graph(nn.Module):
         self.use(self.nodes, self.outputs)
 
     def use(self, nodes: Iterable[Node], outputs: list[str]) -> None:
-        """Run these nodes for these outputs, and none that is for others."""
+        """Keep the nodes that these outputs need."""
         wanted, needed = set(outputs), []
         for node in reversed(list(nodes)):
             if wanted.intersection(node.outputs):

@@ -94,30 +94,18 @@ def _conv(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 @operator(
-    "MaxPool", attributes="auto_pad ceil_mode dilations kernel_shape pads storage_order strides"
+    "MaxPool",
+    attributes="auto_pad ceil_mode dilations kernel_shape pads storage_order strides",
+    refuse=lambda node: "with indices is not supported" if node.wants(1) else None,
 )
-def _max_pool(node: Node, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def _max_pool(node: Node, x: Tensor) -> Tensor:
     windows, kind = _Windows(node, x.shape[2:], node["kernel_shape"]), x.dtype
     x = x if x.is_floating_point() else x.float()
-    run, plain = _MAXIMA[len(windows.size)], windows.plain
-    if plain is not None and not node.wants(1):
-        return run(x, windows.size, windows.steps, plain, windows.gaps).to(kind)
-    padded = windows.padded(x, -math.inf)
-    if not node.wants(1):
-        return run(padded, windows.size, windows.steps, 0, windows.gaps).to(kind)
-    values, index = run(padded, windows.size, windows.steps, 0, windows.gaps, return_indices=True)
-    spatial = list(x.shape[2:])
-    places = torch.arange(math.prod(spatial), device=x.device)
-    places = (
-        places.view(spatial)
-        if not node["storage_order"]
-        else places.view(spatial[::-1]).permute(*reversed(range(len(spatial))))
-    )
-    places = windows.padded(places[None, None], 0).flatten()
-    planes = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(
-        *x.shape[:2], *[1] * len(spatial)
-    )
-    return values.to(kind), places[index] + planes * math.prod(spatial)
+    padding = windows.plain
+    if padding is None:
+        x, padding = windows.padded(x, -math.inf), [0] * len(windows.size)
+    run = _MAXIMA[len(windows.size)]
+    return run(x, windows.size, windows.steps, padding, windows.gaps).to(kind)
 
 
 @operator(
@@ -150,12 +138,6 @@ def _average_pool(node: Node, x: Tensor) -> Tensor:
     else:
         inside = windows.padded(inside, 0.0)
     return windows.sums(windows.padded(x, 0.0)) / windows.sums(inside)
-
-
-@operator("LpPool", attributes="auto_pad ceil_mode dilations kernel_shape p pads strides")
-def _lp_pool(node: Node, x: Tensor) -> Tensor:
-    windows = _Windows(node, x.shape[2:], node["kernel_shape"])
-    return windows.sums(windows.padded(x.abs() ** node["p"], 0.0)) ** (1 / node["p"])
 
 
 def _spatial(x: Tensor) -> tuple[int, ...]:
@@ -253,36 +235,12 @@ def _layer_norm(
     return (y if bias is None else y + bias), mean, inverse
 
 
-@operator("RMSNormalization", attributes="axis epsilon stash_type")
-def _rms_norm(node: Node, x: Tensor, scale: Tensor) -> Tensor:
-    axes = tuple(range(int(node["axis"]) % x.ndim, x.ndim))
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().mean(axes, keepdim=True) + node["epsilon"]).rsqrt()).to(
-        x.dtype
-    ) * scale
-
-
 @operator("GroupNormalization", attributes="epsilon num_groups stash_type")
 def _group_norm(node: Node, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     groups = int(node["num_groups"])
     if node.version < 21:  # one number per group
         scale, bias = (v.repeat_interleave(x.shape[1] // groups) for v in (scale, bias))
     return F.group_norm(x, groups, scale, bias, node["epsilon"])
-
-
-@operator("MeanVarianceNormalization", attributes="axes")
-def _mean_variance(node: Node, x: Tensor) -> Tensor:
-    axes = tuple(node["axes"])
-    mean = x.mean(axes, keepdim=True)
-    return (x - mean) / ((x - mean).square().mean(axes, keepdim=True).sqrt() + 1e-9)
-
-
-@operator("LpNormalization", attributes="axis p")
-def _lp_norm(node: Node, x: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(x, node["p"], int(node["axis"]), keepdim=True)
-    return torch.where(
-        norm == 0, torch.zeros_like(x), x / torch.where(norm == 0, torch.ones_like(norm), norm)
-    )
 
 
 @operator("LRN", attributes="alpha beta bias size")

@@ -16,7 +16,7 @@ from wball.attacks.adapters.onnx.table import TYPES, Node, listed, numbers, oper
 
 
 def constant(value: Any) -> Tensor:
-    """A tensor of a file. Numpy has bfloat16 by extension only, which PyTorch does not read."""
+    """A tensor of a file. NumPy has no bfloat16 of its own, so that goes through float32."""
     array = numpy_helper.to_array(value)
     if value.data_type not in TYPES:
         raise ValueError(f"tensor {value.name!r} has a type that is not known here, {array.dtype}")
@@ -41,13 +41,6 @@ def _constant_of_shape(node: Node, shape: Tensor) -> Tensor:
     return value.expand(numbers(shape)).clone()
 
 
-@operator("EyeLike", attributes="dtype k")
-def _eye_like(node: Node, x: Tensor) -> Tensor:
-    kind = x.dtype if node["dtype"] is None else TYPES[node["dtype"]]
-    rows, columns = (torch.arange(n, device=x.device) for n in x.shape)
-    return (columns[None] - rows[:, None] == node["k"]).to(kind)
-
-
 @operator("Range")
 def _range(node: Node, start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     return torch.arange(
@@ -58,11 +51,6 @@ def _range(node: Node, start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
 @operator("Shape", attributes="start end")
 def _shape(node: Node, x: Tensor) -> Tensor:
     return torch.tensor(list(x.shape)[slice(node["start"], node["end"])], dtype=torch.int64)
-
-
-@operator("Size")
-def _size(node: Node, x: Tensor) -> Tensor:
-    return torch.tensor(x.numel(), dtype=torch.int64)
 
 
 # ---- shapes
@@ -143,15 +131,6 @@ def _depth_to_space(node: Node, x: Tensor) -> Tensor:
     return parts.reshape(n, c // b**2, h * b, w * b)
 
 
-@operator("SpaceToDepth", attributes="blocksize mode")
-def _space_to_depth(node: Node, x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
-    b = int(node["blocksize"])
-    parts = x.reshape(n, c, h // b, b, w // b, b)
-    order = (0, 1, 3, 5, 2, 4) if node["mode"] == "CRD" else (0, 3, 5, 1, 2, 4)
-    return parts.permute(order).reshape(n, c * b * b, h // b, w // b)
-
-
 @operator("Pad", attributes="mode pads value")
 def _pad(
     node: Node,
@@ -225,93 +204,6 @@ def _gather(node: Node, x: Tensor, index: Tensor) -> Tensor:
     where = _counted_from_the_end(index.to(x.device), x.shape[axis])
     return x.index_select(axis, where.flatten()).reshape(
         [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
-    )
-
-
-@operator("GatherElements", attributes="axis")
-def _gather_elements(node: Node, x: Tensor, index: Tensor) -> Tensor:
-    axis = int(node["axis"]) % x.ndim
-    return x.gather(axis, _counted_from_the_end(index.to(x.device), x.shape[axis]))
-
-
-@operator("GatherND", attributes="batch_dims")
-def _gather_nd(node: Node, x: Tensor, index: Tensor) -> Tensor:
-    batch, x, index = int(node["batch_dims"]), *together(x, index)
-    depth = index.shape[-1]
-    grids = torch.meshgrid(
-        *(torch.arange(n, device=x.device) for n in index.shape[:-1]), indexing="ij"
-    )
-    sizes = x.shape[batch : batch + depth]
-    where = tuple(_counted_from_the_end(index[..., k], size) for k, size in enumerate(sizes))
-    return x[tuple(grids[:batch]) + where]
-
-
-@operator("NonZero")
-def _non_zero(node: Node, x: Tensor) -> Tensor:
-    return x.nonzero().T
-
-
-@operator("OneHot", attributes="axis")
-def _one_hot(node: Node, index: Tensor, depth: Tensor, values: Tensor) -> Tensor:
-    index, values = together(index, values)
-    count, axis = int(depth.item()), int(node["axis"])
-    axis = axis + index.ndim + 1 if axis < 0 else axis
-    where = _counted_from_the_end(index.to(torch.int64), count)
-    shape = [1] * (index.ndim + 1)
-    shape[axis] = count
-    hot = where.unsqueeze(axis) == torch.arange(count, device=index.device).view(shape)
-    return torch.where(hot, values[1], values[0])
-
-
-@operator("Trilu", attributes="upper")
-def _trilu(node: Node, x: Tensor, offset: Tensor | None = None) -> Tensor:
-    diagonal = 0 if offset is None else int(offset.item())
-    return x.triu(diagonal) if node["upper"] else x.tril(diagonal)
-
-
-_REDUCE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-
-
-@operator("ScatterElements", attributes="axis reduction")
-def _scatter_elements(node: Node, x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-    x, index, updates = together(x, index, updates)
-    axis = int(node["axis"]) % x.ndim
-    where, how = _counted_from_the_end(index, x.shape[axis]), node["reduction"] or "none"
-    return (
-        x.scatter(axis, where, updates)
-        if how == "none"
-        else x.scatter_reduce(axis, where, updates, _REDUCE[how])
-    )
-
-
-@operator("ScatterND", attributes="reduction")
-def _scatter_nd(node: Node, x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
-    x, index, updates = together(x, index, updates)
-    how, depth = node["reduction"] or "none", index.shape[-1]
-    where = tuple(
-        _counted_from_the_end(index[..., k], size) for k, size in enumerate(x.shape[:depth])
-    )
-    if how == "none":
-        return x.index_put(where, updates)
-    # Rows of entries, by one number each, so that equal places are reduced.
-    flat = torch.zeros_like(where[0])
-    for place, size in zip(where, x.shape[:depth], strict=True):
-        flat = flat * size + place
-    rows = x.reshape(math.prod(x.shape[:depth]), -1)
-    changed = rows.index_reduce if how != "add" else None
-    new = updates.reshape(flat.numel(), -1)
-    if changed is None:
-        return rows.index_add(0, flat.flatten(), new).reshape(x.shape)
-    return changed(0, flat.flatten(), new, _REDUCE[how]).reshape(x.shape)
-
-
-@operator("Compress", attributes="axis")
-def _compress(node: Node, x: Tensor, condition: Tensor) -> Tensor:
-    where = condition.flatten().nonzero().squeeze(1).to(x.device)
-    return (
-        x.flatten().index_select(0, where)
-        if node["axis"] is None
-        else x.index_select(int(node["axis"]), where)
     )
 
 

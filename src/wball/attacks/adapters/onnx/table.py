@@ -55,7 +55,7 @@ class Node:
         return self.attributes.get(name)
 
     def wants(self, output: int) -> bool:
-        """Whether somebody may read this output."""
+        """Whether this output may be read."""
         return output < len(self.outputs) and self.outputs[output] != ""
 
 
@@ -144,21 +144,3 @@ def together(*values: Tensor) -> list[Tensor]:
     where = next((v.device for v in values if v.device.type != "cpu"), None)
     # Numbers without axes may stay where they are.
     return list(values) if where is None else [v.to(where) if v.ndim else v for v in values]
-
-
-DOCUMENTED = 21
-"""The operator set that :func:`operator_table` is for."""
-
-
-def operator_table() -> str:
-    """The table of operators in ``docs/adapters.md``: those that are known here, and those that are not."""
-    schemas = onnx.defs.get_all_schemas_with_history()
-    every = {s.name for s in schemas if s.domain == "" and s.since_version <= DOCUMENTED}
-    gone = {
-        s.name for s in schemas if s.domain == "" and s.deprecated and s.since_version <= DOCUMENTED
-    }
-    known = {*OPERATORS, "If"}
-    rows = (("with gradients", known), ("only in ONNX Runtime", every - gone - known))
-    return "\n".join(
-        f"| {said} | {', '.join(f'`{name}`' for name in sorted(names))} |" for said, names in rows
-    )
