@@ -324,12 +324,12 @@ def test_a_branch_that_depends_on_the_shape() -> None:
     other = helper.make_graph([helper.make_node("Neg", ["flat"], ["b"])], "else", [], [out])
     nodes = [
         helper.make_node("Flatten", ["x"], ["flat"]),
-        helper.make_node("Size", ["x"], ["size"]),
+        helper.make_node("Shape", ["x"], ["size"], start=0, end=1),
         helper.make_node("Greater", ["size", "many"], ["large"]),
         helper.make_node("If", ["large"], ["y"], then_branch=then, else_branch=other),
     ]
     proto = classifier(
-        nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array(4)}
+        nodes, ["n", 1, 2, 2], {"two": np.array(2.0, np.float32), "many": np.array([1])}
     )
     x = torch.rand(2, 1, 2, 2, requires_grad=True)
     model = OnnxModel(proto)
