@@ -21,7 +21,7 @@ MOST: dict[str, tuple[int, int]] = {
     "project(reg=1000), 100 digits": (60, 4),
     "project(), 100 digits": (120, 8),
     "support(), 100 digits": (125, 9),
-    "sample, 100 digits": (35, 2),
+    "sample, 100 digits": (60, 2),
     "DualAveraging, 128 digits x 100 steps": (1500, 16),
 }
 """Launches and reads of a call, at most."""

@@ -167,9 +167,11 @@ def test_momentum_equals_reference(scale: float) -> None:
 
 def test_programs_of_large_images_equal_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass over a table of moves instead of keeping rings in registers."""
+    import triton.language as tl
+
     monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
     for module in (triton_stencil, triton_flows):
-        monkeypatch.setattr(module, "ON_CHIP", 0)
+        monkeypatch.setattr(module, "ON_CHIP", tl.constexpr(0))
     for scale in (3.0, 40.0):
         check_equal(Case((1, 2, 5, 6), GridCost(5), scale=scale), sweeps=1, newton=6)
 

@@ -23,6 +23,8 @@ from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
 _FLAT = tl.constexpr(FLAT[torch.float32])
+CLOSE = 2.0**-20
+"""Eight roundings of a float32 price."""
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
@@ -57,6 +59,8 @@ def linear_maximum(
     psi, low, high = prices.unbind()
     z = None
     if point:
+        # torch rounds scores differently: ends this far apart lie on both sides of the kink for it, too
+        low, high = low * (1 - CLOSE), high * (1 + CLOSE)
         dear, cheap = (best_plan(a.float(), x.float(), moves.like(psi), end) for end in (low, high))
         z = mixed_plan(dear, cheap, budget.to(torch.float64).clamp(min=0.0)).columns()
     return LinearMaximum(psi, upper, cost, z, n_iter.long())
