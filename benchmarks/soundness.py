@@ -21,7 +21,7 @@ from benchmarks.frame import Result, Row, options
 from wball.attacks import StandardAttack
 from wball.ball import WassersteinBall
 from wball.certificates import certified_radius, certify
-from wball.certificates.effort import Method
+from wball.certificates.certificate import Method
 from wball.data import load_dataset, load_sample
 from wball.zoo import list_models, load_model
 

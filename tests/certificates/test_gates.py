@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from wball.certificates import certificate, certify, collector
+from wball.certificates import anchor, certificate, certify
 
 
 def many_units_at_zero(side: int, clean: float) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -40,14 +40,14 @@ def test_anchors_of_a_digits_layer_fit_at_the_wide_reach() -> None:
     x, _ = wball.load_sample("mnist")
     for k in range(8):
         source = wball.WassersteinBall(0.1).input_set(x[k : k + 1]).finer(4.0)
-        assert collector.LIMIT * x[0].numel() // source.gain_size >= 32 * 49
+        assert anchor.LIMIT * x[0].numel() // source.gain_size >= 32 * 49
 
 
 def test_a_colour_layer_fits_at_the_longest_reach_of_images_with_mass_everywhere() -> None:
     """Longer moves are two listed ones there, and need no gains: 1,536 units do not fit at a reach of 4 pixels."""
     x = torch.rand((1, 3, 32, 32), generator=torch.Generator().manual_seed(0))
     source = wball.WassersteinBall(1e-6).input_set(x).finer(certificate.CLOSE)
-    assert collector.LIMIT * x[0].numel() // source.gain_size >= 1536
+    assert anchor.LIMIT * x[0].numel() // source.gain_size >= 1536
     finest = source.finer(certificate.WIDE)
     assert finest.gain_size < 3.1 * source.gain_size and finest.finer(6.0) is finest
 

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 import wball
 from certificates.exact import euclidean, worst_plan
 from certificates.test_certify import chain, dense_net, images
-from wball.certificates import certified_radius, certify, collector, relaxation, verify
+from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.anchor import ConvAnchor, image_convolution
-from wball.certificates.effort import Method
+from wball.certificates.certificate import Method
 from wball.certificates.tracing import trace
 from wball.input_sets.charges import rounded_up
 from wball.input_sets.rows import Rows
@@ -119,7 +119,7 @@ def test_anchors_that_do_not_fit_only_loosen_the_bound(
     x, y = digits(6)
     ball = wball.WassersteinBall(0.05)
     whole = certify(net, x, y, ball, method=method).margin
-    monkeypatch.setattr(collector, "LIMIT", 200)  # room for a few units an image
+    monkeypatch.setattr(relaxation, "LIMIT", 200)  # room for a few units an image
     some = certify(net, x, y, ball, method=method)
     if method == "crown":
         assert torch.equal(some.margin, whole)

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,11 @@ from torch import Tensor, nn
 from wball import inputs
 from wball.ball import Ball, Plans
 from wball.certificates import trust
+from wball.certificates.anchor import LIMIT, gain_bytes, image_convolution
 from wball.certificates.bounds import Bounds
-from wball.certificates.collector import LIMIT, gain_bytes
 from wball.certificates.complete import Leaf, Search, splittable
 from wball.certificates.complete.bound import improve
 from wball.certificates.complete.gains import grouped, open_problems
-from wball.certificates.effort import ONE_PASS, Effort, Method
-from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph, MaxPool
 from wball.certificates.relaxation import Relaxation
 from wball.certificates.tracing import trace
@@ -29,41 +28,63 @@ from wball.input_sets.box import intervals
 from wball.memory import free_bytes
 from wball.model import ask, check_classes, evaluating
 
+Method = Literal["interval", "dual", "crown", "anchored", "alpha-crown", "complete"]
+METHODS: tuple[Method, ...] = ("interval", "dual", "crown", "anchored", "alpha-crown", "complete")
+
+ONE_PASS: tuple[Method, ...] = ("interval", "dual", "crown")
+"""Methods that bound every image in the same way, whether or not it is certified already."""
+
 FINE = 128
-"""Radii are found to a part in so many."""
+"""Relative precision of a certified radius is 1 / FINE."""
 
 CLOSE, WIDE = 2.0, 4.0
-"""Lengths in pixels below which moves are told apart: what suffices for most images, and what the
-others get at five times the price. More hardly tightens a bound."""
+"""Lengths in pixels below which moves are listed one by one: CLOSE is enough for most images, WIDE
+costs five times as much. Longer lengths hardly tighten a bound."""
 
 HOPELESS, HOPELESS_EVERYWHERE = (100.0, 2.0), (1000.0, 0.7)
-"""Images whose bound is further below 0 than so many times their clean margin are beyond help: of
-anchors, and of longer moves. First where many pixels hold no mass, then where all do: there a
-network of three convolutions went from -262 to -0.38 and 0.02, and longer moves are worth no
-more."""
+"""Skip anchored bounds, and those with longer moves, below minus this multiple of the clean margin:
+where many pixels have no mass, and where all have. In the second case anchors lifted the bound of a
+network of three convolutions from -262 to 0.02, and longer moves gain less."""
 
 CLIMBED = 3.0
-"""Slopes are optimised for images whose bound is above minus this many times their clean margin."""
+"""Optimise slopes of images whose bound is above minus this multiple of their clean margin."""
 
 ROOM = 0.8
 """Share of a GPU's free memory that the gains of images bounded together may take."""
 
-FLAT = 0.8
-"""What a ball takes off the clean margin is taken to grow at least like this power of its radius,
-where a search for the radius asks what is left to gain."""
+
+@dataclass(frozen=True)
+class Effort:
+    """Checked settings of :func:`certify`, which documents them."""
+
+    method: Method
+    plans: Plans
+    steps: int
+    reg: float
+    batch_size: int | None
+    time_limit: float
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.plans not in ("full", "window"):
+            raise ValueError(f'plans must be "full" or "window", got {self.plans!r}')
+        inputs.check_count("steps", self.steps)
+        inputs.check_positive("reg", self.reg)
+        inputs.check_positive("time_limit", self.time_limit)
+        if self.batch_size is not None:
+            inputs.check_count("batch_size", self.batch_size)
 
 
 class CertificateStatus(Enum):
-    """What a certificate says about an image. The value is the explanation, with the remedy
-    where there is one.
-    """
+    """What a certificate says about an image; the value explains it and names the remedy."""
 
     CERTIFIED = "every image of the ball gets the label"
     FALSIFIED = "an image of the ball gets another label: see counterexample"
     MISCLASSIFIED = "the model misclassifies the clean image: there is nothing to certify"
     UNKNOWN = (
-        "the bound is not above 0: the ball may be safe or not; try method='alpha-crown' with more steps, "
-        "method='complete' with a larger time_limit, a smaller eps"
+        "the bound is not above 0: the ball may be safe or not; try method='alpha-crown' with more "
+        "steps, method='complete' with a larger time_limit, a smaller eps"
     )
 
     def __str__(self) -> str:
@@ -75,24 +96,22 @@ class CertificateResult(Summarised):
     """What was proved about each image.
 
     Attributes:
-        certified: bool, per image: proved that the model answers ``y`` all over the ball.
-        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)``, per image,
-            float64. Proofs by contradiction (``method="complete"``) say only that it is positive:
-            then it is the least positive number.
-        status: per image, with the reason where there is no certificate.
-        plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if only for the
-            ball's window.
-        method: the relaxation used.
+        certified: bool per image, true if the model provably predicts ``y`` everywhere in the ball.
+        margin: a lower bound of ``min over the ball of (logit[y] - best other logit)`` per image,
+            float64; ``-inf`` if ``time_limit`` ended before there was one. Proofs by contradiction
+            (``method="complete"``) give the smallest positive number.
+        status: :class:`CertificateStatus` per image.
+        plans: ``"full"`` if the proof holds for every transport plan, ``"window"`` if it holds only
+            for plans inside the ball's window.
+        method: the method used.
         kernel: the kernel that maximised over the ball.
-        seconds: wall-clock time spent on each image: what serves several images is shared equally
-            by them.
-        counterexample: for ``method="complete"``, images like ``x``: where the status is
-            ``FALSIFIED`` a point of the ball, checked as an audit does, that the model gives
-            another label; elsewhere the image itself.
-        leaves: for ``method="complete"``, per image: where branch and bound certified it, the parts
-            its tree ended in, class by class (:class:`~wball.certificates.complete.Leaf`); classes
-            that are not among them were certified without. ``None`` elsewhere, and where there are
-            too many parts to keep.
+        seconds: wall-clock time per image; images that are bounded together share it equally.
+        counterexample: for ``method="complete"``, images like ``x``. Where the status is
+            ``FALSIFIED``, an audited point of the ball that the model misclassifies; elsewhere the
+            image itself.
+        leaves: for ``method="complete"``, per image certified by branch and bound: the leaves of
+            its tree (:class:`~wball.certificates.complete.Leaf`). Classes that are not among them
+            were certified without splits. ``None`` elsewhere, or if the tree is too large to keep.
     """
 
     certified: Tensor
@@ -126,34 +145,32 @@ def certify(
     batch_size: int | None = None,
     time_limit: float = 60.0,
 ) -> CertificateResult:
-    r"""Lower-bound the margin of ``y`` over the ball around each image, and certify where it is above 0.
+    r"""Lower-bound the margin of ``y`` over the ball around each image; certify where it is above 0.
 
     .. math:: \min_{z \in B(x)} \; \min_{k \ne y} \; f_y(z) - f_k(z) \;\ge\; \text{margin}
 
     Methods, from loose to tight:
 
-    - ``interval``: the ball is first turned into one interval per pixel, which is what makes
-      certificates vacuous here;
+    - ``interval``: interval bounds of every pixel first, then CROWN; nearly always vacuous here;
     - ``dual``: the dual of Wong and Kolter with the ball's conjugate, ``psi`` from the Conjugate
       Sinkhorn with ``reg``;
     - ``crown``: linear relaxation with adaptive slopes over the ball itself;
-    - ``anchored``: images that ``crown`` leaves open are tried again with bounds that are exact at
-      the image and grow only with the mass that moves (:mod:`wball.certificates.anchor`), layer
-      after layer;
-    - ``alpha-crown``: images that are still open get slopes and box prices optimised in ``steps``;
-    - ``complete``: what ``anchored`` leaves open is decided by branch and bound, with attacks along
+    - ``anchored``: for images that ``crown`` leaves open, bounds that are exact at the image and
+      grow only with the mass that moves (:mod:`wball.certificates.anchor`), layer by layer;
+    - ``alpha-crown``: for images that are still open, ``steps`` of optimisation of slopes and box
+      prices;
+    - ``complete``: branch and bound for images that ``anchored`` leaves open, with attacks along
       the way (:mod:`wball.certificates.complete`): certified, falsified with a ``counterexample``,
-      or unknown when ``time_limit`` is up. With ``full`` plans an image is falsified only by a
-      point of the ball itself, inside its window.
+      or unknown at the ``time_limit``. With ``full`` plans an image is falsified only by a point of
+      the ball itself, inside its window.
 
-    The result is sound in float32 too: everything that counts is evaluated in float64 with a margin
-    for rounding (see
-    :mod:`wball.certificates.relaxation`). The model is bounded in evaluation mode; its mode is left
-    as it was.
+    The result is sound in float32 too: what counts is evaluated in float64 with an allowance for
+    rounding (see :mod:`wball.certificates.relaxation`). The model is bounded in evaluation mode;
+    its mode does not change.
 
     Args:
         model: a feed-forward network of supported modules; raises
-            :class:`~wball.certificates.graph.UnsupportedModule` otherwise.
+            :class:`~wball.certificates.trust.UnsupportedModule` otherwise.
         x: images ``(B, C, H, W)``, or histograms ``(B, n)``.
         y: labels ``(B,)``.
         ball: the threat model.
@@ -161,8 +178,9 @@ def certify(
         steps: number of optimisation steps of ``alpha-crown``.
         reg: the paper's lambda, used by ``dual``.
         batch_size: images bounded together (``None``: chosen for the device).
-        time_limit: for ``complete``, seconds for each image that is left open, on average: time
-            that some do not need goes to others, nearest to a proof first.
+        time_limit: seconds per image, on average over images bounded together. Images without an
+            answer by then are ``UNKNOWN``. ``complete`` gives time that some images do not need to
+            the others, those closest to certification first.
     """
     x, y = _check(x, y, ball)
     effort = Effort(method, plans, steps, reg, batch_size, time_limit)
@@ -179,28 +197,21 @@ def _certify(
     y: Tensor,
     ball: Ball,
     effort: Effort,
-    first: FirstLayer | None = None,
-    deep: Tensor | None = None,
 ) -> CertificateResult:
-    """:func:`certify` with checked arguments and a model that was traced before.
-
-    Images that are ``deep`` (B,) get the dearest of the anchored bounds at once, whatever cheaper
-    ones say.
-    """
+    """:func:`certify` with checked arguments and a traced model."""
     method, plans = effort.method, effort.plans
     if x.shape[0] == 0:
         empty = torch.zeros(0, dtype=torch.float64, device=x.device)
         return CertificateResult(empty > 0, empty, (), plans, method, "torch", empty)
     step = effort.batch_size or _images_at_once(x)
-    first = first or _first_layer(graph, x, ball, plans)
     margins, cleans, known, times = [], [], [], []
     for index in torch.arange(x.shape[0], device=x.device).split(step):
         start = time.monotonic()
         clean = _clean_margin(model, x[index], y[index])
-        batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean, first)
-        if method == "complete":  # the other half is for attacks and the search
-            batch.deadline = start + 0.5 * effort.time_limit * index.shape[0]
-        found = batch.margin(None if deep is None else deep[index])
+        batch = _Batch(graph, x[index], y[index], ball.take(index), effort, clean)
+        share = 0.5 if method == "complete" else 1.0  # the rest is for attacks and the search
+        batch.deadline = start + share * effort.time_limit * index.shape[0]
+        found = batch.margin()
         margins.append(found)
         cleans.append(clean)
         known.append(batch.bounds.take(((found <= 0) & (clean > 0)).nonzero()[:, 0]))
@@ -216,16 +227,12 @@ def _certify(
         else CertificateStatus.MISCLASSIFIED
         for c, r in zip(certified.tolist(), correct.tolist(), strict=True)
     )
-    result = CertificateResult(certified, margin, status, plans, method, first.kernel, seconds)
+    result = CertificateResult(
+        certified, margin, status, plans, method, batch.source.kernel, seconds
+    )
     if method != "complete":
         return result
     return _decide(model, graph, x, y, ball, result, Bounds.join(known), effort.time_limit)
-
-
-def _first_layer(graph: Graph, x: Tensor, ball: Ball, plans: Plans) -> FirstLayer:
-    """What serves every image and radius of a geometry, made from one image."""
-    one = ball.take(torch.zeros(1, dtype=torch.long, device=x.device))
-    return FirstLayer(graph, one.input_set(x[:1], plans))
 
 
 def _decide(
@@ -238,10 +245,9 @@ def _decide(
     known: Bounds,
     time_limit: float,
 ) -> CertificateResult:
-    """Branch and bound for the images that are not certified yet, of whose units bounds are
-    ``known``.
+    """Branch and bound for images that are not certified yet; ``known`` are bounds of their units.
 
-    The parts of a tree name units of the graph that :func:`splittable` returns.
+    Leaves name units of the graph that :func:`splittable` returns.
     """
     same, graph = graph, splittable(graph, x)
     margin, certified, status = found.margin.clone(), found.certified.clone(), list(found.status)
@@ -291,121 +297,62 @@ def certified_radius(
     batch_size: int | None = None,
     time_limit: float = 60.0,
 ) -> Tensor:
-    """The largest ``eps`` found that is certified, per image, float64 ``(B,)``; 0 where nothing was
-    proved.
+    """The largest certified ``eps`` found for each image, float64 ``(B,)``; 0 if there is none.
 
-    A search for the root of the margin, all images together. ``ball`` gives the geometry, its
-    ``eps`` the first guess. Every returned radius was certified as it stands, as :func:`certify`
-    does: stopping early makes it smaller, never wrong. An image is done when its radius is known to
-    a part in :data:`FINE`, or when that is all its margin leaves to gain. The other arguments are
-    those of :func:`certify`.
+    All images are searched together, by interpolation between the largest certified and the
+    smallest uncertified radius. Every returned radius was certified by :func:`certify`, so stopping
+    early makes it smaller, never wrong. An image is done at a relative precision of 1 / 128.
 
     Args:
-        rounds: at most so many certificates are tried per image.
+        ball: the geometry; its ``eps`` is the first radius tried.
+        rounds: maximum number of certificates per image; ``time_limit`` holds for each.
+
+    The other arguments are those of :func:`certify`.
     """
     x, y = _check(x, y, ball)
     effort = Effort(method, plans, steps, reg, batch_size, time_limit)
     inputs.check_count("rounds", rounds)
-    trial = (
-        torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device).expand(x.shape[0]).clone()
-    )
-    trial[trial == 0] = 0.01
+    eps = torch.as_tensor(ball.eps, dtype=torch.float64, device=x.device)
+    trial = torch.where(eps > 0, eps, 0.01).expand(x.shape[0]).clone()
     clean = _clean_margin(model, x, y) if x.shape[0] else trial
-    found = _Bracket(
-        clean,
-        torch.zeros_like(trial),
-        torch.full_like(trial, math.inf),
-        clean.clone(),
-        clean.clone(),
-    )
+    low, high = torch.zeros_like(trial), torch.full_like(trial, math.inf)
+    above, below = clean.clone(), clean.clone()  # margins at both ends
     graph = trace(model, x, ball.at(trial))
-    first: FirstLayer | None = None
     for _ in range(rounds):
-        index = found.open().nonzero()[:, 0]
+        index = ((clean > 0) & ~(high - low <= high / FINE)).nonzero()[:, 0]
         if index.numel() == 0:
             break
-        at = ball.at(trial[index])
-        first = first or _first_layer(graph, x[index], at, plans)
-        # What cheap bounds left open once they mostly leave open again; and margins of one kind can
-        # be compared.
-        deep = found.high[index].isfinite() if effort.method == "anchored" else None
-        result = _certify(model, graph, x[index], y[index], at, effort, first, deep)
-        best = (
-            deep
-            if deep is not None
-            else torch.full_like(index, effort.method in ONE_PASS, dtype=torch.bool)
-        )
-        found.note(index, trial[index], result, best)
-        trial = found.next()
-    return found.low
-
-
-class _Bracket:
-    """The largest radius certified so far, the smallest that was not, and the margins at both.
-
-    What a ball takes off the clean margin grows about like a power of its radius, which both ends
-    tell; next to one end alone it is taken for 1.2.
-    """
-
-    def __init__(
-        self, clean: Tensor, low: Tensor, high: Tensor, above: Tensor, below: Tensor
-    ) -> None:
-        self.clean, self.low, self.high, self.above, self.below = clean, low, high, above, below
-        self.run = torch.zeros_like(
-            low
-        )  # how often in a row the answer was yes (above 0) or no (below)
-        self.best = torch.zeros_like(
-            low, dtype=torch.bool
-        )  # the margin at the lower end is by the tightest bounds
-
-    def open(self) -> Tensor:
-        known = self.high - self.low <= self.high / FINE
-        # Margins at the upper end may be of cheaper bounds: what is left to gain is judged by the
-        # lower one alone.
-        taken = (self.clean - self.above).clamp(min=1e-9)
-        spent = self.best & (self.low > 0) & (self.clean / taken <= (1 + 1 / FINE) ** FLAT)
-        return (self.clean > 0) & (self.high.isinf() | ~(known | spent))
-
-    def note(self, index: Tensor, trial: Tensor, result: CertificateResult, best: Tensor) -> None:
-        """Take down what was found at ``trial``, and where that was by the tightest bounds
-        there are.
-        """
+        result = _certify(model, graph, x[index], y[index], ball.at(trial[index]), effort)
         yes, no = index[result.certified], index[~result.certified]
-        self.best[yes] = best[result.certified]
-        self.low[yes], self.above[yes] = trial[result.certified], result.margin[result.certified]
-        self.high[no], self.below[no] = trial[~result.certified], result.margin[~result.certified]
-        self.run[yes] = self.run[yes].clamp(min=0) + 1
-        self.run[no] = self.run[no].clamp(max=0) - 1
+        low[yes], above[yes] = trial[yes], result.margin[result.certified]
+        high[no], below[no] = trial[no], result.margin[~result.certified]
+        trial = _next_radius(clean, low, high, clean - above, clean - below)
+    return low
 
-    def next(self) -> Tensor:
-        """Where the margin should vanish, a little on the side that is wanted next.
 
-        Between two ends that is the inner one: a radius that is certified with next to nothing left
-        is what is sought.
-        """
-        low, high, clean = self.low, self.high, self.clean
-        bounded, certified = high.isfinite(), low > 0
-        taken, lost = (clean - self.above).clamp(min=1e-9), (clean - self.below).clamp(min=1e-9)
-        power = (lost / taken).log() / (high / low).log()
-        power = torch.where(bounded & certified & power.isfinite(), power.clamp(0.3, 6.0), 1.2)
-        root = torch.where(
-            certified, low * (clean / taken) ** (1 / power), high * (clean / lost) ** (1 / power)
-        )
-        between = bounded & certified
-        outwards = torch.where(between & self.best, self.run > 1, self.run > 0)
-        streak = torch.where(between & self.best & outwards, self.run - 1, self.run.abs())
-        beyond = torch.where(between, 0.4 / FINE * 4 ** (streak - 1), 0.03 * 2**streak)
-        root = root * torch.where(outwards, 1 + beyond, 1 / (1 + beyond))
-        root = torch.where(root.isfinite(), root, 0.5 * (low + high))
-        least = torch.minimum(0.5 * high / FINE, 0.5 * (high - low))
-        inside = torch.minimum(torch.maximum(root, low + least), high - least)
-        return torch.where(bounded, inside, torch.minimum(torch.maximum(root, 1.02 * low), 4 * low))
+def _next_radius(clean: Tensor, low: Tensor, high: Tensor, taken: Tensor, lost: Tensor) -> Tensor:
+    """Where the margin should vanish, if what a ball takes off it is a power of the radius.
+
+    ``taken`` at ``low`` and ``lost`` at ``high`` give the power; one end alone is extrapolated with
+    1.2. Between two ends the result keeps an eighth of their distance from both, so that the
+    interval shrinks even if the power is wrong.
+    """
+    taken, lost = taken.clamp(min=1e-9), lost.clamp(min=1e-9)
+    certified, bounded = low > 0, high.isfinite()
+    power = (lost / taken).log() / (high / low).log()
+    power = torch.where(certified & bounded & power.isfinite(), power.clamp(0.3, 6.0), 1.2)
+    end, off = torch.where(certified, low, high), torch.where(certified, taken, lost)
+    root = end * (clean / off) ** (1 / power)
+    inside = low + (high - low) * ((root - low) / (high - low)).clamp(0.125, 0.875)
+    beyond = torch.maximum(1.05 * low, torch.minimum(1.05 * root, 4 * low))
+    return torch.where(bounded, torch.where(certified, inside, 0.95 * root.clamp(max=high)), beyond)
 
 
 def _check(x: Tensor, y: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
     if not callable(getattr(ball, "input_set", None)):
         raise TypeError(
-            f"ball must be a threat model that answers input_set (docs/extending.md), got {type(ball).__name__}"
+            "ball must be a threat model with a method input_set (docs/extending.md), got "
+            f"{type(ball).__name__}"
         )
     x = inputs.check_images("x", x, ball.box)
     if x.dtype in (torch.float16, torch.bfloat16):
@@ -430,18 +377,14 @@ def _clean_margin(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _images_at_once(x: Tensor) -> int:
-    """Images bounded together: few on a CPU; on a GPU as many as leave half a megabyte per
-    pixel for their anchors.
-    """
+    """Images bounded together; on a GPU their anchors take half a megabyte per pixel."""
     if x.is_cuda:
         return min(512, max(2, free_bytes(x.device) // (2**19 * x[0].numel())))
     return min(8, max(1, 2**13 // x[0].numel()))
 
 
 def _searched(x: Tensor) -> int:
-    """Images that branch and bound searches together: their classes have anchors and gains of
-    their own.
-    """
+    """Images that branch and bound searches together."""
     return min(64, max(1, free_bytes(x.device) // (2**20 * x[0].numel()))) if x.is_cuda else 1
 
 
@@ -451,9 +394,7 @@ def _room(x: Tensor) -> int:
 
 
 def _numbers_at_once(x: Tensor) -> int:
-    """Numbers a chunk of rows may hold: what fits into a CPU's cache, or a fraction of a
-    GPU's free memory.
-    """
+    """Numbers that a chunk of rows may hold: about a CPU's cache, or a share of a GPU's memory."""
     return min(2**29, max(2**22, free_bytes(x.device) // 2**7)) if x.is_cuda else 2**22
 
 
@@ -468,27 +409,26 @@ class _Batch:
         ball: Ball,
         effort: Effort,
         clean: Tensor,
-        first: FirstLayer,
     ) -> None:
         self.graph, self.x, self.y, self.ball, self.effort = graph, x, y, ball, effort
-        self.clean, self.first, self.centre = clean, first, graph.values(x.to(torch.float64))
+        self.clean, self.centre = clean, graph.values(x.to(torch.float64))
+        self.source = ball.input_set(x, effort.plans)
         self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
         self.bounds, self.deadline = Bounds(), math.inf
 
     def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
         budget = _numbers_at_once(self.x)
         if self.effort.method == "dual":
-            return Relaxation(self.graph, source, "parallel", self.effort.reg, budget)
-        centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
-        first = self.first if source.has_plans else None
-        return Relaxation(self.graph, source, budget=budget, first=first, centre=centre)
+            found = Relaxation(self.graph, source, "parallel", self.effort.reg, budget)
+        else:
+            centre = self.centre if left is None else {k: v[left] for k, v in self.centre.items()}
+            found = Relaxation(self.graph, source, budget=budget, centre=centre)
+        found.deadline = self.deadline
+        return found
 
-    def margin(self, deep: Tensor | None = None) -> Tensor:
-        """Lower bounds of the margins; ``deep`` images get the most expensive anchored bounds
-        at once.
-        """
-        method = self.effort.method
-        source = self.ball.input_set(self.x, self.effort.plans)
+    def margin(self) -> Tensor:
+        """Lower bounds of the margins, ``(B,)``."""
+        method, source = self.effort.method, self.source
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
         relaxation = self._relaxation(source)
@@ -496,39 +436,33 @@ class _Batch:
         margins = relaxation.margins(self.y, self.bounds, self.like)
         if method in ONE_PASS:
             return margins.amin(1)
-        once = torch.zeros_like(self.clean, dtype=torch.bool) if deep is None else deep
-        far = source.far is not None
         if source.has_plans:
             near, nearer = HOPELESS_EVERYWHERE if source.follows_far else HOPELESS
-            self._tighten(margins, self._open(margins, near) & ~(once & far), CLOSE)
-            if far and method != "complete":  # the search begins with that
-                self._tighten(margins, self._open(margins, nearer) | once, WIDE)
+            self._tighten(margins, self._open(margins, near), CLOSE)
+            if source.far is not None and method != "complete":  # the search begins with that
+                self._tighten(margins, self._open(margins, nearer), WIDE)
         if method == "alpha-crown":
             self._tighten(margins, self._open(margins, CLIMBED), WIDE, self.effort.steps)
         return margins.amin(1)
 
     def _open(self, margins: Tensor, near: float) -> Tensor:
-        """Images that are not certified yet and whose bound is above ``-near`` times their
-        clean margin.
-        """
+        """Images not certified yet whose bound is above ``-near`` times their clean margin."""
         lowest = margins.amin(1)
         return (lowest <= 0) & (self.clean > 0) & (lowest > -near * self.clean)
 
     def _tighten(self, margins: Tensor, chosen: Tensor, reach: float, steps: int = 0) -> None:
-        """Improve the ``chosen`` images by anchored bounds, layer by layer, and ``steps`` of
-        optimisation.
+        """Improve ``chosen`` images by anchored bounds and ``steps`` of optimisation.
 
         On a GPU images are bounded in groups whose gains fit into memory.
         """
         left, room = chosen.nonzero()[:, 0], ROOM * _room(self.x)
-        if left.numel() == 0:
+        if left.numel() == 0 or time.monotonic() > self.deadline:
             return
         groups = [left]
-        places = [k for k in self.graph.relaxed() if k not in self.first.layers]
-        if self.x.is_cuda and self.first.plans and places:
-            one = self.ball.take(left[:1]).input_set(self.x[left[:1]], self.effort.plans)
+        places = [k for k in self.graph.relaxed() if image_convolution(self.graph, k) is None]
+        if self.x.is_cuda and self.source.has_plans and places:
             units = [self.bounds.unstable(k)[left].flatten(1).sum(1) for k in places]
-            size = gain_bytes(one.finer(reach)) * torch.stack(units).sum(0)
+            size = gain_bytes(self.source.finer(reach)) * torch.stack(units).sum(0)
             groups = [left[part] for part in grouped(size, room)]
         for some in groups:
             self._tighten_some(margins, some, reach, steps, room)
@@ -539,14 +473,11 @@ class _Batch:
         some, x, y = self.bounds.take(left), self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.effort.plans).finer(reach)
         relaxation = self._relaxation(source, left)
-        relaxation.deadline = self.deadline
         found = margins[left]
         if source.has_plans:
             if x.is_cuda:
-                each = room / (
-                    gain_bytes(source) * len(self.graph.relaxed())
-                )  # units, of one image
-                relaxation.limit = max(LIMIT, int(each * source.gain_size) // x[0].numel())
+                units = room / (gain_bytes(source) * len(self.graph.relaxed()))  # of one image
+                relaxation.limit = max(LIMIT, int(units * source.gain_size) // x[0].numel())
             # Optimised slopes and searches use all bounds; so do windows of maxima.
             sparing = self.effort.method == "anchored" and not any(
                 isinstance(op, MaxPool) for op in self.graph.ops
@@ -558,7 +489,7 @@ class _Batch:
             found = torch.maximum(found, relaxation.margins(y, some, self.like, anchored=True))
         near = (found.amin(1) > -CLIMBED * self.clean[left])[:, None]
         image, other = ((found <= 0) & near).nonzero(as_tuple=True)
-        if steps and image.numel():
+        if steps and image.numel() and time.monotonic() < self.deadline:
             problems = open_problems(relaxation, x, y, some, image, other)
             climbed = improve(problems, problems.start(), steps, 0.3).bound
             found[image, other] = torch.maximum(found[image, other], climbed)

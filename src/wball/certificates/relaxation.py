@@ -35,11 +35,17 @@ from wball.certificates.activations import (
     relax_max_pool,
     upper_line,
 )
-from wball.certificates.anchor import Anchor, ConvAnchor, charge, image_convolution
+from wball.certificates.anchor import (
+    LIMIT,
+    Anchor,
+    Bound,
+    Collector,
+    ConvAnchor,
+    charge,
+    image_convolution,
+)
 from wball.certificates.bounds import ROUNDING, Bounds, Intervals
-from wball.certificates.collector import LIMIT, Bound, Collector
 from wball.certificates.condition import Condition
-from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Activation, Curved, Graph, MaxPool, back
 from wball.input_sets import InputSet
 from wball.input_sets.base import ROUNDS
@@ -67,13 +73,11 @@ class Relaxation:
         reg: finite: take ``psi`` from the entropic conjugate with this ``reg`` instead of the exact
             search.
         budget: how many numbers a chunk of rows may hold.
-        first: bounds of first convolutions, which need no rows.
         centre: what each relaxed operation reads at the images themselves, in float64.
 
     Attributes:
         condition: bounds need hold only for images that satisfy it, if there is one.
-        deadline: of ``time.monotonic``; after it units keep the bounds they have, where those are
-            finite.
+        deadline: of ``time.monotonic``; no rows are bounded after it.
         limit: numbers per image and pixel that the gains of one layer may hold.
     """
 
@@ -84,7 +88,6 @@ class Relaxation:
         lower: Lower = "adaptive",
         reg: float = math.inf,
         budget: int = 2**22,
-        first: FirstLayer | None = None,
         centre: dict[int, Tensor] | None = None,
     ) -> None:
         self.graph, self.source, self.kind, self.reg, self.budget = (
@@ -94,7 +97,7 @@ class Relaxation:
             reg,
             budget,
         )
-        self.first, self.centre = first, centre
+        self.centre = centre
         self.condition: Condition | None = None
         self.deadline, self.limit = math.inf, LIMIT
         self._intervals = Intervals(graph, source)
@@ -257,12 +260,7 @@ class Relaxation:
         ready = gains is not None and self._shared_gains(position)
         if not known:
             self._intervals.start(position, bounds, images, like.device)
-            known = self._first_layer(position, bounds)
-            ready = ready or known
-        pooled = (
-            isinstance(op, MaxPool) and self.first is not None and op.inputs[0] in self.first.layers
-        )
-        if ((ready and known) or pooled) and self.condition is None:
+        if ready and known and self.condition is None:
             return  # rows could not improve on it
         every = torch.arange(images * size, device=like.device)
         done: Tensor | None = None
@@ -364,8 +362,8 @@ class Relaxation:
         ``sign`` is the side that could prove each unit of the batch stable.
         """
         size = math.prod(self.graph.ops[position].shape)
-        if size < LARGE:
-            return every
+        if size < LARGE or image_convolution(self.graph, position) is not None:
+            return every  # rows over a first convolution are cheap
         image = every // size
         images = sign.shape[0] // size
         many = torch.bincount(image, minlength=images) >= (1 - HOPE) * size
@@ -378,15 +376,6 @@ class Relaxation:
         share = stable / drawn.clamp(min=1)
         known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
         return every[~(many & (share < HOPE))[image] | ~known[every]]
-
-    def _first_layer(self, position: int, bounds: Bounds) -> bool:
-        """Bound a first convolution without rows, where that is possible."""
-        if self.first is None or self.centre is None or position not in self.first.layers:
-            return False
-        bounds.set(
-            position, *self.first.bounds(position, self.source, self.centre[position], ROUNDING)
-        )
-        return True
 
     def _bound_units(
         self,
@@ -405,7 +394,7 @@ class Relaxation:
 
         ``every`` lists them by flat position in the whole batch.
         """
-        if every.shape[0] == 0:
+        if every.shape[0] == 0 or time.monotonic() > self.deadline:
             return
         target = self.graph.ops[position].inputs[0]
         shape = self.graph.ops[target].shape
@@ -424,9 +413,7 @@ class Relaxation:
         step = self._chunk(target, rows_of, bounds, anchored)
         for index in torch.arange(every.shape[0], device=like.device).split(step):
             if time.monotonic() > self.deadline:
-                index = index[~torch.isfinite(up - low)[every[index]]]
-                if index.shape[0] == 0:
-                    continue
+                return
             here = every[index]
             bound = self.lower_bound(
                 target,
@@ -453,10 +440,14 @@ class Relaxation:
 
     @torch.no_grad()
     def margins(self, y: Tensor, bounds: Bounds, like: Tensor, *, anchored: bool = False) -> Tensor:
-        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``."""
+        """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``.
+
+        Bounds that are not known by the deadline are ``-inf``.
+        """
         target = len(self.graph.ops) - 1
         classes = self.graph.ops[target].shape[0]
-        out = torch.full((y.shape[0], classes), math.inf, dtype=torch.float64, device=like.device)
+        out = torch.full((y.shape[0], classes), -math.inf, dtype=torch.float64, device=like.device)
+        out.scatter_(1, y[:, None], math.inf)
         image, other = (torch.arange(classes, device=y.device) != y[:, None]).nonzero(as_tuple=True)
 
         def rows_of(index: Tensor) -> Rows:
@@ -466,8 +457,12 @@ class Relaxation:
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
 
+        if time.monotonic() > self.deadline:
+            return out
         step = self._chunk(target, rows_of, bounds, anchored)
         for index in torch.arange(image.shape[0], device=like.device).split(step):
+            if time.monotonic() > self.deadline:
+                break
             bound = self.lower_bound(
                 target, rows_of(index), bounds, anchored=anchored, rounds=MARGIN_ROUNDS
             )

@@ -23,7 +23,7 @@ from wball import inputs, provenance
 from wball.attacks import Attack, StandardAttack, minimal_radius
 from wball.attacks.base import out_of_memory
 from wball.ball.base import Ball, check_ball
-from wball.certificates.effort import METHODS
+from wball.certificates.certificate import METHODS
 from wball.certificates.tracing import trace
 from wball.data import class_names
 from wball.evaluation.batches import Batches, FunctionAttack, fitting_batch_size

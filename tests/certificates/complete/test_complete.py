@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wball
 from certificates.exact import affine_maps, box_margin, euclidean, exact_margin, tiny
-from wball.certificates import CertificateStatus, certificate, certify, collector, tables
+from wball.certificates import CertificateStatus, certificate, certify, relaxation, tables
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete import bound, gains, search
@@ -82,7 +82,7 @@ def test_little_memory_costs_answers_and_makes_none_wrong(
     monkeypatch.setattr(search.Search, "_attack", lambda *_: None)
     if few:  # gains of a few units a layer
         monkeypatch.setattr(gains, "FIRST_LIMIT", 60)
-        monkeypatch.setattr(collector, "LIMIT", 60)
+        monkeypatch.setattr(relaxation, "LIMIT", 60)
     sizes: list[int] = []
 
     def spied(problems: Problems, room: int) -> list[Tensor]:

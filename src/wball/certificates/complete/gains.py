@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import Anchor, UnitAnchor
+from wball.certificates.anchor import Anchor, UnitAnchor, chosen, gain_bytes
 from wball.certificates.bounds import Bounds
-from wball.certificates.collector import chosen, gain_bytes
 from wball.certificates.complete.bound import Problems
 from wball.certificates.relaxation import Relaxation
 from wball.input_sets import InputSet

@@ -31,7 +31,6 @@ from wball.certificates.complete.gains import listed, open_problems, together
 from wball.certificates.complete.leaves import Closed, Leaf
 from wball.certificates.complete.nodes import Nodes
 from wball.certificates.condition import condition
-from wball.certificates.first_layer import FirstLayer
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
 from wball.certificates.tables import ranked
@@ -109,7 +108,6 @@ class Search:
     ) -> None:
         self.model, self.graph, self.ball, self.plans, self.limit = model, graph, ball, plans, limit
         self.numbers, self.group, self.room, self.deadline = numbers, group, room, math.inf
-        self.first: FirstLayer | None = None
         units = sum(math.prod(graph.ops[k].shape) for k in graph.relaxed())
         self.capacity = max(64, STORED // (9 * units + 4 * math.prod(graph.ops[0].shape)))
 
@@ -236,12 +234,8 @@ class Search:
         return time.monotonic() > self.deadline
 
     def _relaxation(self, source: InputSet, x: Tensor) -> Relaxation:
-        if self.first is None:
-            self.first = FirstLayer(self.graph, source)
         centre = self.graph.values(x.to(torch.float64))
-        relaxation = Relaxation(
-            self.graph, source, budget=self.numbers, first=self.first, centre=centre
-        )
+        relaxation = Relaxation(self.graph, source, budget=self.numbers, centre=centre)
         relaxation.deadline = self.deadline
         return relaxation
 
@@ -275,7 +269,7 @@ class Search:
         )  # margin of the worst point tried as an example, by problem
         self._settle(left)
         self._spent(left)
-        if image.numel() == 0:
+        if image.numel() == 0 or self._late():
             return
         problems = open_problems(relaxation, x, y, bounds, image, other)
         del relaxation  # problems have anchors of their own
@@ -291,7 +285,7 @@ class Search:
             self._settle(left)
             self._attack("standard", unattacked)
             unattacked = left[:0]
-            self._tighten(some, roots, self._while_it_moves(some, roots, nodes))
+            self._tighten(some, roots, nodes)
             self._settle(left)
 
     def _small_tree(self, problems: Problems, nodes: Nodes) -> Nodes:
@@ -301,29 +295,6 @@ class Search:
         live = nodes.problem.unique()
         units = sum(int(problems.bounds.unstable(k)[live].sum()) for k in problems.split_layers())
         return self._tree(problems, nodes, units / EARLY)
-
-    def _while_it_moves(self, problems: Problems, before: Nodes, nodes: Nodes) -> Nodes:
-        """Go on splitting where that lifted a problem's bound, or closed more nodes than it opened.
-
-        Where few units have a sign of their own, tighter bounds hardly help while trees close: one
-        round took a digit
-        of a network trained for l-inf balls from -4.06 to -4.01, as many seconds of splitting to
-        -1.2.
-        """
-        aside = nodes.take(nodes.problem[:0])
-        while len(nodes) and not self._late():
-            (least, fewer), (most, more) = (
-                _state_of(nodes, len(problems)),
-                _state_of(before, len(problems)),
-            )
-            moved = (least > (1 - PROGRESS[0]) * most) | (fewer < more)
-            keep = moved[nodes.problem]
-            aside, before = (
-                aside.plus(nodes.take((~keep).nonzero()[:, 0])),
-                nodes.take(keep.nonzero()[:, 0]),
-            )
-            nodes = self._small_tree(problems, before) if len(before) else before
-        return nodes.plus(aside)
 
     def _in_turn(self, problems: Problems, source: InputSet) -> Iterator[Tensor]:
         """Groups of problems that fit into memory together over that set, each with its share
@@ -567,16 +538,6 @@ def _moved(nodes: Nodes, before: Problems, after: Problems) -> Nodes:
     )
     problem = place[nodes.problem]
     return Nodes(problem, nodes.bound, nodes.state).take((problem >= 0).nonzero()[:, 0])
-
-
-def _state_of(nodes: Nodes, problems: int) -> tuple[Tensor, Tensor]:
-    """The worst bound of the open nodes of each problem, 0 if there are none, and how many
-    there are.
-    """
-    worst = torch.zeros(problems, dtype=nodes.bound.dtype, device=nodes.bound.device)
-    return worst.scatter_reduce(0, nodes.problem, nodes.bound, "amin"), torch.bincount(
-        nodes.problem, minlength=problems
-    )
 
 
 def _turn(nodes: Nodes, batch: int, image: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
