@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wball
-from certificates.exact import euclidean, exact_margin
+from certificates.exact import affine_maps, euclidean, exact_margin
 from wball.certificates import CertificateStatus, UnsupportedModule, certified_radius, certify
 
 WASSERSTEIN: dict[str, dict[str, Any]] = {
@@ -35,14 +35,6 @@ def dense_net(
     return nn.Sequential(*parts[:-1])
 
 
-def chain(net: nn.Sequential) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [
-        (m.weight.detach().double().numpy(), m.bias.detach().double().numpy())
-        for m in net
-        if isinstance(m, nn.Linear)
-    ]
-
-
 def images(count: int, channels: int, side: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand((count, channels, side, side), generator=generator)
@@ -57,7 +49,12 @@ def referee(
     budgets = ball.budget(x).tolist()
     return [
         exact_margin(
-            chain(net), x[i].double().flatten(1).numpy(), int(y[i]), cost, budgets[i], ball.box
+            affine_maps(net),
+            x[i].double().flatten(1).numpy(),
+            int(y[i]),
+            cost,
+            budgets[i],
+            ball.box,
         )
         for i in range(x.shape[0])
     ]
@@ -76,48 +73,35 @@ def test_below_the_exact_minimum(seed: int) -> None:
         assert bool((margin <= exact + 1e-7).all()), (name, margin, exact)
 
 
-def test_equal_to_the_exact_minimum_when_no_unit_is_unstable() -> None:
-    net = dense_net(1, 3, (6,), 3, 1)
-    with torch.no_grad():
-        net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, 9.0]))
-    x = images(3, 1, 3, 5)
+def exact_where_nothing_is_relaxed(
+    net: nn.Sequential, x: Tensor, ball: wball.WassersteinBall, cost: np.ndarray, **settings: Any
+) -> None:
     y = net(x).argmax(1)
-    ball = wball.WassersteinBall(0.3, box=None)
-    exact = torch.tensor(referee(net, x, y, ball, euclidean(3, 3)), dtype=torch.float64)
-    for method in ("crown", "anchored"):
-        margin = certify(net.double(), x.double(), y, ball, method).margin  # type: ignore[arg-type]
-        assert bool((margin <= exact + 1e-7).all())
-        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+    exact = torch.tensor(referee(net, x, y, ball, cost), dtype=torch.float64)
+    margin = certify(net.double(), x.double(), y, ball, **settings).margin
+    net.float()
+    assert bool((margin <= exact + 1e-7).all())
+    torch.testing.assert_close(margin, exact, atol=1e-6, rtol=0)
 
 
-def test_window_plans_are_a_smaller_set_and_exact_for_it() -> None:
-    net = dense_net(1, 4, (5,), 3, 3)
+def test_equal_to_the_exact_minimum_where_nothing_is_relaxed() -> None:
+    """Stable units over full and window plans, and a linear model at any radius and cost."""
+    net, x = dense_net(1, 4, (5,), 3, 3), images(3, 1, 4, 3)
     with torch.no_grad():
-        net[1].bias.fill_(9.0)
-    x = images(2, 1, 4, 3)
-    y = net(x).argmax(1)
-    ball = wball.WassersteinBall(2.0, wball.GridCost(window=3), box=None)
+        net[1].bias.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0]))
     cost = euclidean(4, 4)
     windowed = np.where(cost < 1.5, cost, np.inf)
-    for plans, matrix in (("full", cost), ("window", windowed)):
-        exact = torch.tensor(referee(net, x, y, ball, matrix), dtype=torch.float64)
-        margin = certify(net.double(), x.double(), y, ball, plans=plans).margin  # type: ignore[arg-type]
-        assert bool((margin <= exact + 1e-7).all())
-        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
-
-
-def test_exact_for_a_linear_model_at_any_radius_and_cost() -> None:
-    generator = torch.Generator().manual_seed(0)
+    ball = wball.WassersteinBall(1.0, wball.GridCost(window=3), box=None)
+    for method in ("crown", "anchored"):
+        exact_where_nothing_is_relaxed(net, x, ball, cost, method=method)
+        exact_where_nothing_is_relaxed(net, x, ball, windowed, method=method, plans="window")
     net, x = dense_net(1, 4, (), 2, 0), images(6, 1, 4, 6)
-    y = net(x).argmax(1)
-    cost = 3 * torch.rand((16, 16), generator=generator, dtype=torch.float64)
-    cost.fill_diagonal_(0.0)
-    for eps in (0.05, 0.2, 0.5):
-        ball = wball.WassersteinBall(eps, wball.DenseCost(cost), box=None)
-        exact = torch.tensor(referee(net, x, y, ball, cost.numpy()), dtype=torch.float64)
-        margin = certify(net.double(), x.double(), y, ball).margin
-        assert bool((margin <= exact + 1e-7).all())
-        torch.testing.assert_close(margin, exact, atol=1e-5, rtol=0)
+    draw = torch.Generator().manual_seed(0)
+    matrix = 3 * torch.rand((16, 16), generator=draw, dtype=torch.float64)
+    matrix.fill_diagonal_(0.0)
+    for eps in (0.05, 0.5):
+        ball = wball.WassersteinBall(eps, wball.DenseCost(matrix), box=None)
+        exact_where_nothing_is_relaxed(net, x, ball, matrix.numpy())
 
 
 def test_dense_and_stencil_costs_agree_with_the_grid() -> None:
@@ -382,46 +366,34 @@ def test_unsupported_modules_are_named() -> None:
             certify(net, x, y, wball.WassersteinBall(0.1), batch_size=size)
 
 
-@pytest.mark.parametrize("filters", [2, 3, 4])
-def test_filters_that_are_alike_are_no_batch_of_constants(filters: int) -> None:
-    """A convolution of three equal filters, as many as the images of the recorded run, was refused."""
-    net = nn.Sequential(
-        nn.Conv2d(1, filters, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * filters, 2)
-    )
-    nn.init.ones_(net[0].weight)  # type: ignore[arg-type]
-    x = torch.rand(1, 1, 4, 4)
-    assert bool(certify(net, x, net(x).argmax(1), wball.WassersteinBall(1e-7)).certified.all())
-
-
-def test_wrappers_are_looked_into() -> None:
-    net, x = conv_net(0), images(2, 1, 16, 0)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    plain = certify(net, x, y, ball, method="crown").margin
-    for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
-        assert torch.equal(certify(wrapped, x, y, ball, method="crown").margin, plain)
-
-
-@pytest.mark.parametrize("name", WASSERSTEIN)
-def test_the_memory_format_does_not_matter(name: str) -> None:
+def test_the_form_of_images_and_model_does_not_matter() -> None:
+    """Memory formats, precisions, wrappers, and filters that are alike."""
     torch.manual_seed(0)
     first, second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, stride=2)
     net = nn.Sequential(
         first, nn.ReLU(), second, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 3)
     )
-    x = images(2, 2, 6, 6)
+    x, last = images(2, 2, 6, 6), torch.channels_last
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    plain = certify(net, x, y, ball, **WASSERSTEIN[name]).margin
-    last = torch.channels_last
-    for images_in, model_in in (
-        (last, torch.contiguous_format),
-        (torch.contiguous_format, last),
-        (last, last),
-    ):
-        net.to(memory_format=model_in)
-        margin = certify(
-            net, x.contiguous(memory_format=images_in), y, ball, **WASSERSTEIN[name]
-        ).margin
-        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)
+    for name, settings in WASSERSTEIN.items():
+        plain = certify(net, x, y, ball, **settings).margin
+        for form in (last, torch.contiguous_format):
+            net.to(memory_format=form)
+            margin = certify(net, x.contiguous(memory_format=last), y, ball, **settings).margin
+            torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0, msg=name)
+    plain = certify(net, x, y, ball, method="crown").margin
+    for wrapped in (nn.DataParallel(net), torch.compile(net, backend="eager")):
+        assert torch.equal(certify(wrapped, x, y, ball, method="crown").margin, plain)
+    for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
+        margin = certify(net.to(model_in), x.to(images_in), y, ball, method="crown").margin
+        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)  # float32 rounds more
+    for half in (torch.float16, torch.bfloat16):
+        margin = certify(net.float(), x.to(half), y, ball, method="crown").margin
+        torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)
+    with torch.no_grad():  # three equal filters were taken for a constant per image
+        first.weight.fill_(1.0)
+        second.weight.fill_(1.0)
+    assert bool(torch.isfinite(certify(net, x, y, ball.at(1e-7)).margin).all())
 
 
 def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
@@ -441,16 +413,6 @@ def test_images_are_left_as_they_are_by_a_model_that_works_in_place() -> None:
     assert bool((radius > 0).all())
 
 
-def test_a_hook_that_changes_little_is_seen() -> None:
-    net, x = conv_net(3), images(2, 1, 16, 3)
-    y = net(x).argmax(1)
-    net[-1].register_forward_hook(
-        lambda _, __, out: 1.01 * out
-    )  # another function, one percent away
-    with pytest.raises(UnsupportedModule, match="forward hook"):
-        certify(net, x, y, wball.WassersteinBall(0.01))
-
-
 def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
     x, y, ball = images(2, 1, 4, 0), torch.zeros(2, dtype=torch.long), wball.WassersteinBall(0.01)
     with pytest.raises(ValueError, match="at least two classes"):
@@ -460,44 +422,27 @@ def test_models_with_a_single_logit_or_frozen_in_a_script_are_refused() -> None:
         certify(torch.jit.freeze(torch.jit.script(net)), x, y, ball)
 
 
-def test_precision_of_images_and_model_may_differ() -> None:
-    net, x = conv_net(1), images(2, 1, 16, 1)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    plain = certify(net, x, y, ball, method="crown").margin
-    for images_in, model_in in ((torch.float64, torch.float32), (torch.float32, torch.float64)):
-        margin = certify(net.to(model_in), x.to(images_in), y, ball, method="crown").margin
-        torch.testing.assert_close(margin, plain, atol=1e-5, rtol=0)  # float32 rounds more
-    for half in (torch.float16, torch.bfloat16):
-        margin = certify(net.float(), x.to(half), y, ball, method="crown").margin
-        torch.testing.assert_close(margin, plain, atol=2e-2, rtol=0)
-
-
 def test_certified_radius_is_certified_and_bracketed() -> None:
     net, x = conv_net(5), images(4, 1, 16, 5)
-    y = net(x).argmax(1)
-    y[3] = (y[3] + 1) % 4
-    radius = certified_radius(net, x, y, wball.WassersteinBall(0.05), rounds=5, method="crown")
-    assert float(radius[3]) == 0.0
-    assert bool((radius[:3] > 0).all())
-    assert bool(
-        certify(
-            net, x[:3], y[:3], wball.WassersteinBall(radius[:3]), method="crown"
-        ).certified.all()
-    )
-    assert not bool(
-        certify(
-            net, x[:3], y[:3], wball.WassersteinBall(2 * radius[:3]), method="crown"
-        ).certified.any()
-    )
-
-
-def test_certified_radius_of_anchored_bounds_is_what_certify_finds() -> None:
-    """Cheaper bounds are skipped where they failed before: the radius must hold, and be the largest, with all."""
-    net, x = conv_net(5), images(3, 1, 16, 5)
     y, ball = net(x).argmax(1), wball.WassersteinBall(0.02)
-    radius = certified_radius(net, x, y, ball)
-    assert bool(certify(net, x, y, ball.at(radius)).certified.all())
-    assert not bool(certify(net, x, y, ball.at(1.03 * radius)).certified.any())
+    y[3] = (y[3] + 1) % 4
+    for method in ("crown", "anchored"):
+        radius = certified_radius(net, x, y, ball, method)  # type: ignore[arg-type]
+        assert float(radius[3]) == 0.0 and bool((radius[:3] > 0).all())
+        for part, proved in ((1.0, True), (1.03, False)):
+            at = ball.at(part * radius[:3])
+            found = certify(net, x[:3], y[:3], at, method).certified  # type: ignore[arg-type]
+            assert found.tolist() == [proved] * 3
+
+
+def test_every_method_ends_at_the_time_limit() -> None:
+    net, x = conv_net(5), images(2, 1, 16, 5)
+    y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
+    for name, settings in WASSERSTEIN.items():
+        assert name == "interval" or bool(certify(net, x, y, ball, **settings).certified.all())
+        found = certify(net, x, y, ball, time_limit=1e-9, **settings)
+        assert found.status == (CertificateStatus.UNKNOWN,) * 2
+        assert found.margin.tolist() == [-math.inf] * 2
 
 
 class Wide(nn.Module):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from certificates.exact import euclidean, exact_margin
-from certificates.test_certify import chain, dense_net, images
+from certificates.exact import affine_maps, euclidean, exact_margin
+from certificates.test_certify import dense_net, images
 from wball.certificates import VerificationStatus, certified_radius, certify, verify
 from wball.certificates.checking.bounds import Checker
 from wball.certificates.checking.lines import lines, values_between
@@ -63,7 +63,7 @@ def test_certificates_are_proved_again(name: str, ball: str) -> None:
     torch.manual_seed(0)
     net, x = NETS[name]().eval(), images(3, 1, 4, 1)
     y = net(x).argmax(1)
-    at = BALLS[ball].at(0.75 * certified_radius(net, x, y, BALLS[ball], rounds=6))
+    at = BALLS[ball].at(0.9 * certified_radius(net, x, y, BALLS[ball], rounds=6))
     proof = certify(net, x, y, at)
     assert bool(proof.certified.all())
     found = verify(net, x, y, at, proof)
@@ -87,15 +87,20 @@ def test_claims_that_are_wrong_are_not_confirmed(seed: int) -> None:
     assert not bool(proof.certified.any())
     assert set(verify(net, x, y, ball, proof).status) == {VerificationStatus.NOTHING}
     forged = replace(proof, certified=torch.ones_like(proof.certified))
-    found, exact = verify(net, x, y, ball, forged), _exact(net, x[0], int(y), ball)
-    assert found.disagreements == int(not found.confirmed)
-    assert float(found.margin) <= exact + 1e-7
+    found = verify(net, x, y, ball, forged)
+    assert found.disagreements == 1 and not bool(found.confirmed.any())
+    assert float(found.margin) <= _exact(net, x[0], int(y), ball) + 1e-7
 
 
 def _exact(net: nn.Sequential, x: Tensor, label: int, ball: wball.WassersteinBall) -> float:
     side, budget = x.shape[-1], float(ball.budget(x[None])[0])
     return exact_margin(
-        chain(net), x.double().flatten(1).numpy(), label, euclidean(side, side), budget, ball.box
+        affine_maps(net),
+        x.double().flatten(1).numpy(),
+        label,
+        euclidean(side, side),
+        budget,
+        ball.box,
     )
 
 
@@ -123,7 +128,7 @@ def test_a_black_image_has_one_point() -> None:
     assert bool(verify(net, x, y, ball, certify(net, x, y, ball)).confirmed.all())
 
 
-@pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.ReLU6, nn.Hardtanh])
+@pytest.mark.parametrize("curve", [nn.Sigmoid, nn.Tanh, nn.GELU, nn.SiLU, nn.Hardtanh])
 def test_curves_are_proved_again(curve: type[nn.Module]) -> None:
     torch.manual_seed(0)
     net, x = (
@@ -237,16 +242,15 @@ def test_a_model_without_gradients_is_decided_by_bounds() -> None:
     at = ball.at(1.1 * certified_radius(net, x, y, ball, "crown", rounds=6))
     proof = certify(net, x, y, at, "complete", time_limit=5.0)
     assert bool(proof.certified.any())
-    assert bool(verify(net, x, y, at, proof).confirmed.any())
+    assert torch.equal(verify(net, x, y, at, proof).confirmed, proof.certified)
 
 
-@pytest.mark.slow
-def test_large_layers_are_proved_again() -> None:
+def test_a_larger_layer_is_proved_again() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 24**2, 2)
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16**2, 2)
     )
-    x = torch.zeros(1, 1, 24, 24)
+    x = torch.zeros(1, 1, 16, 16)
     x[0, 0, 3:5, 3:5] = 1.0
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
     proof = certify(net, x, y, ball)

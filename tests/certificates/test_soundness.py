@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wball
-from certificates.exact import euclidean, worst_plan
-from certificates.test_certify import chain, dense_net, images
+from certificates.exact import affine_maps, euclidean, worst_plan
+from certificates.test_certify import dense_net, gap, images
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.certificate import Method
@@ -65,6 +65,12 @@ def trained(net: nn.Sequential, noise: float) -> nn.Sequential:
     return net.eval()
 
 
+def lowest(net: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball) -> Tensor:
+    """Margins that a short attack finds."""
+    z = wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images
+    return gap(net(z), y).detach().double()
+
+
 def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> Tensor:
     """Which images fall."""
     return wball.StandardAttack(ball, version=VERSION, check=False)(net, x, y).success
@@ -72,7 +78,7 @@ def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) 
 
 @pytest.mark.parametrize(
     "kind",
-    ["random", "trained", *(pytest.param(k, marks=pytest.mark.slow) for k in ("noise", "pooled"))],
+    ["trained", *(pytest.param(k, marks=pytest.mark.slow) for k in ("random", "noise", "pooled"))],
 )
 def test_certified_images_withstand_the_standard_attack(kind: str) -> None:
     certificates, falls = 0, 0
@@ -180,7 +186,7 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
         ball = wball.WassersteinBall(0.02 + 0.1 * (seed % 5), box=box)
         budget = float(ball.budget(x))
         flat, cost = x[0].double().flatten(1).numpy(), euclidean(side, side)
-        layers = chain(net)
+        layers = affine_maps(net)
         _, plan = worst_plan(layers, flat, int(y), cost, budget, box)
         z = exactly_feasible(plan, flat, cost, budget)
         truth = exact_gap(layers, [v for channel in z for v in channel], int(y))
@@ -188,7 +194,7 @@ def test_below_points_that_are_in_the_ball_in_exact_arithmetic() -> None:
             bound = certify(net, x, y, ball, method, steps=5).margin  # type: ignore[arg-type]
             assert Fraction(float(bound)) <= truth, (seed, float(bound), float(truth))
             closest = min(closest, float(truth) - float(bound))
-    assert closest < 1e-5  # and the test is sharp: somewhere the bound is the minimum
+    assert closest < 1e-6  # and the test is sharp: somewhere the bound is the minimum
 
 
 def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
@@ -198,18 +204,12 @@ def test_a_ball_of_one_point_has_the_margin_of_exact_arithmetic() -> None:
         x = torch.zeros(1, 1, 2, 2, dtype=torch.float64)
         y = net(x).argmax(1)
         bound = certify(net, x, y, wball.WassersteinBall(0.5)).margin
-        (_, b1), (second, b2) = chain(net)
-        hidden = [max(Fraction(0), Fraction(float(b))) for b in b1]
-        logits = [
-            Fraction(float(b))
-            + sum(Fraction(float(w)) * h for w, h in zip(row, hidden, strict=True))
-            for row, b in zip(second, b2, strict=True)
-        ]
-        exact = min(logits[int(y)] - v for k, v in enumerate(logits) if k != int(y))
+        exact = exact_gap(affine_maps(net), [Fraction(0)] * 4, int(y))
         assert Fraction(float(bound)) <= exact
         assert float(exact - Fraction(float(bound))) < 1e-9
 
 
+@pytest.mark.slow
 def test_large_layers_without_hope_keep_sound_bounds() -> None:
     torch.manual_seed(0)
     net = wball.build_model("cifar10-resnet-small").eval()
@@ -223,26 +223,7 @@ def test_large_layers_without_hope_keep_sound_bounds() -> None:
     assert bool(torch.isfinite(both.margin).all()) and not bool(both.certified.any())
     alone = certify(net, x[:1], y[:1], wball.WassersteinBall(0.01))
     torch.testing.assert_close(alone.margin, both.margin[:1], rtol=1e-6, atol=1e-6)
-    lowest = wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images
-    logits = net(lowest).detach().double()
-    others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    assert bool((both.margin <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0])
-def test_a_rough_maximum_is_never_too_small(p: float) -> None:
-    x, draw = digits(2)[0], torch.Generator().manual_seed(0)
-    source = wball.WassersteinBall(0.02, wball.GridCost(p=p)).input_set(x, "full")
-    image = torch.arange(16) % 2
-    dense = Rows(torch.randn((16, 1, 14, 14), dtype=torch.float64, generator=draw), image)
-    corner = (
-        torch.randint(0, 11, (16,), generator=draw),
-        torch.randint(0, 11, (16,), generator=draw),
-    )
-    for rows in (dense, Rows(dense.coeff[..., :4, :4].contiguous(), image, corner)):
-        rough = source.rough(rows)
-        assert rough is not None
-        assert bool((rough >= source.maximum(rows) - 1e-12).all())
+    assert bool((both.margin <= lowest(net, x, y, ball) + 1e-5).all())
 
 
 def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,13 +258,7 @@ def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPat
     every = lambda self, op, position, bounds: torch.arange(bounds.lower[position].numel())
     monkeypatch.setattr(relaxation.Relaxation, "_contenders", every)
     assert float(few.sum()) >= float(certify(net, x, y, ball).margin.sum()) - 1e-5
-    logits = (
-        net(wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images)
-        .detach()
-        .double()
-    )
-    others = logits.scatter(1, y[:, None], -torch.inf).amax(1)
-    assert bool((few <= logits.gather(1, y[:, None])[:, 0] - others + 1e-5).all())
+    assert bool((few <= lowest(net, x, y, ball) + 1e-5).all())
 
 
 def test_gains_in_single_precision_are_rounded_up() -> None:
@@ -312,7 +287,7 @@ def test_charges_of_a_small_image_are_its_transposed_convolution() -> None:
     torch.testing.assert_close(found.into, expected[:, :, -1])
 
 
-@pytest.mark.parametrize("leak", [0.1, 0.2, 0.7])
+@pytest.mark.parametrize("leak", [0.2, 0.7])
 @pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown", "complete"])
 def test_leaks_are_not_rounded_to_single_precision(leak: float, method: Method) -> None:
     """A leak of 0.2 was 0.200000003 in stable units: margins of float64 networks were proved 1e-10 too high."""

@@ -21,7 +21,6 @@ from wball.certificates import (
     UnsupportedModule,
     VerificationStatus,
     certificate,
-    certified_radius,
     certify,
     functions,
     trust,
@@ -106,27 +105,13 @@ def test_probes_are_far_points_and_need_no_exact_solver(monkeypatch: pytest.Monk
 # ---- arguments
 
 
-@pytest.mark.parametrize("divisor", [-1, -4])
-@pytest.mark.parametrize("kind", ["function", "keyword", "module", "padded module"])
-def test_average_pooling_with_a_negative_divisor_is_refused(divisor: int, kind: str) -> None:
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rest = dense(side=3)
-            padded = kind.startswith("padded")
-            settings: dict[str, Any] = (
-                {"count_include_pad": False, "ceil_mode": True} if padded else {}
-            )
-            self.pool = nn.AvgPool2d(2, 1, divisor_override=divisor, **settings)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if kind == "function":
-                return self.rest(F.avg_pool2d(x, 2, 1, 0, False, True, divisor))
-            if kind == "keyword":
-                return self.rest(F.avg_pool2d(x, 2, 1, divisor_override=divisor))
-            return self.rest(self.pool(x))
-
-    refused(Pooled(), "divisor_override must be above 0", wball.WassersteinBall(0.05))
+@pytest.mark.parametrize("settings", [{}, {"count_include_pad": False, "ceil_mode": True}])
+def test_average_pooling_with_a_negative_divisor_is_refused(settings: dict[str, Any]) -> None:
+    pool = nn.AvgPool2d(2, 1, divisor_override=-4, **settings)
+    message = "divisor_override must be above 0"
+    refused(nn.Sequential(pool, dense(side=3)), message, wball.WassersteinBall(0.05))
+    net = before(lambda x: F.avg_pool2d(x, 2, 1, 0, False, True, -1))
+    refused(net, message, wball.WassersteinBall(0.05))
 
 
 def test_a_product_that_hides_in_a_keyword_is_refused() -> None:
@@ -154,14 +139,11 @@ def test_constants_in_the_form_of_a_tensor_are_constants() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int32])
-def test_casts_that_lose_digits_are_refused(dtype: torch.dtype) -> None:
+def test_precision_that_loses_digits_is_refused(dtype: torch.dtype) -> None:
     refused(before(lambda x: x.to(dtype).to(torch.float32)), "to")
     refused(Around(lambda net, x: net(x).to(torch.float32)).double(), "less precise")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_models_in_half_precision_are_refused_with_the_remedy(dtype: torch.dtype) -> None:
-    refused(dense().to(dtype), r"model\.float\(\)")
+    if dtype.is_floating_point:
+        refused(dense().to(dtype), r"model\.float\(\)")
 
 
 def test_a_large_shift_keeps_the_digits_of_the_scale() -> None:
@@ -176,20 +158,23 @@ def test_a_large_shift_keeps_the_digits_of_the_scale() -> None:
 
 
 @pytest.mark.parametrize("place", ["root", "relu", "linear", "container"])
-@pytest.mark.parametrize("kind", ["forward", "pre", "with kwargs"])
-def test_hooks_are_refused_wherever_they_are(place: str, kind: str) -> None:
-    net = nn.Sequential(dense())
-    module = {"root": net, "relu": net[0][2], "linear": net[0][1], "container": net[0]}[place]
-    if kind == "forward":
-        module.register_forward_hook(flip)
-    elif kind == "pre":
-        module.register_forward_pre_hook(lambda _, given: (-given[0],))
-    else:
-        module.register_forward_hook(lambda m, given, _, out: flip(m, given, out), with_kwargs=True)
-    refused(net, "forward hook")
+def test_hooks_and_patches_are_refused_wherever_they_are(place: str) -> None:
+    for kind in ("forward hook", "pre", "with kwargs", "patched 'forward'"):
+        net = nn.Sequential(dense())
+        module = {"root": net, "relu": net[0][2], "linear": net[0][1], "container": net[0]}[place]
+        if kind == "forward hook":
+            module.register_forward_hook(flip)
+        elif kind == "pre":
+            module.register_forward_pre_hook(lambda _, given: (-given[0],))
+        elif kind == "with kwargs":
+            module.register_forward_hook(lambda m, x, _, out: flip(m, x, out), with_kwargs=True)
+        else:
+            plain = module.forward
+            module.forward = lambda h, plain=plain: -plain(h)
+        refused(net, kind if "forward" in kind else "forward hook")
 
 
-def test_hooks_on_every_module_are_refused() -> None:
+def test_hooks_on_every_module_or_on_wrappers_are_refused() -> None:
     for register in (
         nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_forward_pre_hook,
@@ -200,8 +185,6 @@ def test_hooks_on_every_module_are_refused() -> None:
         finally:
             handle.remove()
 
-
-def test_hooks_on_wrappers_are_refused() -> None:
     wrapped = nn.DataParallel(dense())
     wrapped.register_forward_hook(flip)
     refused(wrapped, "forward hook")
@@ -216,17 +199,6 @@ def test_hooks_on_gradients_do_not_matter() -> None:
     plain = certify(net, x, y, BALL).margin
     net[2].register_full_backward_hook(lambda *_: None)
     assert torch.equal(certify(net, x, y, BALL).margin, plain)
-
-
-@pytest.mark.parametrize("place", ["root", "relu", "container"])
-def test_a_patched_forward_is_refused(place: str) -> None:
-    net = nn.Sequential(dense())
-    module = {"root": net, "relu": net[0][2], "container": net[0]}[place]
-    plain = module.forward
-    module.forward = lambda h: (
-        plain(h) * torch.where(h.flatten(1).amax(1) > 1, -1.0, 1.0).view(-1, *[1] * (h.ndim - 1))
-    )
-    refused(net, "patched 'forward'")
 
 
 def test_a_class_whose_forward_is_patched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,11 +324,6 @@ class Hidden(nn.Module):
         return self.head(h) + self.mask
 
 
-def test_a_huge_logit_does_not_hide_a_wrong_graph() -> None:
-    torch.manual_seed(0)
-    refused(Hidden(), "under another name")
-
-
 def only_above(x: Tensor) -> Tensor:
     """Changes its input in place under another name, which shows only where pixels exceed 1."""
     view = x.flatten(1)
@@ -364,7 +331,9 @@ def only_above(x: Tensor) -> Tensor:
     return x
 
 
-def test_what_shows_nowhere_is_refused_too() -> None:
+def test_a_huge_logit_does_not_hide_a_wrong_graph() -> None:
+    torch.manual_seed(0)
+    refused(Hidden(), "under another name")
     refused(before(only_above), "under another name", wball.LinfBall(0.01))
 
 
@@ -383,27 +352,8 @@ def test_the_comparison_looks_at_points_of_the_ball_itself() -> None:
     refused(Around(outside), None, wball.LinfBall(0.3, box=(0.0, 2.0)), x)
 
 
-def test_state_that_a_call_changes_is_refused() -> None:
-    class Counting(nn.Module):
-        def __init__(self, kind: str) -> None:
-            super().__init__()
-            self.rest, self.kind, self.calls, self.held = dense(), kind, 0, [0]
-            self.register_buffer("seen", torch.zeros(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.kind == "attribute":
-                self.calls += 1
-            elif self.kind == "list":
-                self.held[0] += 1
-            elif self.kind == "buffer":
-                self.seen += 1
-            elif self.kind == "random":
-                torch.rand(1)
-            return self.rest(x)
-
-    for kind in ("attribute", "list", "buffer"):
-        refused(Counting(kind), "buffers or attributes")
-    refused(Counting("random"), "random numbers")
+def test_random_numbers_are_refused() -> None:
+    refused(Around(lambda net, x: (net(x), torch.rand(1))[0]), "random numbers")
 
 
 CALLS = {
@@ -420,26 +370,6 @@ CALLS = {
 @pytest.mark.parametrize("way", CALLS)
 def test_a_model_that_answers_otherwise_in_some_calls_is_refused(way: str) -> None:
     refused(Around(lambda net, x: -net(x) if CALLS[way](x) else net(x)), "something else")
-
-
-def test_state_of_a_class_or_with_a_private_name_is_refused() -> None:
-    class Counting(nn.Module):
-        calls = 0
-
-        def __init__(self, private: bool) -> None:
-            super().__init__()
-            self.rest, self.private, self._seen = dense(), private, 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.private:
-                self._seen += 1
-            else:
-                Counting.calls += 1
-            out: Tensor = self.rest(x)
-            return out if max(self._seen, Counting.calls) < 10 else -out
-
-    for private in (True, False):
-        refused(Counting(private), "buffers or attributes")
 
 
 @torch.jit.script
@@ -519,6 +449,10 @@ class Holder:
 HELD, SEEN, HOLDER = itertools.count(), np.zeros(1), Holder()
 
 STATE: dict[str, Callable[[Any], float]] = {
+    "attribute": lambda net: setattr(net, "calls", net.calls + 1) or 0.0,
+    "class": lambda net: setattr(type(net), "total", type(net).total + 1) or 0.0,
+    "list": lambda net: net.held.append(0) or 0.0,
+    "buffer": lambda net: float(net.seen.add_(1)),
     "array of the model": lambda net: net.array.__iadd__(1)[0],
     "object of the model": lambda net: setattr(net.holder, "calls", net.holder.calls + 1) or 0.0,
     "counter of the model": lambda net: next(net.count),
@@ -531,12 +465,14 @@ STATE: dict[str, Callable[[Any], float]] = {
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_state_outside_of_tensors_is_refused(name: str) -> None:
+def test_state_that_a_call_changes_is_refused(name: str) -> None:
     class Counting(nn.Module):
+        total = 0
+
         def __init__(self) -> None:
             super().__init__()
             self.rest, self.array, self.holder = dense(), np.zeros(1), Holder()
-            self.count = itertools.count()
+            self.count, self.calls, self.held = itertools.count(), 0, [0]
             self.register_buffer("seen", torch.zeros(1))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -561,7 +497,7 @@ def test_a_model_that_changes_between_start_and_end_is_refused(
     refused(net, "same images at the start and at the end")
 
 
-@pytest.mark.parametrize("large", [1e6, 1e9, 1e12, 1e15])
+@pytest.mark.parametrize("large", [1e6, 1e9, 1e15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_magnitudes_that_cancel_are_counted(large: float, dtype: torch.dtype) -> None:
     """Bounds exceeded the exact margin by up to 0.05, from 1e9 on."""
@@ -626,27 +562,14 @@ def test_deep_networks_pass_the_comparison() -> None:
         trace(net, x, wball.WassersteinBall(0.1))
 
 
-def test_nothing_is_broken_at_the_certified_radius() -> None:
-    net = nn.Sequential(nn.AvgPool2d(2, 1, divisor_override=1), dense(side=3))
-    x = images()
-    y = net(x).argmax(1)
-    radius = certified_radius(net, x, y, BALL, rounds=5)
-    held = radius > 0
-    assert bool(held.any())
-    found = wball.PGD(BALL.at(radius[held]), steps=10, objective="margin")(net, x[held], y[held])
-    assert not bool(found.success.any())
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("method", ["interval", "dual", "crown", "alpha-crown"])
 def test_models_with_broken_weights_certify_nothing(bad: float, method: Any) -> None:
-    net, x = dense(), images()
+    net, x, y = dense(), images(), torch.zeros(4, dtype=torch.long)
     with torch.no_grad():
         net[1].weight[0, 0] = bad
     for ball in (wball.WassersteinBall(0.1), BALL):
-        assert not bool(
-            certify(net, x, torch.zeros(4, dtype=torch.long), ball, method).certified.any()
-        )
+        assert not bool(certify(net, x, y, ball, method).certified.any())
 
 
 def test_the_documentation_lists_what_is_supported() -> None:

@@ -40,7 +40,7 @@ from wball.certificates.convolution import windowed
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
 from wball.certificates.tables import Spread, Tables, ranked
 from wball.input_sets import InputSet
-from wball.input_sets.charges import Charges
+from wball.input_sets.charges import Charges, spread
 from wball.input_sets.rows import Rows
 
 LIMIT = 2**15
@@ -157,6 +157,19 @@ class ConvAnchor(Anchor):
             moves = moves.gather(3, place[:, :, None].expand(-1, -1, count, -1))
             out = out.gather(2, place)
         return Charges(moves, out, into)
+
+    def gains(self, image: Tensor, unit: Tensor, active: Tensor | None) -> Charges:
+        """Gains of single units ``(U,)``, by flat position: the kernel at each unit's place."""
+        height, width = self.layer[1:]
+        place = unit % (height * width)
+        corner = (
+            place // width * self.stride[0] - self.padding[0] - self.radius,
+            place % width * self.stride[1] - self.padding[1] - self.radius,
+        )
+        kernel = self.kernel[unit // (height * width)].unflatten(1, (self.shape[0], -1))
+        read = spread(kernel[:, :, :-1], corner, image, active, self.shape)
+        into = Rows(kernel[:, :, -1], image, corner).dense(self.shape)
+        return Charges(read[:, :, :-1], read[:, :, -1], into.coeff)
 
 
 class UnitAnchor(Anchor):

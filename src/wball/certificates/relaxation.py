@@ -164,15 +164,13 @@ class Relaxation:
         anchored: bool = False,
         rounds: int = ROUNDS,
         known: Tensor | None = None,
-        settle: bool = False,
         search: bool = True,
     ) -> Bound:
         """A sound lower bound of each row over the value of operation ``target``, evaluated in
         float64.
 
-        ``known`` are bounds of the rows that hold already, which a condition needs. With ``settle``
-        it is enough for a row to be above 0: how far does not matter. Without ``search`` only the
-        linear function is found, and the bound is ``-inf``.
+        ``known`` are bounds of the rows that hold already, which a condition needs. Without
+        ``search`` only the linear function is found, and the bound is ``-inf``.
         """
         charged: list[tuple[Anchor, Rows]] = []
         scale: list[Tensor] = []
@@ -191,24 +189,10 @@ class Relaxation:
                 self.source, negated, charges, constant - known, rounds
             )
             size = size + more
-        elif settle:
-            largest = self._settled(negated, constant, size, rounds)
         else:
             largest = self.source.maximum(negated, charges, reg=self.reg, rounds=rounds)
         value = constant - largest - ROUNDING * (size + largest.abs())
         return Bound(value, at_input, charges, constant)
-
-    def _settled(self, rows: Rows, constant: Tensor, size: Tensor, rounds: int) -> Tensor:
-        """Maxima of rows; a rough one is enough where it leaves the bound above 0, as it does
-        for most units.
-        """
-        rough = self.source.rough(rows)
-        if rough is None:
-            return self.source.maximum(rows, reg=self.reg, rounds=rounds)
-        left = (constant - rough - 2 * ROUNDING * (size + rough.abs()) <= 0).nonzero()[:, 0]
-        if left.shape[0]:
-            rough[left] = self.source.maximum(rows.take(left), reg=self.reg, rounds=rounds)
-        return rough
 
     # ---- whole layers
 
@@ -405,11 +389,6 @@ class Relaxation:
             here = every[index.to(like.device)]
             return units(shape, here // size, here % size, sign[index.to(like.device)], like)
 
-        settle = (
-            not anchored
-            and isinstance(self.graph.ops[position], Activation)
-            and like.device.type == "cpu"  # on a GPU asking how many are left costs more
-        )
         step = self._chunk(target, rows_of, bounds, anchored)
         for index in torch.arange(every.shape[0], device=like.device).split(step):
             if time.monotonic() > self.deadline:
@@ -422,7 +401,6 @@ class Relaxation:
                 anchored=anchored,
                 rounds=rounds,
                 known=torch.where(sign[index] > 0, low[here], -up[here]),
-                settle=settle,
                 search=search,
             )
             if gains is not None:

@@ -79,12 +79,6 @@ class InputSet(ABC):
         """The rows as :meth:`maximum` reads them; dense unless patches pay and are ``allowed``."""
         return rows
 
-    def rough(self, rows: Rows) -> Tensor | None:
-        """A sound upper bound of ``max <rows, z>`` that costs next to nothing, ``(N,)``;
-        ``None`` if there is none.
-        """
-        return None
-
     @abstractmethod
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Least and largest value of every pixel that is known without searching, ``(B,

@@ -336,20 +336,6 @@ class TransportSet(InputSet):
             return value
         return torch.minimum(value, self._box_alone(rows))
 
-    def rough(self, rows: Rows) -> Tensor | None:
-        r"""The budget spent on the steepest step: :math:`\langle a, x \rangle + \sqrt 2\, E \max |a_i - a_j|`.
-
-        The maximum is over neighbours in rows and columns, by which every pixel is reached in at
-        most ``sqrt(2)`` times its distance; and whole distances cost no more than their powers.
-        """
-        if self.power is None or self.power < 1 or rows.coeff.ndim != 4:
-            return None
-        coeff = rows.coeff if rows.corner is None else F.pad(rows.coeff, (1,) * 4)
-        steps = [coeff.diff(dim=k).abs().flatten(1) for k in (2, 3)]
-        steepest = torch.cat([*steps, coeff.new_zeros((coeff.shape[0], 1))], 1).amax(1)
-        inside = (rows.coeff * rows.read(self.x.to(coeff.dtype))).flatten(1).sum(1)
-        return inside + 1.4142135623731 * steepest * self.budget[rows.image].to(coeff.dtype)
-
     def _box_alone(self, rows: Rows) -> Tensor:
         """The bound with ``psi = 0`` and ``r = a``."""
         assert self.box is not None

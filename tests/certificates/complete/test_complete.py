@@ -60,6 +60,7 @@ def agree(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_answers_agree_with_mixed_integer_programs() -> None:
+    """Some stay open: prices of the box are optimised by Adam, which does not end at the optimum."""
     counts: Counter[str] = Counter()
     for seed in range(100, 100 + NETWORKS // 3):
         net, x, y, eps = tiny(seed)
@@ -71,7 +72,8 @@ def test_answers_agree_with_mixed_integer_programs() -> None:
     assert counts["UNKNOWN"] <= NETWORKS // 12, counts
 
 
-@pytest.mark.parametrize("few", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_little_memory_costs_answers_and_makes_none_wrong(
     few: bool, monkeypatch: pytest.MonkeyPatch
@@ -124,10 +126,13 @@ def test_time_is_limited_and_what_was_proved_is_kept() -> None:
     net, x, y, _ = tiny(3)
     ball = wball.WassersteinBall(0.05)
     plain = certify(net, x, y, ball, "crown")
-    hurried = certify(net, x, y, ball, "complete", time_limit=1e-9)
+    asked = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:  # steps instead of seconds
+        patch.setattr(search.Search, "_late", lambda _: next(asked) > 1)
+        hurried = certify(net, x, y, ball, "complete")
     assert float(hurried.margin) >= float(plain.margin)
-    assert 0 < float(hurried.seconds.sum()) < 60
-    assert hurried.status[0] in (plain.status[0], CertificateStatus.UNKNOWN)
+    stopped = certify(net, x, y, ball, "complete", time_limit=1e-9)
+    assert stopped.status == (CertificateStatus.UNKNOWN,) and float(stopped.seconds.sum()) < 60
     with pytest.raises(ValueError, match="time_limit"):
         certify(net, x, y, ball, "complete", time_limit=0.0)
 
@@ -216,7 +221,7 @@ def test_a_node_is_split_where_its_halves_gain_most(monkeypatch: pytest.MonkeyPa
 
 def test_a_problem_closed_as_a_whole_leaves_no_parts() -> None:
     closed = Closed([1])
-    state = {(kind, 1): torch.zeros(2, 3) for kind in ("alpha", "beta", "sign")}
+    state = {(kind, 1): torch.zeros(2, 3) for kind in ("alpha", "share", "beta", "sign")}
     closed.add(Nodes(torch.zeros(2, dtype=torch.long), torch.ones(2), state), torch.tensor([4, 5]))
     closed.forget(torch.tensor([4, 9]))
     assert closed.leaves(4, 0) == () and len(closed.leaves(5, 0) or ()) == 1

@@ -32,8 +32,8 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-FAST = ("F.max_pool2d", "leaky_relu", "gelu", "clamp")
-"""One layer of each kind that is relaxed in its own way; the others are tried by make test-all."""
+FAST = ("F.max_pool2d", "gelu")
+"""One layer that is rewritten, and one curve; make test-all tries the others."""
 
 
 class Small(nn.Module):
@@ -180,7 +180,7 @@ def test_what_the_ordinary_bound_proves_is_not_searched(monkeypatch: pytest.Monk
     torch.manual_seed(1)
     net, x = resnet18().eval(), digits()
     y, ball = net(x).argmax(1), wball.WassersteinBall(1e-4)
-    found = certify(net, x, y, ball, "complete", time_limit=1e-9)  # the bound is not cut short
+    found = certify(net, x, y, ball, "complete")
     assert found.status == (CertificateStatus.CERTIFIED,) * len(x)
     assert bool((found.margin >= certify(net, x, y, ball, "crown").margin).all())
     with pytest.raises(AssertionError, match="searched"):

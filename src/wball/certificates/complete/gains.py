@@ -1,5 +1,4 @@
-"""Gains of the units of many problems: listed unit by unit, and no more of them at a time
-than memory has room for."""
+"""Gains of the units of many problems: listed unit by unit, in groups that fit into memory."""
 
 from __future__ import annotations
 
@@ -8,13 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from wball.certificates.anchor import Anchor, UnitAnchor, chosen, gain_bytes
+from wball.certificates.anchor import Anchor, ConvAnchor, UnitAnchor, chosen, gain_bytes
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems
 from wball.certificates.relaxation import Relaxation
 from wball.input_sets import InputSet
 from wball.input_sets.charges import Charges, rounded_up
-from wball.input_sets.rows import Rows
 
 FIRST_LIMIT = 2**16
 """Numbers per image and pixel that the gains of a first convolution may hold, which has the
@@ -24,14 +22,13 @@ most units."""
 def listed(
     anchor: Anchor, centre: Tensor, bounds: Bounds, position: int, source: InputSet
 ) -> tuple[UnitAnchor, Tensor]:
-    """An anchor as a list of the gains of its unstable units, so that charging many rows is one
-    product.
+    """An anchor as a list of the gains of its unstable units: one product charges many rows.
 
-    With the units' values at the images, as they were given; ``inf`` for units that are not listed,
-    for want of room.
+    With the units' values at the images; ``inf`` for units that are left out for lack of memory.
     """
     if isinstance(anchor, UnitAnchor):
         return anchor, centre
+    assert isinstance(anchor, ConvAnchor)
     unstable = bounds.unstable(position)
     images = unstable.shape[0]
     some = chosen(bounds.lower[position], bounds.upper[position], source, FIRST_LIMIT)
@@ -40,21 +37,11 @@ def listed(
         centre = torch.where(unstable, centre, math.inf)
     image, unit = unstable.flatten(1).nonzero(as_tuple=True)
     parts = []
-    if image.shape[0] == 0:  # one unit that is not listed gives the gains their shape
-        image, unit = torch.zeros((2, 1), dtype=torch.long, device=unstable.device)
-    count = int(unstable.sum())
     for here in torch.arange(image.shape[0], device=image.device).split(128):
-        weights = torch.zeros(
-            (here.shape[0], math.prod(anchor.layer)), dtype=torch.float64, device=image.device
-        )
-        weights.scatter_(1, unit[here][:, None], 1.0)
-        nothing = Rows(weights.new_zeros((here.shape[0], *source.x.shape[1:])), image[here])
-        charges = anchor.charge(
-            Rows(weights.reshape(-1, *anchor.layer), image[here]), nothing, source.active
-        )
-        parts.append(tuple(rounded_up(part) for part in (charges.moves, charges.out, charges.into)))
-    gains = Charges(*(torch.cat(part)[:count] for part in zip(*parts, strict=True)))
-    return UnitAnchor(anchor.layer, image[:count], unit[:count], gains, images), centre
+        found = anchor.gains(image[here], unit[here], source.active)
+        parts.append(tuple(rounded_up(part) for part in (found.moves, found.out, found.into)))
+    gains = Charges(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    return UnitAnchor(anchor.layer, image, unit, gains, images), centre
 
 
 def open_problems(
