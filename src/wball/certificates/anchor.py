@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from wball.certificates.convolution import windowed
+from wball.certificates.convolution import transposed
 from wball.certificates.graph import Conv2d, Diagonal, Graph, Input
 from wball.certificates.tables import Spread, Tables, ranked
 from wball.input_sets import InputSet
@@ -136,16 +136,14 @@ class ConvAnchor(Anchor):
     def charge(self, weights: Rows, rows: Rows, active: Tensor | None) -> Charges:
         kernel = self.kernel.to(weights.coeff.dtype)
         count, channels = len(self.moves), self.shape[0]
-        if rows.corner is not None:
-            height, width = (
-                (weights.coeff.shape[2 + k] - 1) * self.stride[k] + kernel.shape[2 + k]
-                for k in (0, 1)
+        raw = transposed(weights.coeff, kernel, self.stride)
+        if rows.corner is None:
+            top, left = (self.padding[k] + self.radius for k in (0, 1))
+            bottom, right = (
+                self.shape[1] + top - raw.shape[2],
+                self.shape[2] + left - raw.shape[3],
             )
-            window = (0, 0, height, width)
-        else:
-            height, width = self.shape[1:]
-            window = (self.padding[0] + self.radius, self.padding[1] + self.radius, height, width)
-        raw = windowed(weights.coeff, kernel, self.stride, window)
+            raw = F.pad(raw, (-left, right, -top, bottom))
         raw = raw.unflatten(1, (channels, count + 2))
         moves, out, into = (
             raw[:, :, :count].flatten(3),
@@ -211,15 +209,6 @@ class UnitAnchor(Anchor):
         out = copy(self)
         out.table, out._spread = self.table[index], None
         return out
-
-    def restricted(self, unstable: Tensor) -> UnitAnchor:
-        """The anchor of the units that are still ``unstable`` (images, units), with gains of
-        its own.
-        """
-        units = self.units[self.table]
-        image, place = unstable.gather(1, units).nonzero(as_tuple=True)
-        gains = self._parts(self.gains.values[self.table[image], place])
-        return UnitAnchor(self.layer, image, units[image, place], gains, unstable.shape[0])
 
     def _parts(self, flat: Tensor) -> Charges:
         parts = flat.split([shape.numel() for shape in self.shapes], 1)

@@ -254,24 +254,21 @@ def _decide(
     counterexample, seconds = x.clone(), found.seconds.clone()
     leaves: list[tuple[Leaf, ...] | None] = [None] * x.shape[0]
     left = [k for k, s in enumerate(status) if s is CertificateStatus.UNKNOWN]
-    every = torch.tensor(left, dtype=torch.long, device=x.device)
-    step = 512 if x.is_cuda else 64
-    for start in range(0, len(left), step):
-        some = torch.arange(start, min(start + step, len(left)), device=x.device)
-        index = every[some]
+    if left:
+        index = torch.tensor(left, device=x.device)
         sizes = _numbers_at_once(x), _searched(x), _room(x)
         search = Search(model, graph, ball.take(index), found.plans, time_limit, *sizes)
-        bounds = known.take(some) if graph is same else None
+        bounds = known if graph is same else None
         answer = search.decide(x[index], y[index], margin[index], seconds[index], bounds)
         margin[index] = torch.maximum(margin[index], answer.margin)
         certified[index], counterexample[index] = answer.proved, answer.counterexample
         seconds[index] = answer.seconds
-        for n, k in enumerate(index.tolist()):
+        for n, k in enumerate(left):
             leaves[k] = answer.leaves[n]
-            if answer.proved[n] or answer.broken[n]:
-                status[k] = (
-                    CertificateStatus.CERTIFIED if answer.proved[n] else CertificateStatus.FALSIFIED
-                )
+            if answer.proved[n]:
+                status[k] = CertificateStatus.CERTIFIED
+            elif answer.broken[n]:
+                status[k] = CertificateStatus.FALSIFIED
     return replace(
         found,
         margin=margin,
@@ -319,7 +316,8 @@ def certified_radius(
     above, below = clean.clone(), clean.clone()  # margins at both ends
     graph = trace(model, x, ball.at(trial))
     for _ in range(rounds):
-        index = ((clean > 0) & ~(high - low <= high / FINE)).nonzero()[:, 0]
+        apart = high.isinf() | (high - low > high / FINE)
+        index = (apart & (clean > 0)).nonzero()[:, 0]
         if index.numel() == 0:
             break
         result = _certify(model, graph, x[index], y[index], ball.at(trial[index]), effort)

@@ -11,7 +11,7 @@ at the ends and kinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +32,15 @@ HUGE = 1e30
 class Curve:
     """A scalar function; ``bend`` bounds ``|f''|``.
 
-    ``ends`` is its range where that is finite; otherwise it lies between ``max(v, 0) - depth`` and
-    ``max(v, 0)``.
+    ``ends`` is its range; without one it lies between ``max(v, 0) - depth`` and ``max(v, 0)``.
+    A function with ``kinks`` is linear between them.
     """
 
     function: Callable[[Tensor], Tensor]
     bend: float
     ends: tuple[float, float] | None
     depth: float = 0.0
+    kinks: tuple[float, ...] = ()
 
 
 CURVES = {
@@ -51,9 +52,6 @@ CURVES = {
 """By name. |f''| is largest for the sigmoid at 1 / (6 sqrt 3), for tanh at 4 / (3 sqrt 3),
 for GELU and SiLU at 0."""
 
-DIPS = {kind: curve.depth for kind, curve in CURVES.items() if curve.depth}
-"""How far curves that are not monotone go below 0."""
-
 
 @dataclass(frozen=True)
 class Lines:
@@ -63,20 +61,6 @@ class Lines:
     low_shift: Tensor
     up_slope: Tensor
     up_shift: Tensor
-
-
-def _extremes(curve: Curve, slope: Tensor, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and largest ``f(v) - slope v`` on intervals that a grid serves."""
-    step = (up - low) / POINTS
-    least, most = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
-    size = torch.zeros_like(low)
-    for k in range(POINTS + 1):
-        v = low + step * k
-        value = curve.function(v) - slope * v
-        least, most = torch.minimum(least, value), torch.maximum(most, value)
-        size = torch.maximum(size, value.abs() + (slope * v).abs())
-    room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
-    return least - room, most + room
 
 
 def _best(
@@ -103,18 +87,44 @@ def _best(
     return Lines(low, low_shift, up, up_shift)
 
 
-def curved_lines(kind: str, low: Tensor, up: Tensor) -> Lines:
-    """Lines of a curve of :data:`CURVES` on ``[low, up]``, float64."""
-    curve = CURVES[kind]
-    served = torch.isfinite(low) & torch.isfinite(up) & (up - low <= WIDEST) & (up >= low)
+def clamp(ends: tuple[float, float]) -> Curve:
+    """The curve ``min(max(v, ends[0]), ends[1])``."""
+    finite = max(ends[0], -HUGE), min(ends[1], HUGE)
+    return Curve(lambda v: v.clamp(*ends), 0.0, finite, kinks=ends)
+
+
+def curve_lines(curve: Curve, low: Tensor, up: Tensor) -> Lines:
+    """Lines of a curve on ``[low, up]``, float64."""
+    served = torch.isfinite(low) & torch.isfinite(up) & (up >= low)
+    if not curve.kinks:
+        served &= up - low <= WIDEST
     start, end = torch.where(served, low, 0.0), torch.where(served, up, 0.0)
-    middle = (start + end) / 2
+    middle, step = (start + end) / 2, (end - start) / POINTS
     width = torch.where(end > start, end - start, 1.0)
     chord = (curve.function(end) - curve.function(start)) / width
     tangent = (curve.function(middle + 1e-4) - curve.function(middle - 1e-4)) / 2e-4
+
+    def points() -> Iterator[Tensor]:
+        if not curve.kinks:
+            yield from (start + step * k for k in range(POINTS + 1))
+            return
+        yield from (start, end)
+        for kink in curve.kinks:
+            yield torch.minimum(torch.maximum(torch.full_like(start, kink), start), end)
+
+    def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and largest ``f(v) - slope v`` on the intervals."""
+        least, most = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
+        size = torch.zeros_like(low)
+        for v in points():
+            value = curve.function(v) - slope * v
+            least, most = torch.minimum(least, value), torch.maximum(most, value)
+            size = torch.maximum(size, value.abs() + (slope * v).abs())
+        room = curve.bend * (step * (1 + ROOM)).square() / 8 + ROOM * (size + 1e-3)
+        return least - room, most + room
+
     slopes = [chord, tangent, torch.zeros_like(chord), torch.ones_like(chord)]
-    found = _best(slopes, lambda slope: _extremes(curve, slope, start, end), middle)
-    rough = _rough(curve, low, up)
+    found, rough = _best(slopes, extremes, middle), _rough(curve, low, up)
     return Lines(
         torch.where(served, found.low_slope, rough.low_slope),
         torch.where(served, found.low_shift, rough.low_shift),
@@ -138,34 +148,3 @@ def _rough(curve: Curve, low: Tensor, up: Tensor) -> Lines:
     height = torch.where(crossing, -steep * low * (1 + ROOM), torch.where(known, 0.0, HUGE))
     under = torch.where(known & (up > -low), 1.0, 0.0).to(low.dtype)
     return Lines(under, zero - curve.depth, steep.to(low.dtype), height.to(low.dtype))
-
-
-def clamped_lines(ends: tuple[float, float], low: Tensor, up: Tensor) -> Lines:
-    """Lines of ``min(max(v, ends[0]), ends[1])`` on ``[low, up]``, float64."""
-    known = torch.isfinite(low) & torch.isfinite(up)
-    start, end = torch.where(known, low, 0.0), torch.where(known, up, 0.0)
-    points = [
-        start,
-        end,
-        *(torch.minimum(torch.maximum(torch.full_like(start, e), start), end) for e in ends),
-    ]
-    values = [p.clamp(*ends) for p in points]
-    middle = (start + end) / 2
-    width = torch.where(end > start, end - start, 1.0)
-    chord = (values[1] - values[0]) / width
-
-    def extremes(slope: Tensor) -> tuple[Tensor, Tensor]:
-        gaps = torch.stack([v - slope * p for v, p in zip(values, points, strict=True)])
-        room = ROOM * torch.stack(
-            [v.abs() + (slope * p).abs() for v, p in zip(values, points, strict=True)]
-        ).amax(0)
-        return gaps.amin(0) - room, gaps.amax(0) + room
-
-    found = _best([chord, torch.zeros_like(chord), torch.ones_like(chord)], extremes, middle)
-    bottom, top = max(ends[0], -HUGE), min(ends[1], HUGE)
-    return Lines(
-        torch.where(known, found.low_slope, 0.0),
-        torch.where(known, found.low_shift, bottom),
-        torch.where(known, found.up_slope, 0.0),
-        torch.where(known, found.up_shift, top),
-    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wball.certificates.convolution import transposed
-from wball.certificates.curves import CURVES, DIPS, ROOM, Lines, clamped_lines, curved_lines
+from wball.certificates.curves import CURVES, ROOM, Curve, Lines, clamp, curve_lines
 from wball.input_sets.rows import Rows, add, trim
 
 PRODUCT = 2**24
@@ -280,25 +280,25 @@ class Curved(Op):
     kind: str
     ends: tuple[float, float] = (-math.inf, math.inf)
 
+    @property
+    def curve(self) -> Curve:
+        return clamp(self.ends) if self.kind == "clamp" else CURVES[self.kind]
+
     def value(self, h: Tensor) -> Tensor:
-        return h.clamp(*self.ends) if self.kind == "clamp" else CURVES[self.kind].function(h)
+        return self.curve.function(h)
 
     def lines(self, low: Tensor, up: Tensor) -> Lines:
         """Lines below and above the curve when the input is between ``low`` and ``up``."""
-        return (
-            clamped_lines(self.ends, low, up)
-            if self.kind == "clamp"
-            else curved_lines(self.kind, low, up)
-        )
+        return curve_lines(self.curve, low, up)
 
     def interval(self, low: Tensor, up: Tensor) -> Interval:
         """The interval of the output when the input is between ``low`` and ``up``, with room for
         rounding."""
         least, most = self.value(low), self.value(up)
-        if self.kind in DIPS:  # not monotone: lowest between the ends
+        if depth := self.curve.depth:  # not monotone: lowest between the ends
             least = torch.minimum(least, most)
             inside = (low < 0) & (up > -10)
-            least = torch.where(inside, least.clamp(max=-DIPS[self.kind]), least)
+            least = torch.where(inside, least.clamp(max=-depth), least)
             most = torch.maximum(self.value(low), self.value(up))
         return (least + most) / 2, (most - least) / 2 + ROOM * (1 + least.abs() + most.abs())
 

@@ -51,7 +51,6 @@ def trace(model: nn.Module, x: Tensor, ball: Ball | None = None) -> Graph:
             f"model must be a torch.nn.Module to be bounded, got {type(model).__name__}"
         )
     inner = trust.unwrap(model)
-    trust.check_modules(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), x.dtype)
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedModule(

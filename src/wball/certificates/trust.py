@@ -1,9 +1,8 @@
 """Checks that the certified network is the one that runs.
 
-Hooks, a patched ``forward`` and another ``__call__`` change what a module computes without a trace
-in its class, so all but a few known to be harmless are refused by :func:`check_modules`. The graph
-of a model is compared with it by :func:`compare`: on points of the ball itself, logit by logit,
-with a tolerance that is the rounding of the model's own precision.
+Hooks and patched methods are recorded with everything else that runs. The graph of a model is
+compared with the model by :func:`compare`: at points of the ball itself, logit by logit, up to the
+rounding of the model's own precision.
 """
 
 from __future__ import annotations
@@ -20,28 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.nn.utils import prune
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from wball.ball import Ball
 from wball.certificates.graph import Graph
 from wball.model import ask, evaluating
-
-HARMLESS_HOOKS: tuple[type, ...] = (
-    WeightNorm,
-    SpectralNorm,
-    *(
-        kind
-        for kind in vars(prune).values()
-        if isinstance(kind, type)
-        and issubclass(kind, prune.BasePruningMethod)
-        and kind.__module__ == prune.__name__
-    ),
-)
-"""Hooks before ``forward`` that only compute a weight, the same one every time in evaluation
-mode."""
 
 MANY = 5
 """Number of copies of all points in a large batch."""
@@ -65,81 +46,26 @@ class UnsupportedModule(TypeError):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that compile or distribute it; a look-alike is left as it is."""
+    """The module inside wrappers that compile or distribute it; hooks of a wrapper are refused."""
     inner: Any = model
-    while True:
-        check_module("", inner)
-        if type(inner) in (nn.DataParallel, nn.parallel.DistributedDataParallel):
-            inner = inner.module
-        elif _compiles(inner):
-            inner = inner._orig_mod
-        else:
-            assert isinstance(inner, nn.Module)
-            return inner
+    while _compiles(inner) or type(inner) in (
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+    ):
+        if inner._forward_hooks or inner._forward_pre_hooks:
+            raise UnsupportedModule(
+                f"{type(inner).__name__} has a forward hook, which the module inside does not run; "
+                "remove it before certifying"
+            )
+        inner = inner._orig_mod if _compiles(inner) else inner.module
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def _compiles(module: nn.Module) -> bool:
     """Whether a module is what ``torch.compile`` returns. Asking for its type would load the
     compiler."""
     return "torch._dynamo" in sys.modules and type(module) is torch._dynamo.OptimizedModule
-
-
-def check_modules(model: nn.Module) -> None:
-    """Refuse a model any module of which may run something else than the ``forward`` of its
-    type."""
-    if nn.Module.__call__ is not nn.Module._wrapped_call_impl:
-        raise UnsupportedModule(
-            "torch.nn.Module.__call__ is patched: what runs is not what the modules say"
-        )
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-        if getattr(torch_module, name):
-            raise UnsupportedModule(
-                f"a hook on every module is registered (torch.nn.modules.module.{name}), and would "
-                "not be certified; remove it"
-            )
-    for name, module in model.named_modules():
-        check_module(name, module)
-
-
-def check_module(name: str, module: nn.Module) -> None:
-    """Refuse hooks, patched methods and unknown parametrizations of one module."""
-    title = (
-        f"module {name!r} ({type(module).__name__})"
-        if name
-        else f"the model ({type(module).__name__})"
-    )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedModule(
-            f"{title} is a script, which cannot be followed symbolically; certify the module itself"
-        )
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    for hook in hooks:
-        if type(hook) not in HARMLESS_HOOKS:
-            raise UnsupportedModule(
-                f"{title} has a forward hook ({getattr(hook, '__name__', type(hook).__name__)}), "
-                "which may change what it computes; remove it before certifying. Only the hooks of "
-                "weight norm, spectral norm and pruning are supported"
-            )
-    compiler = _compiles(module)  # calls the module inside in a way of its own
-    for attribute in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"):
-        if attribute in vars(module) and not compiler:
-            raise UnsupportedModule(
-                f"{title} has a patched {attribute!r}, which hides what its class computes; "
-                "write a class of its own for it"
-            )
-    for attribute in ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"):
-        if getattr(type(module), attribute) is not getattr(nn.Module, attribute) and not compiler:
-            raise UnsupportedModule(
-                f"{title} overrides {attribute!r}; only its 'forward' is followed"
-            )
-    compiled = getattr(module, "_compiled_call_impl", None)
-    if (
-        compiled is not None
-        and getattr(compiled, "_torchdynamo_orig_callable", None) != module._call_impl
-    ):
-        raise UnsupportedModule(
-            f"{title} has a compiled call that is not its own; certify the module before compiling"
-        )
 
 
 # ---- values
@@ -197,8 +123,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def probes(x: Tensor, ball: Ball | None) -> Tensor:
-    """Points of the balls around some images: centres, far points in random directions, samples,
-    mixtures."""
+    """Points of the balls around some images: centres, far points in random directions, samples."""
     some = (
         torch.linspace(0, max(0, x.shape[0] - 1), min(IMAGES, x.shape[0]), device="cpu")
         .long()
@@ -207,9 +132,8 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
     )
     centre, generator = x[some], torch.Generator("cpu").manual_seed(0)
     if ball is None or centre.shape[0] == 0:
-        low, high = (float(x.min()), float(x.max())) if x.numel() else (0.0, 1.0)
         noise = torch.rand((SAMPLED, *x.shape[1:]), generator=generator, device="cpu").to(x)
-        return torch.cat([centre, low + (max(high, low + 1.0) - low) * noise])
+        return torch.cat([centre, noise])
     near = torch.cat([some[:1].expand(SAMPLED), some[-SAMPLED:]])
     drawn = ball.take(near).sample(x[near], generator).to(x)
     first, direction = (
@@ -217,9 +141,7 @@ def probes(x: Tensor, ball: Ball | None) -> Tensor:
         torch.randn((1, *x.shape[1:]), generator=generator, device="cpu").to(x),
     )
     ends = _ends(ball.take(first), x[first], torch.cat([direction, -direction])).to(x)
-    return torch.cat(
-        [centre, ends, drawn, ends.mean(0, keepdim=True), drawn[:SAMPLED].mean(0, keepdim=True)]
-    )
+    return torch.cat([centre, ends, drawn])
 
 
 def _ends(ball: Ball, x: Tensor, direction: Tensor) -> Tensor:

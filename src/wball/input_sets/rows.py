@@ -74,9 +74,7 @@ class Rows:
         assert keep is not None
         index = rows[:, :, None] * shape[2] + columns[:, None, :]
         nowhere = shape[1] * shape[2]
-        index = (
-            torch.where(keep[:, 0], index, nowhere).reshape(count, 1, -1).expand(-1, channels, -1)
-        )
+        index = torch.where(keep[:, 0], index, nowhere).flatten(1)[:, None].expand(-1, channels, -1)
         out = self.coeff.new_zeros((count, channels, nowhere + 1))
         out = out.scatter(2, index, self.coeff.flatten(2))
         return Rows(out[..., :-1].reshape(count, *shape), self.image)

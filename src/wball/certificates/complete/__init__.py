@@ -1,7 +1,7 @@
 """Complete verification: branch and bound over the signs of units, for every ball with an
 input set."""
 
-from wball.certificates.complete.leaves import Leaf
+from wball.certificates.complete.nodes import Leaf
 from wball.certificates.complete.rewriting import splittable
 from wball.certificates.complete.search import Answer, Search
 

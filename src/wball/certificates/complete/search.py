@@ -24,12 +24,10 @@ from torch import Tensor
 
 from wball.attacks import StandardAttack
 from wball.ball import Ball
-from wball.certificates.anchor import image_convolution
 from wball.certificates.bounds import Bounds
 from wball.certificates.complete.bound import Problems, choose_splits, improve, trace_back
 from wball.certificates.complete.gains import listed, open_problems, together
-from wball.certificates.complete.leaves import Closed, Leaf
-from wball.certificates.complete.nodes import Nodes
+from wball.certificates.complete.nodes import Closed, Leaf, Nodes
 from wball.certificates.condition import condition
 from wball.certificates.graph import Graph
 from wball.certificates.relaxation import Relaxation
@@ -57,11 +55,6 @@ rounds: with moves told apart below the first length, and below the second."""
 BATCH, STORED = 256, 2**31
 """Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take
 before the tree goes depth first."""
-
-EAGER, LEAST = 2.0, 0.5
-"""Images that lack least are searched first. They may take up to so many even shares of the time
-that is left, and leave at least this part of one to every image after them: most of those that are
-far from a proof stay open anyway."""
 
 NEAR = 0.02
 """Margins up to this share of 1, or of the largest seen, are worth a projection: it may lower
@@ -133,18 +126,11 @@ class Search:
         waiting = nearest[~self.answer.broken[nearest]]
         self.allowed = torch.full_like(spent, self.limit)
         for start in range(0, waiting.shape[0], self.group):
-            self._grant(waiting[start:], self.group)
-            self._search(waiting[start : start + self.group])
+            now = waiting[start : start + self.group]
+            left = float((self.limit - self.answer.seconds).sum()) / (waiting.shape[0] - start)
+            self.allowed[now] = self.answer.seconds[now] + max(0.0, left)
+            self._search(now)
         return self.answer
-
-    def _grant(self, waiting: Tensor, count: int) -> None:
-        """Allow the first ``count`` of the images that wait their part of the time that is
-        left for all of them.
-        """
-        left = max(0.0, float((self.limit - self.answer.seconds).sum()))
-        now, later = waiting[:count], max(0, waiting.shape[0] - count)
-        part = min(EAGER * now.shape[0], waiting.shape[0] - LEAST * later) / waiting.shape[0]
-        self.allowed[now] = self.answer.seconds[now] + part * left / now.shape[0]
 
     def _search(self, left: Tensor) -> None:
         """Decide a group of images; in halves if they do not fit into a GPU's memory together.
@@ -404,23 +390,13 @@ class Search:
             relaxation.condition = condition(
                 rows, row.charges, row.largest, row.constant, centre.view_as(rows.coeff)
             )
-            shared = (
-                image_convolution(self.graph, position) is not None and position in problems.anchors
-            )
-            if shared:  # its gains do not change
-                relaxation.anchors[position] = problems.anchors[position]
             relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
             empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
-            others = {k: anchor for k, anchor in problems.anchors.items() if k != position}
+            anchors = {k: anchor for k, anchor in problems.anchors.items() if k != position}
             if position in relaxation.anchors:
-                anchor, at = relaxation.anchors[position]
-                if shared:
-                    anchor = problems.anchors[position][0].restricted(
-                        bounds.unstable(position).flatten(1)
-                    )
-                others[position] = listed(anchor, at, bounds, position, source)
-                relaxation.anchors[position] = others[position]
-            problems = replace(problems, anchors=others)
+                found = listed(*relaxation.anchors[position], bounds, position, source)
+                anchors[position] = relaxation.anchors[position] = found
+            problems = replace(problems, anchors=anchors)
         return problems, empty
 
     # ---- the tree
