@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import wball
 from certificates.exact import affine_maps, euclidean, worst_plan
-from certificates.test_certify import dense_net, gap, images
+from certificates.test_certify import dense_net, images, lowest
 from wball.certificates import certified_radius, certify, relaxation, verify
 from wball.certificates.anchor import ConvAnchor, image_convolution
 from wball.certificates.certificate import Method
@@ -63,12 +63,6 @@ def trained(net: nn.Sequential, noise: float) -> nn.Sequential:
         loss.backward()
         optimiser.step()
     return net.eval()
-
-
-def lowest(net: nn.Module, x: Tensor, y: Tensor, ball: wball.Ball) -> Tensor:
-    """Margins that a short attack finds."""
-    z = wball.DualAveraging(ball, steps=5, objective="margin")(net, x, y).images
-    return gap(net(z), y).detach().double()
 
 
 def attacked(net: nn.Module, x: Tensor, y: Tensor, ball: wball.WassersteinBall) -> Tensor:
@@ -224,41 +218,6 @@ def test_large_layers_without_hope_keep_sound_bounds() -> None:
     alone = certify(net, x[:1], y[:1], wball.WassersteinBall(0.01))
     torch.testing.assert_close(alone.margin, both.margin[:1], rtol=1e-6, atol=1e-6)
     assert bool((both.margin <= lowest(net, x, y, ball) + 1e-5).all())
-
-
-def test_maxima_need_rows_only_where_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.LeakyReLU(0.1),
-        nn.MaxPool2d(3, stride=2, padding=1), nn.Flatten(), nn.Linear(64, 3),
-    )  # fmt: skip
-    x = images(2, 1, 8, 3)
-    y, ball = net(x).argmax(1), wball.WassersteinBall(0.05)
-    counts: list[int] = []
-    bound_units = relaxation.Relaxation._bound_units
-
-    def counted(  # type: ignore[no-untyped-def]
-        self: relaxation.Relaxation,
-        position: int,
-        bounds: relaxation.Bounds,
-        every: Tensor,
-        *args,
-        **kwargs,
-    ):
-        counts.append(
-            every.shape[0] if isinstance(self.graph.ops[position], relaxation.MaxPool) else 0
-        )
-        return bound_units(self, position, bounds, every, *args, **kwargs)
-
-    monkeypatch.setattr(relaxation.Relaxation, "_bound_units", counted)
-    few = certify(net, x, y, ball).margin
-    assert (
-        0 < sum(counts) < 2 * 2 * 256 / 2
-    )  # both sides of all units of both images, in one pass of two
-    every = lambda self, op, position, bounds: torch.arange(bounds.lower[position].numel())
-    monkeypatch.setattr(relaxation.Relaxation, "_contenders", every)
-    assert float(few.sum()) >= float(certify(net, x, y, ball).margin.sum()) - 1e-5
-    assert bool((few <= lowest(net, x, y, ball) + 1e-5).all())
 
 
 def test_gains_in_single_precision_are_rounded_up() -> None:

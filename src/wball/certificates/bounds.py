@@ -78,7 +78,7 @@ class Intervals:
         self.graph, self.source = graph, source
         self._found: dict[int, Interval | None] = {}
 
-    def start(self, position: int, bounds: Bounds, images: int, device: torch.device) -> None:
+    def start(self, position: int, bounds: Bounds) -> None:
         """Bounds by one step of intervals from the bounds of earlier layers: cheap, and
         enough for many units.
         """
@@ -107,8 +107,8 @@ class Intervals:
             self._found[place] = found
         interval = self._found[source]
         if interval is None:
-            shape = (images, *self.graph.ops[source].shape)
-            empty = torch.full(shape, math.inf, dtype=torch.float64, device=device)
+            like = self.source.ranges()[0]
+            empty = like.new_full((like.shape[0], *self.graph.ops[source].shape), math.inf)
             bounds.set(position, -empty, empty)
             return
         centre, radius = interval

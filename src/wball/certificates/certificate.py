@@ -411,7 +411,6 @@ class _Batch:
         self.graph, self.x, self.y, self.ball, self.effort = graph, x, y, ball, effort
         self.clean, self.centre = clean, graph.values(x.to(torch.float64))
         self.source = ball.input_set(x, effort.plans)
-        self.like = torch.zeros(0, dtype=torch.float32, device=x.device)
         self.bounds, self.deadline = Bounds(), math.inf
 
     def _relaxation(self, source: InputSet, left: Tensor | None = None) -> Relaxation:
@@ -430,8 +429,8 @@ class _Batch:
         if method == "interval":
             source = intervals(source, self.x.shape[0], self.x.device)
         relaxation = self._relaxation(source)
-        self.bounds = relaxation.bound_all(self.x.shape[0], self.like)
-        margins = relaxation.margins(self.y, self.bounds, self.like)
+        self.bounds = relaxation.bound_all()
+        margins = relaxation.margins(self.y, self.bounds)
         if method in ONE_PASS:
             return margins.amin(1)
         if source.has_plans:
@@ -481,10 +480,8 @@ class _Batch:
                 isinstance(op, MaxPool) for op in self.graph.ops
             )
             for position in self.graph.relaxed():
-                relaxation.bound_layer(
-                    position, some, left.shape[0], self.like, anchored=True, sparing=sparing
-                )
-            found = torch.maximum(found, relaxation.margins(y, some, self.like, anchored=True))
+                relaxation.bound_layer(position, some, anchored=True, sparing=sparing)
+            found = torch.maximum(found, relaxation.margins(y, some, anchored=True))
         near = (found.amin(1) > -CLIMBED * self.clean[left])[:, None]
         image, other = ((found <= 0) & near).nonzero(as_tuple=True)
         if steps and image.numel() and time.monotonic() < self.deadline:

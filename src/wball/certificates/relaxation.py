@@ -100,6 +100,8 @@ class Relaxation:
         self.centre = centre
         self.condition: Condition | None = None
         self.deadline, self.limit = math.inf, LIMIT
+        low, _ = source.ranges()
+        self.images, self.like = low.shape[0], low.new_zeros(0, dtype=torch.float64)
         self._intervals = Intervals(graph, source)
         self.anchors: dict[int, tuple[Anchor, Tensor]] = {}  # with the units' values at the images
         self._chunks: dict[tuple[int, bool], int] = {}
@@ -220,8 +222,6 @@ class Relaxation:
         self,
         position: int,
         bounds: Bounds,
-        images: int,
-        like: Tensor,
         *,
         anchored: bool = False,
         sparing: bool = False,
@@ -240,13 +240,13 @@ class Relaxation:
         known = position in bounds.lower
         gains = None
         if anchored and isinstance(op, Activation):
-            gains = Collector(self.source, images, shape, like.device, self.limit)
+            gains = Collector(self.source, self.images, shape, self.like.device, self.limit)
         ready = gains is not None and self._shared_gains(position)
         if not known:
-            self._intervals.start(position, bounds, images, like.device)
+            self._intervals.start(position, bounds)
         if ready and known and self.condition is None:
             return  # rows could not improve on it
-        every = torch.arange(images * size, device=like.device)
+        every = torch.arange(self.images * size, device=self.like.device)
         done: Tensor | None = None
         if isinstance(op, MaxPool):
             every = self._contenders(op, position, bounds)
@@ -256,27 +256,26 @@ class Relaxation:
                 # The side that could prove a unit stable comes first: then the other one is not
                 # needed.
                 likely = torch.where(self.centre[position].flatten() > 0, 1.0, -1.0)
-                every = self._without_hope(position, bounds, every, likely, like)
+                every = self._without_hope(position, bounds, every, likely)
                 # A compiled search need not be repeated; in torch, a short one settles what is
                 # stable anyway.
                 once = self.source.compiled and gains is None
                 rounds, done = (ROUNDS, likely) if once else (QUICK, None)
-                self._bound_units(position, bounds, every, likely[every], like, rounds=rounds)
+                self._bound_units(position, bounds, every, likely[every], rounds=rounds)
                 every = every[bounds.worth_a_row(position).flatten()[every]]
         if gains is not None and not ready:
-            self._bound_with_gains(position, bounds, every, like, gains, sparing)
+            self._bound_with_gains(position, bounds, every, gains, sparing)
             return
         for side in (-1.0, 1.0):
             some = every if done is None else every[done[every] != side]
-            sign = torch.full(some.shape, side, device=like.device)
-            self._bound_units(position, bounds, some, sign, like, anchored)
+            sign = torch.full(some.shape, side, device=self.like.device)
+            self._bound_units(position, bounds, some, sign, anchored)
 
     def _bound_with_gains(
         self,
         position: int,
         bounds: Bounds,
         every: Tensor,
-        like: Tensor,
         gains: Collector,
         sparing: bool,
     ) -> None:
@@ -287,12 +286,12 @@ class Relaxation:
         wanted = gains.choose(bounds.lower[position], bounds.upper[position]).flatten()
         above = self.centre[position].flatten() > 0
         some = every[(above | ~wanted)[every]] if sparing else every
-        self._bound_units(position, bounds, some, like.new_ones(some.shape), like, True)
+        self._bound_units(position, bounds, some, self.like.new_ones(some.shape), True)
         every = every[bounds.worth_a_row(position).flatten()[every]]
         spared = above & wanted & sparing
         for some, search in ((every[~spared[every]], True), (every[spared[every]], False)):
-            sign = -like.new_ones(some.shape)
-            self._bound_units(position, bounds, some, sign, like, True, gains, search=search)
+            sign = -self.like.new_ones(some.shape)
+            self._bound_units(position, bounds, some, sign, True, gains, search=search)
         found = gains.anchor()
         if found is not None:
             self.anchors[position] = found
@@ -335,9 +334,7 @@ class Relaxation:
         )
         return (matter.reshape(low.shape) & ~known).flatten().nonzero()[:, 0]
 
-    def _without_hope(
-        self, position: int, bounds: Bounds, every: Tensor, sign: Tensor, like: Tensor
-    ) -> Tensor:
+    def _without_hope(self, position: int, bounds: Bounds, every: Tensor, sign: Tensor) -> Tensor:
         """Leave out images for which rows are in vain: a large layer, hardly a unit of which can be
         proved stable.
 
@@ -349,13 +346,12 @@ class Relaxation:
         if size < LARGE or image_convolution(self.graph, position) is not None:
             return every  # rows over a first convolution are cheap
         image = every // size
-        images = sign.shape[0] // size
-        many = torch.bincount(image, minlength=images) >= (1 - HOPE) * size
+        many = torch.bincount(image, minlength=self.images) >= (1 - HOPE) * size
         sample = every[many[image] & (every % size % ((size // SAMPLE) | 1) == 0)]
-        self._bound_units(position, bounds, sample, sign[sample], like)
+        self._bound_units(position, bounds, sample, sign[sample])
         settled = sample[~bounds.unstable(position).flatten()[sample]]
         drawn, stable = (
-            torch.bincount(part // size, minlength=images) for part in (sample, settled)
+            torch.bincount(part // size, minlength=self.images) for part in (sample, settled)
         )
         share = stable / drawn.clamp(min=1)
         known = torch.isfinite(bounds.upper[position] - bounds.lower[position]).flatten()
@@ -367,7 +363,6 @@ class Relaxation:
         bounds: Bounds,
         every: Tensor,
         sign: Tensor,
-        like: Tensor,
         anchored: bool = False,
         gains: Collector | None = None,
         rounds: int = ROUNDS,
@@ -386,11 +381,12 @@ class Relaxation:
         low, up = (b[position].view(-1) for b in (bounds.lower, bounds.upper))
 
         def rows_of(index: Tensor) -> Rows:
-            here = every[index.to(like.device)]
-            return units(shape, here // size, here % size, sign[index.to(like.device)], like)
+            index = index.to(every.device)
+            here = every[index]
+            return units(shape, here // size, here % size, sign[index], self.like)
 
         step = self._chunk(target, rows_of, bounds, anchored)
-        for index in torch.arange(every.shape[0], device=like.device).split(step):
+        for index in torch.arange(every.shape[0], device=self.like.device).split(step):
             if time.monotonic() > self.deadline:
                 return
             here = every[index]
@@ -409,28 +405,30 @@ class Relaxation:
             low[here] = torch.where(below, torch.fmax(low[here], bound.value), low[here])
             up[here] = torch.where(below, up[here], torch.fmin(up[here], -bound.value))
 
-    def bound_all(self, images: int, like: Tensor) -> Bounds:
+    def bound_all(self) -> Bounds:
         """Bounds for every relaxed operation, in order, with the initial slopes."""
         bounds = Bounds()
         for position in self.graph.relaxed():
-            self.bound_layer(position, bounds, images, like)
+            self.bound_layer(position, bounds)
         return bounds
 
     @torch.no_grad()
-    def margins(self, y: Tensor, bounds: Bounds, like: Tensor, *, anchored: bool = False) -> Tensor:
+    def margins(self, y: Tensor, bounds: Bounds, *, anchored: bool = False) -> Tensor:
         """Lower bounds of ``logit[y] - logit[k]``, ``(B, classes)``, with ``inf`` at ``k = y``.
 
         Bounds that are not known by the deadline are ``-inf``.
         """
         target = len(self.graph.ops) - 1
         classes = self.graph.ops[target].shape[0]
-        out = torch.full((y.shape[0], classes), -math.inf, dtype=torch.float64, device=like.device)
+        out = torch.full(
+            (y.shape[0], classes), -math.inf, dtype=torch.float64, device=self.like.device
+        )
         out.scatter_(1, y[:, None], math.inf)
         image, other = (torch.arange(classes, device=y.device) != y[:, None]).nonzero(as_tuple=True)
 
         def rows_of(index: Tensor) -> Rows:
-            index = index.to(like.device)
-            coeff = torch.zeros((index.shape[0], classes), dtype=like.dtype, device=like.device)
+            index = index.to(y.device)
+            coeff = self.like.new_zeros((index.shape[0], classes))
             coeff.scatter_(1, y[image[index]][:, None], 1.0)
             coeff.scatter_(1, other[index][:, None], -1.0)
             return Rows(coeff, image[index])
@@ -438,7 +436,7 @@ class Relaxation:
         if time.monotonic() > self.deadline:
             return out
         step = self._chunk(target, rows_of, bounds, anchored)
-        for index in torch.arange(image.shape[0], device=like.device).split(step):
+        for index in torch.arange(image.shape[0], device=self.like.device).split(step):
             if time.monotonic() > self.deadline:
                 break
             bound = self.lower_bound(

@@ -228,18 +228,13 @@ class Search:
     def _prove(self, left: Tensor) -> None:
         x, y = self.x[left], self.y[left]
         source = self.ball.take(left).input_set(x, self.plans).finer(REACH)
-        like = torch.zeros(0, dtype=torch.float32, device=x.device)
         relaxation = self._relaxation(source, x)
-        bounds = (
-            relaxation.bound_all(left.shape[0], like)
-            if self.known is None
-            else self.known.take(left)
-        )
+        bounds = relaxation.bound_all() if self.known is None else self.known.take(left)
         anchored = source.has_plans
         if anchored:
             for position in self.graph.relaxed():
-                relaxation.bound_layer(position, bounds, left.shape[0], like, anchored=True)
-        margins = relaxation.margins(y, bounds, like, anchored=anchored)
+                relaxation.bound_layer(position, bounds, anchored=True)
+        margins = relaxation.margins(y, bounds, anchored=anchored)
         image, other = (margins <= 0).nonzero(as_tuple=True)
         near = margins.amin(1)[image].argsort(
             descending=True, stable=True
@@ -344,9 +339,8 @@ class Search:
         """The problems over a set that tells more moves apart, with anchors of its own."""
         everyone = torch.arange(len(problems), device=problems.y.device)
         relaxation, bounds = self._relaxation(source, problems.x), problems.bounds.take(everyone)
-        like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         for position in self.graph.relaxed():
-            relaxation.bound_layer(position, bounds, len(problems), like, anchored=True)
+            relaxation.bound_layer(position, bounds, anchored=True)
         anchors = {k: listed(*found, bounds, k, source) for k, found in relaxation.anchors.items()}
         problems = replace(problems, source=source, bounds=bounds, anchors=anchors)
         nodes = improve(problems, nodes, ROUND_STEPS, 0.3)
@@ -379,7 +373,6 @@ class Search:
             problems, bounds=problems.bounds.take(torch.arange(count, device=problems.y.device))
         )
         bounds = problems.bounds  # tightened in place
-        like = torch.zeros(0, dtype=torch.float32, device=problems.x.device)
         empty = torch.zeros(count, dtype=torch.bool, device=problems.y.device)
         anchored = source.has_plans
         for position in self.graph.relaxed():
@@ -390,7 +383,7 @@ class Search:
             relaxation.condition = condition(
                 rows, row.charges, row.largest, row.constant, centre.view_as(rows.coeff)
             )
-            relaxation.bound_layer(position, bounds, count, like, anchored=anchored)
+            relaxation.bound_layer(position, bounds, anchored=anchored)
             empty |= (bounds.lower[position] > bounds.upper[position]).flatten(1).any(1)
             anchors = {k: anchor for k, anchor in problems.anchors.items() if k != position}
             if position in relaxation.anchors:
