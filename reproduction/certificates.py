@@ -13,7 +13,7 @@ from reproduction.recipe import Recipe
 from reproduction.tables import Table, percent
 from reproduction.workshop import Data, Workshop
 from wball.ball import WassersteinBall
-from wball.certificates.effort import Method
+from wball.certificates.certificate import Method
 from wball.evaluation import Evaluation
 
 if TYPE_CHECKING:

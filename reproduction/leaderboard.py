@@ -21,7 +21,7 @@ from reproduction.measure import certified, evaluated, smoothed
 from reproduction.workshop import Data, Settings, Subject, Workshop
 from wball import provenance
 from wball.ball import WassersteinBall
-from wball.certificates.effort import Method
+from wball.certificates.certificate import Method
 from wball.certificates.trust import UnsupportedModule
 from wball.evaluation import Evaluation
 from wball.storage.atomic import locked

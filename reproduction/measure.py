@@ -23,7 +23,7 @@ from wball.attacks.standard import Version
 from wball.auditing.violations import MASS_TOL
 from wball.ball import WassersteinBall
 from wball.certificates import FlowSmoothing, certify
-from wball.certificates.effort import Method
+from wball.certificates.certificate import Method
 from wball.evaluation import Evaluation, evaluate
 from wball.model import top_class
 from wball.training.config import describe
