@@ -1,1 +1,2 @@
-"""Kernels: the inner loops, one package for each operation, with a readable reference beside the fast versions."""
+"""Kernels: the inner loops, one package for each operation, with a readable reference beside the
+fast versions."""

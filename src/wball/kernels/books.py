@@ -1,14 +1,17 @@
-r"""The problem of the exact solvers, what is known about each image of it, and when an image is done.
+r"""The problem of the exact solvers, what is known about each image of it, and when an image is
+done.
 
-Projection and support function minimise a separable convex function of the columns over the plans of a ball,
+Projection and support function minimise a separable convex function of the columns over the plans
+of a ball,
 
 .. math::
     \min_{P \ge 0,\ P1 = x,\ lo \le z = P^T 1 \le hi,\ \langle P, C\rangle \le E}
     \sum_j f_j(z_j) \;+\; \tau \sum_i x_i \sum_j \pi_{ij} \log \pi_{ij},
     \qquad P_{ij} = x_i \pi_{ij}.
 
-Any feasible plan is an upper bound of the optimum, and any potential ``u`` of the columns with any price ``psi >= 0``
-of cost is a lower one. Kernels improve both (:class:`Best`) until they meet (:class:`Tolerance`).
+Any feasible plan is an upper bound of the optimum, and any potential ``u`` of the columns with any
+price ``psi >= 0`` of cost is a lower one. Kernels improve both (:class:`Best`) until they meet
+(:class:`Tolerance`).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from wball.plan import Plan
 class Tolerance:
     """When an image is done.
 
-    That is, when ``primal - dual <= tol * max(|primal - entropy + offset|, parts * (primal - 2 entropy)) + floor``.
+    That is, when ``primal - dual <= tol * max(|primal - entropy + offset|, parts * (primal - 2
+    entropy)) + floor``.
     """
 
     tol: float
@@ -88,7 +92,8 @@ class Best:
     def keep_duals(
         self, index: Tensor, u: Tensor, psi: Tensor, bounds: tuple[Tensor, Tensor]
     ) -> None:
-        """Keep lower bounds (of the optimum, and of the one without entropy) where they are the best so far."""
+        """Keep lower bounds (of the optimum, and of the one without entropy) where they are the
+        best so far."""
         bound, hard = bounds
         better = bound > self.dual[index]
         self.dual[index] = torch.where(better, bound, self.dual[index])
@@ -134,7 +139,8 @@ class Problem:
         )
 
     def to(self, device: torch.device) -> Problem:
-        """The problem where a kernel works; compiled ones need of the moves only what they cost and where they end."""
+        """The problem where a kernel works; compiled ones need of the moves only what they cost and
+        where they end."""
         if device == self.x.device:
             return self
         x, budget, tau = (part.to(device) for part in (self.x, self.budget, self.tau))
@@ -143,7 +149,8 @@ class Problem:
 
     @cached_property
     def single(self) -> Tensor:
-        """Images without mass or budget: the centre is their only point, unless there are free moves."""
+        """Images without mass or budget: the centre is their only point, unless there are free
+        moves."""
         return (self.budget <= 0) | (self.x.flatten(1).sum(1) <= 0)
 
     @property
@@ -169,7 +176,8 @@ class Problem:
         return self.columns.objective(plan.columns()) + self.entropy(plan.flow)
 
     def lower_bounds(self, u: Tensor, psi: Tensor) -> tuple[Tensor, Tensor]:
-        """Lower bounds of the optimum and of the one without entropy, sound for any ``u`` and ``psi >= 0``."""
+        """Lower bounds of the optimum and of the one without entropy, sound for any ``u`` and ``psi
+        >= 0``."""
         score = self.moves.gather(u) - per_image(psi, u.unsqueeze(2)) * self.moves.cost
         score = torch.where(self.moves.allowed, score, -math.inf)
         rows = score.amax(2)
@@ -193,7 +201,8 @@ class Problem:
         return self.lower_bounds(torch.zeros_like(self.x), torch.zeros_like(self.tau))[0]
 
     def allowed(self, best: Best, index: Tensor | slice = slice(None)) -> Tensor:
-        """The gap at which an image counts as solved; ``index`` says where in ``best`` these images are."""
+        """The gap at which an image counts as solved; ``index`` says where in ``best`` these images
+        are."""
         limits, primal = self.tolerance, best.primal[index]
         if self.exact:  # the parts are one then, and no more than the whole
             return torch.add(limits.floor, (primal + limits.offset).abs(), alpha=limits.tol)

@@ -1,4 +1,5 @@
-"""The separable term of the columns that exact solvers minimise: quadratic for projections, linear for supports."""
+"""The separable term of the columns that exact solvers minimise: quadratic for projections, linear
+for supports."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ class Columns(ABC):
         lo: the least value of a column.
         hi: the largest value of a column, possibly infinite.
         linear: whether ``f`` is linear.
-        damping: Newton's matrix gets this times residual / range of u on its diagonal. Neighbours that exchange mass
-            only with each other leave a direction without curvature. There the damped step is as long as the range of u
-            over this; an undamped Newton step would be longer by orders of magnitude.
+        damping: Newton's matrix gets this times residual / range of u on its diagonal. Neighbours
+            that exchange mass only with each other leave a direction without curvature. There the
+            damped step is as long as the range of u over this; an undamped Newton step would be
+            longer by orders of magnitude.
     """
 
     target: Tensor
@@ -46,7 +48,8 @@ class Columns(ABC):
 
     @abstractmethod
     def gradient(self, u: Tensor, columns: Tensor) -> Tensor:
-        """``z(u) - columns``; where ``z(u)`` is an interval, the part of it that points away from ``columns``."""
+        """``z(u) - columns``; where ``z(u)`` is an interval, the part of it that points away from
+        ``columns``."""
 
     @abstractmethod
     def curvature(self, u: Tensor) -> Tensor:
@@ -70,7 +73,8 @@ class Columns(ABC):
 
 @dataclass(frozen=True)
 class Quadratic(Columns):
-    """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``, smooth enough for Newton's method as it is."""
+    """``f(z) = 1/2 (w - z)^2``: ``z(u) = clip(w - u)``, smooth enough for Newton's method as it
+    is."""
 
     linear = False
     damping = 1e-3  # much more makes steps crawl where points are far from the box
@@ -99,7 +103,8 @@ class Quadratic(Columns):
 
     @property
     def _floor(self) -> float:
-        """Columns are never negative anyway; without a clip at 0 the dual stays strongly concave there."""
+        """Columns are never negative anyway; without a clip at 0 the dual stays strongly concave
+        there."""
         return self.lo if self.lo > 0 else -torch.inf
 
     def _z(self, u: Tensor) -> Tensor:
@@ -111,7 +116,8 @@ class Quadratic(Columns):
 
 @dataclass(frozen=True)
 class Linear(Columns):
-    """``f(z) = -g z``: ``u = g``, but full columns (``z = hi``) have less and drained ones (``z = lo``) more."""
+    """``f(z) = -g z``: ``u = g``, but full columns (``z = hi``) have less and drained ones (``z =
+    lo``) more."""
 
     linear = True
     damping = 0.5  # columns have no curvature of their own

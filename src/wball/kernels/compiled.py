@@ -26,7 +26,8 @@ PARTS_PER_THREAD = 4
 
 
 class FirstTime(event.Listener):
-    """Says once why the first call of a fresh installation takes its time. Loops in the cache compile nothing."""
+    """Says once why the first call of a fresh installation takes its time. Loops in the cache
+    compile nothing."""
 
     def __init__(self) -> None:
         self._said = False
@@ -58,11 +59,13 @@ def why_not(x: Tensor, moves: Moves | None) -> str | None:
 
 
 def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit`` without the interpreter lock, with numpy's division, and cached on disk where that is possible.
+    """``numba.njit`` without the interpreter lock, with numpy's division, and cached on disk where
+    that is possible.
 
-    ``inner`` functions are called by compiled ones only and become part of their callers. A cached function is compiled
-    anew when any file of the kernels changes; hand it settings of other modules as arguments. numba's own parallel
-    loops are not used: their thread pools do not survive a fork and may not be entered twice.
+    ``inner`` functions are called by compiled ones only and become part of their callers. A cached
+    function is compiled anew when any file of the kernels changes; hand it settings of other
+    modules as arguments. numba's own parallel loops are not used: their thread pools do not survive
+    a fork and may not be entered twice.
     """
     options |= {"nogil": True, "error_model": "numpy"}
 
@@ -85,14 +88,16 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
 
 @cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """The kernels' files as they are now: compiled loops have functions of several of them inside."""
+    """The kernels' files as they are now: compiled loops have functions of several of them
+    inside."""
     seen = ((path, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py")))
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def exp(t):  # type: ignore[no-untyped-def]
-    """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative error 3e-16."""
+    """``exp`` from additions and multiplications alone, so that loops over it vectorise; relative
+    error 3e-16."""
     u = min(max(t, -708.0), 709.0)
     shifted = (
         u * 1.4426950408889634 + 6755399441055744.0

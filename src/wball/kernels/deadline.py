@@ -29,7 +29,8 @@ class Deadline:
 
     @contextmanager
     def flag(self) -> Iterator[NDArray[Any]]:
-        """An array of one number, which becomes 1 at the deadline. Compiled loops have no clock and read it."""
+        """An array of one number, which becomes 1 at the deadline. Compiled loops have no clock and
+        read it."""
         stop = np.zeros(1, dtype=np.int64)
         if math.isinf(self.end):
             yield stop

@@ -1,13 +1,15 @@
-"""Which kernel serves an operation: the inner loops exist in several versions, each with the same signature.
+"""Which kernel serves an operation: the inner loops exist in several versions, each with the same
+signature.
 
-:data:`OPERATIONS` is the whole register. Solvers ask for an operation; the answer is the first kernel made for the
-images' device that says it can serve them. The environment variable ``WBALL_KERNEL`` asks for one kernel instead of
-``auto``, and a call that this kernel cannot serve raises and says why.
+:data:`OPERATIONS` is the whole register. Solvers ask for an operation; the answer is the first
+kernel made for the images' device that says it can serve them. The environment variable
+``WBALL_KERNEL`` asks for one kernel instead of ``auto``, and a call that this kernel cannot serve
+raises and says why.
 
-A kernel is a module with a function named like its operation. Unless it serves any images, it also has
-``why_not(x, moves) -> str | None``: the reason it must refuse such images, or ``None``. A new kernel touches its own
-module and one line of the table. Modules are imported when they are first asked for: neither numba nor triton slows
-``import wball``.
+A kernel is a module with a function named like its operation. Unless it serves any images, it also
+has ``why_not(x, moves) -> str | None``: the reason it must refuse such images, or ``None``. A new
+kernel touches its own module and one line of the table. Modules are imported when they are first
+asked for: neither numba nor triton slows ``import wball``.
 """
 
 from __future__ import annotations
@@ -60,10 +62,12 @@ OPERATIONS: dict[str, dict[str, str]] = {
 """Operation -> name of a kernel -> its module."""
 
 AUTOMATIC = {"cpu": ("cpu", "torch"), "cuda": ("triton", "cpu", "torch")}
-"""Device -> what ``auto`` tries, in this order. A ``cpu`` kernel that accepts images of a GPU works on the host."""
+"""Device -> what ``auto`` tries, in this order. A ``cpu`` kernel that accepts images of a GPU works
+on the host."""
 
 NEVER_READS = frozenset({"triton"})
-"""Kernels that leave all their decisions to the GPU: what they launch can be recorded and replayed."""
+"""Kernels that leave all their decisions to the GPU: what they launch can be recorded and
+replayed."""
 
 ALIASES = {"": "auto", "numba": "cpu", "reference": "torch"}
 
@@ -84,15 +88,17 @@ def requested() -> str:
 
 
 def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
-    """The name of the kernel that serves these images, or these maps where an operation knows no moves.
+    """The name of the kernel that serves these images, or these maps where an operation knows no
+    moves.
 
-    A kernel need not have every operation. Where the one asked for runs on these images' device but has no version of
-    this operation, torch serves.
+    A kernel need not have every operation. Where the one asked for runs on these images' device but
+    has no version of this operation, torch serves.
     """
     name = requested()
     if name != "auto":
         has = name in OPERATIONS[operation]
-        # Without this operation, whether the kernel runs here at all is a question of its other operations.
+        # Without this operation, whether the kernel runs here at all is a question of its other
+        # operations.
         reason = (
             why_not(operation, name, x, moves)
             if has
@@ -117,12 +123,14 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
 
 
 def home(name: str, x: Tensor) -> torch.device:
-    """Where this kernel works on these images: the compiled loops on the host, all others where the images are."""
+    """Where this kernel works on these images: the compiled loops on the host, all others where the
+    images are."""
     return torch.device("cpu") if name == "cpu" else x.device
 
 
 def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
-    """The fallback kernel for unsolved images. Only kernels that cannot check their progress need one."""
+    """The fallback kernel for unsolved images. Only kernels that cannot check their progress need
+    one."""
     if name not in NEVER_READS:
         return None
     return "cpu" if why_not(operation, "cpu", x, moves) is None else "torch"
@@ -131,7 +139,8 @@ def successor(operation: str, name: str, x: Tensor, moves: Moves) -> str | None:
 def why_not(
     operation: str, name: str, x: Tensor | None = None, moves: Moves | None = None
 ) -> str | None:
-    """Why this kernel cannot serve such images (without images: cannot run here at all), or ``None``."""
+    """Why this kernel cannot serve such images (without images: cannot run here at all), or
+    ``None``."""
     try:
         module = load(operation, name)
     except KernelError as error:

@@ -1,31 +1,32 @@
-r"""A plan in factors, as compiled loops see it: what its pixels exchange, and the repair that brings it into the box.
+r"""A plan in factors in compiled loops: what its pixels exchange, and its repair into the box.
 
-``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.layout`), with factors ``give_i`` and
-``keep_{i+k}`` on whatever moves. All loops run over the image between ``pad`` and ``pad + n``; moves are shifts.
+``P_{i, i+k} = A_i w_k E_{i+k}`` on a flat image (:mod:`wball.kernels.layout`), with factors
+``give_i`` and ``keep_{i+k}`` on the moves away from a pixel. Loops run over the image between
+``pad`` and ``pad + n``; moves are shifts.
 
-**Repair.** Full columns send their excess back, which may overfill the pixels it came from, and so on. The last attempt takes
-a plan in which no column counts on what it sends away, and goes just far enough towards it.
+**Repair.** Full columns return their excess, which may overfill the pixels it came from, and so on.
+The last attempt computes a plan in which no column counts on its outflow, and mixes it with the
+plan before it, just far enough to satisfy the box.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wball.kernels.compiled import compiled, exp
+from wball.kernels.compiled import compiled
 from wball.kernels.layout import GROUP
 
 SUMS = {"contract", "nsz", "reassoc", "nnan"}
-"""Liberties the compiler may take: order of sums and maxima, fused multiplications; there are no NaNs."""
+"""Optimisations allowed: reordered sums and maxima, fused multiplications, no NaNs."""
 EXACT = {"contract", "nsz"}
 TINY = 1e-300
 
 
 class Flat(NamedTuple):
-    """Where the flat image lies, and the moves as shifts of it; those before ``first`` stay."""
+    """The flat image and the moves as shifts of it; moves before ``first`` stay."""
 
     pad: int
     n: int
@@ -36,7 +37,7 @@ class Flat(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Lines of working memory, margins included, the last three of them scratch. With logs, ``a`` and ``e`` are."""
+    """Lines of working memory, margins included; the last three are scratch."""
 
     x: Any
     a: Any
@@ -51,7 +52,8 @@ class Factors(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The box; a column may be above it by ``slack``, and below it by ``rounding`` times its pixel plus ``floor``."""
+    """The box; a column may exceed it by ``slack``, and may be below it by ``rounding`` times its
+    pixel plus ``floor``."""
 
     lo: float
     hi: float
@@ -61,8 +63,8 @@ class Box(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Of each attempt: what part of the mass that a pixel exchanges the other way it counts on, and how many times as
-    far as the box asks for it goes; what circulates among full pixels would else take forever to die out."""
+    """Per attempt: the part of the opposite exchange that a pixel counts on, and the
+    over-correction, without which mass circulates among full pixels for long."""
 
     counted: NDArray[np.float64]
     more: NDArray[np.float64]
@@ -70,7 +72,8 @@ class Schedule(NamedTuple):
 
 @compiled(inner=True, fastmath=SUMS)
 def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[no-untyped-def]
-    """``out[i] = sum_k weight[k] * values[i + shift[k]]`` over ``first <= k < last``, in groups of four moves."""
+    """``out[i] = sum_k weight[k] values[i + shift[k]]`` over ``first <= k < last``, four at
+    once."""
     o = out[pad : pad + n]
     for k in range(first, last, GROUP):
         s0, s1, s2, s3 = pad + shift[k], pad + shift[k + 1], pad + shift[k + 2], pad + shift[k + 3]
@@ -91,27 +94,10 @@ def correlate(out, values, pad, n, shift, weight, first, last):  # type: ignore[
         o[i] = 0.0
 
 
-@compiled(inner=True, fastmath=SUMS)
-def correlate_logs(out, here, there, factor, pad, n, shift, fee, psi, first):  # type: ignore[no-untyped-def]
-    """``out[i] = sum_k exp(here[i] + there[i + shift[k]] - psi price[k]) * factor[i + shift[k]]``."""
-    o, h = out[pad : pad + n], here[pad : pad + n]
-    for i in range(n):
-        o[i] = 0.0
-    for k in range(first, fee.size):
-        if fee[k] < math.inf:
-            s, toll = pad + shift[k], psi * fee[k]
-            t, f = there[s : s + n], factor[s : s + n]
-            for i in range(n):
-                o[i] += exp(h[i] + t[i] - toll) * f[i]
-
-
 @compiled(inner=True, fastmath=EXACT)
-def receive(f, flat, weight, psi, first, logs):  # type: ignore[no-untyped-def]
-    """``received``: what each pixel would get by the moves from ``first`` on if ``keep`` were 1."""
+def receive(f, flat, weight, first):  # type: ignore[no-untyped-def]
+    """``received``: inflow of each pixel by the moves from ``first`` on if ``keep`` were 1."""
     pad, n = flat.pad, flat.n
-    if logs:
-        correlate_logs(f.received, f.e, f.a, f.give, pad, n, flat.back, flat.fee, psi, first)
-        return
     a, e, give = f.a[pad : pad + n], f.e[pad : pad + n], f.give[pad : pad + n]
     received, scaled = f.received[pad : pad + n], f.tmp[pad : pad + n]
     for i in range(n):
@@ -122,12 +108,9 @@ def receive(f, flat, weight, psi, first, logs):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=EXACT)
-def send(f, flat, weight, psi, logs):  # type: ignore[no-untyped-def]
-    """``sent``: what each pixel would send if ``give`` were 1."""
+def send(f, flat, weight):  # type: ignore[no-untyped-def]
+    """``sent``: outflow of each pixel if ``give`` were 1."""
     pad, n = flat.pad, flat.n
-    if logs:
-        correlate_logs(f.sent, f.a, f.e, f.keep, pad, n, flat.shift, flat.fee, psi, flat.first)
-        return
     a, e, keep = f.a[pad : pad + n], f.e[pad : pad + n], f.keep[pad : pad + n]
     sent, scaled = f.sent[pad : pad + n], f.tmp[pad : pad + n]
     for i in range(n):
@@ -139,7 +122,7 @@ def send(f, flat, weight, psi, logs):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=SUMS)
 def _broken(f, flat, box):  # type: ignore[no-untyped-def]
-    """How many columns lie outside the box. Margins, where x and z are 0, do not count as below it."""
+    """Number of columns outside the box. Margins, where x and z are 0, do not count as below it."""
     pad, n, broken = flat.pad, flat.n, 0.0
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
     sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
@@ -152,7 +135,8 @@ def _broken(f, flat, box):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=EXACT)
 def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
-    """Smaller factors where the box is broken, everywhere if nothing is counted on; the old ones stay in ``kept``."""
+    """Smaller factors where the box is violated, or everywhere if ``counted`` is 0. The old ones
+    stay in ``kept``."""
     pad, n, lo, hi = flat.pad, flat.n, box.lo, box.hi
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
     sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
@@ -181,7 +165,8 @@ def _tighten(f, flat, box, counted, more):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=EXACT)
 def _between(f, flat, box):  # type: ignore[no-untyped-def]
-    """Of the last two plans the mixture that just keeps the box. ``received`` does not depend on ``keep``."""
+    """The mixture of the last two plans that just satisfies the box. ``received`` does not depend
+    on ``keep``."""
     pad, n, way = flat.pad, flat.n, 0.0
     x, keep, give = f.x[pad : pad + n], f.keep[pad : pad + n], f.give[pad : pad + n]
     sent, received = f.sent[pad : pad + n], f.received[pad : pad + n]
@@ -197,20 +182,19 @@ def _between(f, flat, box):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def repair(f, flat, weight, psi, box, schedule, logs):  # type: ignore[no-untyped-def]
-    """``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box."""
+def repair(f, flat, weight, box, schedule):  # type: ignore[no-untyped-def]
+    """``keep`` and ``give`` such that ``x - give sent + keep received`` satisfies the box."""
     keep, give = f.keep[flat.pad : flat.pad + flat.n], f.give[flat.pad : flat.pad + flat.n]
     for i in range(flat.n):
         keep[i] = 1.0
         give[i] = 1.0
     last = schedule.counted.size
     for attempt in range(last + 1):
-        send(f, flat, weight, psi, logs)
-        receive(f, flat, weight, psi, flat.first, logs)
+        send(f, flat, weight)
+        receive(f, flat, weight, flat.first)
         if attempt == last:
-            if (
-                box.lo <= 0.0
-            ):  # with a lower bound both factors differ, and a mixture would not have this form
+            # With a lower bound both factors differ, and a mixture would not have this form.
+            if box.lo <= 0.0:
                 _between(f, flat, box)
             return
         if _broken(f, flat, box) == 0.0:

@@ -1,7 +1,7 @@
-r"""One image as the compiled exact solvers see it: rows with mass, columns within their reach, and plans between them.
+r"""One image in the compiled exact solvers: rows with mass, columns within their reach, and plans.
 
-A column beyond reach stays at ``z = 0``, and its dual variable has a closed form (``u = w``, or ``u = g``). A minimum
-is sought throughout: the support function is the minimum of ``-<g, z>``.
+A column beyond reach stays at ``z = 0``, and its dual variable has a closed form (``u = w``, or
+``u = g``). All problems are minimisations: the support function is the minimum of ``-<g, z>``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ class Window(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What is minimised over which columns (``-<g, z>`` if linear), and how long that may take."""
+    """The box and kind of the columns (``-<g, z>`` if linear), the tolerances, and the limits."""
 
     lo: float
     hi: float
@@ -46,7 +47,7 @@ class Goal(NamedTuple):
 
 
 class Images(NamedTuple):
-    """The arrays of a :class:`wball.kernels.books.Problem` and where its images start."""
+    """The arrays of a :class:`wball.kernels.books.Problem` and its starting points."""
 
     x: Any
     budget: Any
@@ -80,60 +81,32 @@ def improve(
     max_iter: int,
     best: Best,
 ) -> Tensor:
-    """Improve ``best`` by a compiled ``loop(images, moves, goal, settings, known)`` over parts of the batch.
-
-    Returns the steps used per image.
-    """
+    """Improve ``best`` by a compiled ``loop(images, moves, goal, settings, known)``, run on parts
+    of the batch. Returns the steps used per image."""
     from wball import plan
 
     columns, limits, batch = problem.columns, problem.tolerance, len(problem.x)
     images = (
-        problem.x,
-        problem.budget,
-        columns.target,
-        start,
-        tau_start,
-        problem.tau,
-        limits.offset,
+        problem.x, problem.budget, columns.target, start, tau_start, problem.tau, limits.offset,
         limits.floor,
-    )
+    )  # fmt: skip
     given = [t.detach().to(torch.float64).contiguous().numpy() for t in images]
     n_iter = np.zeros(batch, dtype=np.int64)
-    known = [
-        t.numpy() for t in (best.flow, best.z, best.primal, best.dual, best.hard, best.u, best.psi)
-    ] + [n_iter]
+    known = [getattr(best, f.name).numpy() for f in fields(best)] + [n_iter]
     assert isinstance(problem.moves, StencilMoves)
     arrays = window(problem.moves)
+    box, effort = (columns.lo, columns.hi, columns.linear), (max_iter, plan.REPAIR_SWEEPS)
 
-    aim = (
-        columns.lo,
-        columns.hi,
-        columns.linear,
-        limits.tol,
-        limits.parts,
-        max_iter,
-        plan.REPAIR_SWEEPS,
-    )
-    begin, none = time.monotonic(), slice(0, 0)
-    idle = Goal(*aim, np.zeros(1, dtype=np.int64))
-    loop(
-        Images(*(a[none] for a in given)), arrays, idle, settings, Known(*(a[none] for a in known))
-    )  # is compiled
+    def run(part: slice, stop: NDArray[np.int64]) -> None:
+        goal = Goal(*box, limits.tol, limits.parts, *effort, stop)
+        here, there = Images(*(a[part] for a in given)), Known(*(a[part] for a in known))
+        loop(here, arrays, goal, settings, there)
+
+    begin = time.monotonic()
+    run(slice(0, 0), np.zeros(1, dtype=np.int64))  # compile
     problem.deadline.put_off(time.monotonic() - begin)
     with problem.deadline.flag() as stop:
-        goal = Goal(*aim, stop)
-
-        def work(first: int, last: int) -> None:
-            part = slice(first, last)
-            loop(
-                Images(*(a[part] for a in given)),
-                arrays,
-                goal,
-                settings,
-                Known(*(a[part] for a in known)),
-            )
-
-        split(batch, work, entries=1_000_000)
+        split(batch, lambda first, last: run(slice(first, last), stop), entries=1_000_000)
     return torch.from_numpy(n_iter)
 
 
@@ -160,6 +133,8 @@ class ImageProblem(NamedTuple):
     budget: float
     linear: bool
     beyond: float  # value of the columns out of reach
+    offset: float  # of the objective, and the gap that always counts as solved
+    floor: float
     stop: Any  # (1,): 1 when time is up
 
 
@@ -216,9 +191,10 @@ def shrink(p, flow, scale):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
-    """Send excess back along the moves it came by, recall what drained pixels sent: see ``Plan.repair``."""
+    """Return excess along the moves it came by, and recall mass of drained pixels:
+    ``Plan.repair``."""
     n_rows, n_moves = flow.shape
-    # Where every pixel is full, nothing but rounding is ever left over and no sweep can remove it.
+    # Where every pixel is full, a rest of the size of rounding errors cannot be removed.
     rounding = 1e-13 * max(1.0, p.hi)
     n, tiny = z.size, 2.2250738585072014e-308
     easy, full, rate, rest = np.empty(n), np.empty(n), np.empty(n), np.empty(n)
@@ -232,7 +208,7 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
             return
         if sweep == sweeps:
             break
-        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+        # The last sweeps return more and more, so that no mass circulates among full pixels.
         more = 2.0 ** max(0, sweep - sweeps + 40)
         fill(easy, 0.0)
         fill(full, 0.0)
@@ -273,7 +249,8 @@ def into_box(p, flow, sweeps, z):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def]
-    """The feasible plan near the shares, in ``flow``; returns its objective and its entropy term."""
+    """The feasible plan near the shares, in ``flow``. Returns its objective and its entropy
+    term."""
     for a in range(flow.shape[0]):
         for k in range(flow.shape[1]):
             flow[a, k] = p.mass[a] * share[a, k]
@@ -302,7 +279,8 @@ def repaired(p, share, tau_end, sweeps, flow, z):  # type: ignore[no-untyped-def
 
 @compiled(inner=True)
 def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
-    """Lower bounds of the optimum at ``tau_end`` and without entropy, sound for any ``u`` and ``psi >= 0``."""
+    """Lower bounds of the optimum at ``tau_end`` and without entropy, for any ``u`` and ``psi >=
+    0``."""
     hard, soft, size = 0.0, 0.0, 0.0
     for a in range(p.end.shape[0]):
         top = -math.inf
@@ -336,7 +314,7 @@ def lower_bounds(p, u, psi, tau_end):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
-    """Each row's best move at the price ``psi``, the cheapest of several; returns their cost and ``h(psi)``."""
+    """The cheapest of the best moves of each row at ``psi``. Returns their cost and ``h(psi)``."""
     cost, value = 0.0, psi * p.budget
     for a in range(p.mass.size):
         top = -math.inf
@@ -351,16 +329,13 @@ def best_moves(p, psi, choice):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
-    """The support function without box: a plan at the kink of ``h`` in ``share``; a sound upper bound and its price.
+    """The support function without a box: its plan in ``share``, a sound upper bound and its price.
 
-    Two lines bracket the kink; they are intersected until they meet. See :mod:`wball.solvers.support`.
+    Two tangents bracket the kink of ``h`` (:mod:`wball.kernels.linear_maximum`) and are intersected
+    until they meet there.
     """
     n_rows = p.mass.size
-    at_low, at_high, trial = (
-        np.empty(n_rows, np.int64),
-        np.empty(n_rows, np.int64),
-        np.empty(n_rows, np.int64),
-    )
+    at_low, at_high = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
     least, smallest, largest, size = math.inf, math.inf, -math.inf, 0.0
     for k in range(p.fee.size):
         least = min(least, p.fee[k]) if p.fee[k] > 0.0 else least
@@ -370,20 +345,20 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
         size += p.mass[a] * abs(p.target[p.home[a]])
     low, high = 0.0, 2 * (largest - smallest) / (least if least < math.inf else 1.0) + 1e-30
     cost_low, h_low = best_moves(p, low, at_low)
-    cost_high, h_high = best_moves(p, high, at_high)
-    upper, best = (h_low, low) if h_low <= h_high else (h_high, high)
-    blend, steps = 0.0, 1
     if cost_low <= p.budget:
-        copy(at_low, at_high)
-    else:
+        high = low
+    cost_high, h_high = best_moves(p, high, at_high)
+    upper, best, blend, steps = h_low, low, 0.0, 1
+    if h_high < h_low:
+        upper, best = h_high, high
+    if high > low:
         for step in range(max_iter):
             # Slopes budget - cost: negative on the left, not negative on the right.
             psi = crossing(low, h_low, p.budget - cost_low, high, h_high, p.budget - cost_high)
-            if step % 3 == 2 or not (
-                low < psi < high
-            ):  # every third step halves, against creeping brackets
+            # Every third step halves, against creeping brackets.
+            if step % 3 == 2 or not (low < psi < high):
                 psi = 0.5 * (low + high)
-            cost, h = best_moves(p, psi, trial)
+            cost, h = best_moves(p, psi, at_low)
             line = max(
                 h_low + (p.budget - cost_low) * (psi - low),
                 h_high - (p.budget - cost_high) * (high - psi),
@@ -394,14 +369,14 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
             steps += 1
             if cost <= p.budget:
                 high, cost_high, h_high = psi, cost, h
-                copy(trial, at_high)
             else:
                 low, cost_low, h_low = psi, cost, h
-                copy(trial, at_low)
             if flat and step % 3 < 2 or high - low <= 4e-16 * high:
                 break
         if cost_low > cost_high:
             blend = min(max((p.budget - cost_high) / (cost_low - cost_high), 0.0), 1.0)
+        best_moves(p, low, at_low)
+        best_moves(p, high, at_high)
     fill(share, 0.0)
     for a in range(n_rows):
         share[a, at_high[a]] += 1 - blend
@@ -410,10 +385,16 @@ def kink(p, max_iter, share):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def without_box(p, goal, start, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """The support function without box, where ``u = g`` is optimal; with one, that pair is tried first.
+def allowed(p, goal, primal):  # type: ignore[no-untyped-def]
+    """The gap at which an exact problem counts as solved."""
+    return goal.tol * abs(primal + p.offset) + p.floor
 
-    Returns the steps used and whether that was enough.
+
+@compiled(inner=True)
+def without_box(p, goal, start, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """The support function without a box, where ``u = g`` is optimal; its plan is repaired.
+
+    Returns the steps used and whether the image is solved.
     """
     share, flow, z = np.empty(p.end.shape), np.empty(p.end.shape), np.empty(start.size)
     upper, price, steps = kink(p, goal.max_iter, share)
@@ -425,14 +406,13 @@ def without_box(p, goal, start, offset, floor, best_flow, best_u, found):  # typ
         found[1], found[3] = -upper, price
         copy(start, best_u)
     found[2] = max(found[2], -upper)
-    return steps, p.hi == math.inf or found[0] - found[1] <= goal.tol * abs(
-        found[0] + offset
-    ) + floor
+    return steps, p.hi == math.inf or found[0] - found[1] <= allowed(p, goal, found[0])
 
 
 @compiled(inner=True)
-def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-def]
-    """Rows, columns and moves of an image; fills ``cell`` with the pixel of each column."""
+def lay_out(images, m, moves, goal, cell):  # type: ignore[no-untyped-def]
+    """Rows, columns and moves of image ``m``; fills ``cell`` with the pixel of each column."""
+    x, target = images.x[m], images.target[m]
     down, across, fee = moves.down, moves.across, moves.fee
     channels, height, width = x.shape
     number = np.empty(x.size, dtype=np.int64)
@@ -477,22 +457,19 @@ def lay_out(x, target, budget, moves, goal, cell):  # type: ignore[no-untyped-de
                     end[a, k] = number[(c * height + rr) * width + jj]
             a += 1
     return ImageProblem(
-        mass, home, row, end, fee, moves.reverse, moves.stay, wanted, goal.lo, goal.hi, budget, goal.linear, beyond,
-        goal.stop,
+        mass, home, row, end, fee, moves.reverse, moves.stay, wanted, goal.lo, goal.hi,
+        images.budget[m], goal.linear, beyond, images.offset[m], images.floor[m], goal.stop,
     )  # fmt: skip
 
 
 @compiled(inner=True)
 def opened(images, moves, goal, known, m, cell):  # type: ignore[no-untyped-def]
-    """Image ``m``: its problem and first potentials, room for a better plan and potentials, and what is known of it."""
-    p = lay_out(images.x[m], images.target[m], images.budget[m], moves, goal, cell)
+    """Image ``m``: its problem, its first potentials, memory for the best plan and potentials, and
+    the best primal, dual and hard bound with their price so far."""
+    p = lay_out(images, m, moves, goal, cell)
     u, found = recall(images.start[m], cell, p.target.size), np.empty(4)
-    found[0], found[1], found[2], found[3] = (
-        known.primal[m],
-        known.dual[m],
-        known.hard[m],
-        known.psi[m],
-    )
+    found[0], found[1] = known.primal[m], known.dual[m]
+    found[2], found[3] = known.hard[m], known.psi[m]
     return p, u, np.zeros(p.end.shape), np.empty(u.size), found
 
 
@@ -508,7 +485,7 @@ def recall(values, cell, count):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """Write what was found about image ``m``, where it is better. ``found``: primal, dual, hard bound, price."""
+    """Write the results of image ``m`` that are better; ``found`` as in :func:`opened`."""
     flow, z, u = known.flow[m], known.z[m], known.u[m]
     _, height, width = target.shape
     area = height * width
@@ -528,9 +505,5 @@ def store(known, m, p, cell, target, best_flow, best_u, found):  # type: ignore[
         for t in range(best_u.size):
             i = cell[t]
             u[i // area, i // width % height, i % width] = best_u[t]
-    known.primal[m], known.dual[m], known.hard[m], known.psi[m] = (
-        found[0],
-        found[1],
-        found[2],
-        found[3],
-    )
+    known.primal[m], known.dual[m] = found[0], found[1]
+    known.hard[m], known.psi[m] = found[2], found[3]

@@ -1,8 +1,9 @@
 """The layout of images and moves in compiled loops: cropped, flat, ring after ring.
 
-An image is cropped to the box around its mass, widened by the reach of the moves, and stored flat with contiguous
-channels. The margins are wide enough that a move is a constant shift of the whole flat image, so that every
-inner loop runs over contiguous numbers and vectorises. The black frame of a digit costs nothing.
+An image is cropped to the box around its mass, widened by the reach of the moves, and stored flat
+with contiguous channels. The margins are wide enough that a move is a constant shift of the whole
+flat image, so that every inner loop runs over contiguous numbers and vectorises. The black frame of
+a digit costs nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from wball.moves import StencilMoves
 LINEAR_SPREAD = 600.0
 """Nats between the potentials of an image up to which ``E`` and ``w`` are stored as they are.
 
-``exp(-psi C)`` is 0 in float64 beyond 745 nats; it must not vanish where a potential could still make up for it.
+``exp(-psi C)`` is 0 in float64 beyond 745 nats; it must not vanish where a potential could still
+make up for it.
 """
 
 PART = 32
-"""Images per piece of work: their float64 copies are all the memory that grows with the images' size."""
+"""Images per piece of work: their float64 copies are all the memory that grows with the images'
+size."""
 
 GROUP = 4
 """Moves a pass, and moves a ring is filled up to with moves of weight 0."""

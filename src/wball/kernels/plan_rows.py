@@ -1,6 +1,8 @@
-"""A plan in factors in plain torch, for the references: its rows, the price it is made at, its repair into the box.
+"""A plan in factors in plain torch, for the references: its rows, the price it is made at, its
+repair into the box.
 
-For whole batches and any moves; compiled loops have :mod:`wball.kernels.price` and :mod:`wball.kernels.factors`.
+For whole batches and any moves; compiled loops have :mod:`wball.kernels.price` and
+:mod:`wball.kernels.factors`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from wball.batch import per_image
 from wball.moves import Moves
 
 NARROW = {torch.float64: 600.0}
-"""Nats between the potentials of an image up to which its plan is a product of factors, by precision: the others have
-logs only."""
+"""Nats between the potentials of an image up to which its plan is a product of factors, by
+precision: the others have logs only."""
 
 
 def image_sums(values: Tensor) -> Tensor:
@@ -26,7 +28,8 @@ def image_sums(values: Tensor) -> Tensor:
 
 
 def ring_sums(s: Tensor, moves: Moves) -> Tensor:
-    """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that cost."""
+    """``(D, B, C, H, W)``: for each distinct cost, the logsumexp of ``s`` over the moves of that
+    cost."""
     ends = moves.ends(s, -math.inf)
     rings = [
         torch.stack([ends(k) for k in ring]) if len(ring) > 1 else ends(ring[0])[None]
@@ -46,8 +49,9 @@ def newton_step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One bracketed step towards the price at which ``cost`` is just below ``budget``.
 
-    The cost falls about exponentially in the price, so Newton's method runs on its logarithm; ``slope`` is minus the
-    derivative of the cost. Returns the price, kept where it is found, the bracket, and where it is found.
+    The cost falls about exponentially in the price, so Newton's method runs on its logarithm;
+    ``slope`` is minus the derivative of the cost. Returns the price, kept where it is found, the
+    bracket, and where it is found.
     """
     inside = cost <= budget
     found = inside & ((cost >= budget * (1 - tolerance)) | (psi == 0))
@@ -72,7 +76,8 @@ def solve_price(
 ) -> Tensor:
     """The ``psi >= 0`` at which ``sum_i x_i E_i[cost]`` meets the budget, from the side below it.
 
-    ``tolerance`` of the budget may depend on the price. The search does not wait for images that are ``ignored``.
+    ``tolerance`` of the budget may depend on the price. The search does not wait for images that
+    are ``ignored``.
     """
     low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
     for _ in range(steps):
@@ -103,7 +108,8 @@ class PlanFactors:
 
 
 class PlanRows:
-    """The plan before the box is enforced. Sums over its moves take factors where all images of the batch have them."""
+    """The plan before the box is enforced. Sums over its moves take factors where all images of the
+    batch have them."""
 
     def __init__(self, x: Tensor, s: Tensor, psi: Tensor, rings: Tensor, moves: Moves) -> None:
         self.x, self.s, self.moves, self.price = x, s, moves, per_image(psi, x)
@@ -185,13 +191,16 @@ class PlanRows:
 
 @dataclass(frozen=True)
 class Repair:
-    """How a plan is brought into the box; the attempts are those of :class:`wball.kernels.factors.Schedule`.
+    """How a plan is brought into the box; the attempts are those of
+    :class:`wball.kernels.factors.Schedule`.
 
     Attributes:
-        counted: of each attempt, what part of the mass that a pixel exchanges the other way it counts on.
+        counted: of each attempt, what part of the mass that a pixel exchanges the other way it
+            counts on.
         more: of each attempt, how many times as far as the box asks for it goes.
         slack: what a column may be above the box.
-        rounding: what it may be below, as a part of its pixel: emptied rows are off by their potentials' rounding.
+        rounding: what it may be below, as a part of its pixel: emptied rows are off by their
+            potentials' rounding.
         floor: what it may be below in any case.
     """
 
@@ -205,7 +214,8 @@ class Repair:
 def into_box(
     rows: PlanRows, lo: float, hi: float, how: Repair
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box; returns all four."""
+    """Factors ``keep`` and ``give`` such that ``x - give sent + keep received`` keeps the box;
+    returns all four."""
     x, tiny = rows.x, torch.finfo(rows.x.dtype).tiny
     keep, give = torch.ones_like(x), torch.ones_like(x)
     sent, received = rows.exchange(keep, give)
@@ -226,7 +236,8 @@ def into_box(
         keep = torch.where(over, torch.minimum(keep, room), keep)
         give = torch.where(under, torch.minimum(give, spare), give)
         sent, received = rows.exchange(keep, give)
-        # Of the last two plans the mixture that just keeps the box; with a lower bound it would not have this form.
+        # Of the last two plans the mixture that just keeps the box; with a lower bound it would not
+        # have this form.
         if counted == 0.0 and lo <= 0.0:
             excess, below = z - hi, (hi - (x - give * sent + keep * received)).clamp(min=0.0)
             part = torch.where(

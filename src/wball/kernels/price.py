@@ -1,7 +1,8 @@
 r"""The price ``psi`` at which a plan costs its budget: one step of the search, for compiled loops.
 
-The cost of the best plan falls with its price. With entropy it is smooth, and its logarithm is nearly a line in
-``psi``; without, the plan jumps, and the price sought is the kink of a convex function that is a line on either side.
+The cost of the best plan falls with its price. With entropy it is smooth, and its logarithm is
+nearly a line in ``psi``; without, the plan jumps, and the price sought is the kink of a convex
+function that is a line on either side.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def narrowed(psi, cost, budget, low, high):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def smooth_step(psi, cost, slope, target, low, high):  # type: ignore[no-untyped-def]
-    """Newton's step on the logarithm of the cost towards ``target``, kept inside the bracket; ``slope`` is minus the
-    derivative of the cost."""
+    """Newton's step on the logarithm of the cost towards ``target``, kept inside the bracket;
+    ``slope`` is minus the derivative of the cost."""
     step = (
         max(psi + cost * math.log(cost / target) / slope, 0.0)
         if cost > 0.0 and slope > 0.0
@@ -33,7 +34,8 @@ def smooth_step(psi, cost, slope, target, low, high):  # type: ignore[no-untyped
 
 @compiled(inner=True)
 def crossing(low, value_low, slope_low, high, value_high, slope_high):  # type: ignore[no-untyped-def]
-    """Where the two lines meet that bound a convex function from below at the ends of the bracket."""
+    """Where the two lines meet that bound a convex function from below at the ends of the
+    bracket."""
     drop = slope_high - slope_low
     meet = (
         (value_low - value_high + slope_high * high - slope_low * low) / drop

@@ -1,8 +1,9 @@
-"""What the Triton kernels do with the mass on the moves: add it up, hold it in the box, and price it.
+"""Flows along the moves in Triton kernels: their sums, their repair into the box, their cost.
 
-The factors of a repair are staged as part of what they belong to (``s`` with ``keep``, ``t`` with ``give``), so that
-two buffers per image are all there is. In logs that would round what is sent and what arrives differently, by the size
-of the potentials: where mass must be kept to the last bit, factors are read from plain images (:func:`factored_flows`).
+The factors of a repair are staged with the terms they belong to (``s`` with ``keep``, ``t`` with
+``give``), so that two buffers per image suffice. In logs this would round outflow and inflow
+differently, by the size of the potentials. There, factors are read from plain images
+(:func:`factored_flows`).
 """
 
 # mypy: ignore-errors
@@ -21,11 +22,11 @@ def flows(
     ptr, place, own, toward: tl.constexpr, psi, fees, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
-    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays, each times its cost
-    if ``PAID``.
+    """``sum_k own[i] value[i + toward k] exp(-psi c_k)`` over all moves but the one that stays,
+    each times its cost if ``PAID``.
 
-    With the row terms of those around and ``toward=-1``: what arrives. With their column terms and ``toward=1``: what
-    leaves.
+    The row terms of the neighbours and ``toward=-1`` give the inflow; their column terms and
+    ``toward=1`` give the outflow.
     """
     total = tl.zeros(place.shape, own.dtype)
     if len(ENDS) - 1 > (RINGS_KEPT if LINEAR else LOG_RINGS_KEPT) or place.shape[0] > ON_CHIP:
@@ -54,32 +55,22 @@ def flows(
 
 
 @triton.jit
-def with_factors(s, t, keep, give, LINEAR: tl.constexpr):
-    """Column and row terms that carry the factors of a repair."""
-    if LINEAR:
-        return s * keep, t * give
-    else:
-        return s + tl.log(keep), t + tl.log(give)
-
-
-@triton.jit
-def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR: tl.constexpr):
-    """Let the neighbours see the factors."""
-    kept, given = with_factors(s, t, keep, give, LINEAR)
+def stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real):
+    """Let the neighbours see column and row terms times the factors of a repair."""
     tl.debug_barrier()
-    tl.store(s_ptr + place, kept, mask=real)
-    tl.store(t_ptr + place, given, mask=real)
+    tl.store(s_ptr + place, s * keep, mask=real)
+    tl.store(t_ptr + place, t * give, mask=real)
     tl.debug_barrier()
 
 
 @triton.jit
 def exchange(
     s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr,
-    ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
+    ENDS: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """What each pixel would send if its own ``give`` were 1, and receive if its own ``keep`` were 1."""
-    sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
-    received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
+    """Outflow of each pixel if its own ``give`` were 1, and inflow if its own ``keep`` were 1."""
+    sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
+    received = flows(t_ptr, place, s, -1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, True)
     return sent, received
 
 
@@ -87,17 +78,18 @@ def exchange(
 def is_broken(z, x, lo, hi, slack, real):
     """The columns above the box, and those below it.
 
-    Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied row may send more than
-    it has, which may be far below ``slack``.
+    Potentials of size M cause a relative error of a few M * eps in the flows of a row: an emptied
+    row may send more than it has, by far less than ``slack``.
     """
     return (z > hi + slack) & real, (z < lo - _ROUNDING * x - 1.2e-38) & real
 
 
 @triton.jit
 def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
-    """Factors after one repair sweep; if nothing is counted on, every column is treated, and every row for lo > 0.
+    """Factors after one repair sweep. If ``counted`` is 0, every column is treated, and every row
+    for lo > 0.
 
-    Pixels outside the box go ``more`` times as far inside it.
+    Pixels outside the box are corrected by ``more`` times their excess in addition.
     """
     net = keep * received - give * sent
     above, below = (
@@ -122,18 +114,17 @@ def tighten(x, sent, received, keep, give, over, under, lo, hi, counted, more):
 
 @triton.jit
 def way_back(before, after, hi, slack, real):
-    """How far each column must go from what it was, above ``hi``, to what it is now, at most ``hi``."""
+    """The fraction of the way from ``before``, above ``hi``, to ``after``, at which a column is
+    ``hi``."""
     excess, below = before - hi, tl.maximum(hi - after, 0.0)
     return tl.where((excess > slack) & real, excess / tl.maximum(excess + below, 1.2e-38), 0.0)
 
 
 @triton.jit
-def pair_costs(
-    s_ptr, t_ptr, place, s, t, psi, offset_ptr, fee_ptr, PAIRS: tl.constexpr, LINEAR: tl.constexpr
-):  # fmt: skip
-    """Cost of the moves between a pixel and its partners, and of what is left after opposite moves cancel.
+def pair_costs(s_ptr, t_ptr, place, s, t, psi, offset_ptr, fee_ptr, PAIRS: tl.constexpr):
+    """Cost of the moves between a pixel and its partners, before and after opposite moves cancel.
 
-    ``s`` and ``t`` carry their factors, like what is staged.
+    ``s`` and ``t`` include their factors, as the staged terms do.
     """
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
@@ -142,12 +133,8 @@ def pair_costs(
         there, back = tl.load(fee_ptr + 2 * k), tl.load(fee_ptr + 2 * k + 1)
         one_way = back < 0
         back = tl.maximum(back, 0.0)
-        if LINEAR:
-            out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
-            into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
-        else:
-            out = tl.exp(t + tl.load(s_ptr + ahead) - psi * there)
-            into = tl.exp(tl.load(t_ptr + ahead) + s - psi * back)
+        out = t * tl.load(s_ptr + ahead) * tl.exp(-psi * there)
+        into = s * tl.load(t_ptr + ahead) * tl.exp(-psi * back)
         into = tl.where(one_way, 0.0, into)
         cost += there * out + back * into
         net += there * tl.maximum(out - into, 0.0) + back * tl.maximum(into - out, 0.0)
@@ -156,7 +143,7 @@ def pair_costs(
 
 @triton.jit
 def _unstaged(step, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
-    """From a step between staged pixels to the step between the same pixels of an image without halos."""
+    """The step between the same two pixels in an image without halos."""
     return step - RC * ((step + RC + RR * (W + RC)) // (W + RC) - RR)
 
 
@@ -165,7 +152,7 @@ def factored_flows(
     ptr, factor_ptr, place, index, real, own, toward: tl.constexpr, psi, offset_ptr, fee_ptr,
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr, PAID: tl.constexpr = False,
 ):  # fmt: skip
-    """:func:`flows` in logs, each flow times the factor of the pixel at the other end, from an image without halos."""
+    """:func:`flows` in logs, each times the factor of the pixel at its other end."""
     total = tl.zeros(place.shape, own.dtype)
     for k in tl.range(1, MOVES, loop_unroll_factor=UNROLL if place.shape[0] <= ON_CHIP else 1):
         step = toward * tl.load(offset_ptr + k)
@@ -183,7 +170,7 @@ def factored_exchange(
     s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, psi, offset_ptr, fee_ptr,
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """:func:`exchange` in logs, likewise: what is sent and what arrives are the same numbers."""
+    """:func:`exchange` in logs: outflow and inflow are sums of the same numbers."""
     sent = factored_flows(
         s_ptr, keep_ptr, place, index, real, t, 1, psi, offset_ptr, fee_ptr, W, RR, RC, MOVES
     )
@@ -198,7 +185,7 @@ def factored_pair_costs(
     s_ptr, t_ptr, keep_ptr, give_ptr, place, index, real, s, t, keep, give, psi, offset_ptr, fee_ptr,
     W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """:func:`pair_costs` in logs, likewise."""
+    """:func:`pair_costs` in logs."""
     cost = tl.zeros_like(s)
     net = tl.zeros_like(s)
     for k in tl.range(0, PAIRS, loop_unroll_factor=4):

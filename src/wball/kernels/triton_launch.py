@@ -10,9 +10,11 @@ import triton
 
 
 def kernel(*plain: str) -> Callable[[Callable[..., None]], triton.JITFunction]:
-    """``triton.jit`` that does not compile again for other values of ``plain``, nor for other batches.
+    """``triton.jit`` that does not compile again for other values of ``plain``, nor for other
+    batches.
 
-    Otherwise the addresses of a batch's tensors would select between versions that differ in nothing.
+    Otherwise the addresses of a batch's tensors would select between versions that differ in
+    nothing.
     """
 
     def wrap(function: Callable[..., None]) -> triton.JITFunction:

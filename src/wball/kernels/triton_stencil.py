@@ -1,23 +1,27 @@
-r"""What the Triton kernels share: images staged with a halo, tables of moves, and passes over a stencil.
+r"""What the Triton kernels share: images staged with a halo, tables of moves, and passes over a
+stencil.
 
-Triton cannot gather from registers, so what neighbours must see (potentials, row terms, factors) is *staged* in a
-small global buffer per image that stays in the first-level cache. Rows are ``W + rc`` apart and planes ``H + rr`` rows
-apart, where ``(rr, rc)`` is the reach of the stencil: the halo to the right of a row is also the halo to the left of
-the next, and the halo below a plane is also the halo above the next. A move is then one number added to an address,
-no bounds are checked, and a buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
+Triton cannot gather from registers, so what neighbours must see (potentials, row terms, factors) is
+*staged* in a small global buffer per image that stays in the first-level cache. Rows are ``W + rc``
+apart and planes ``H + rr`` rows apart, where ``(rr, rc)`` is the reach of the stencil: the halo to
+the right of a row is also the halo to the left of the next, and the halo below a plane is also the
+halo above the next. A move is then one number added to an address, no bounds are checked, and a
+buffer is little larger than the images. Halos hold no mass: ``-inf`` in logs, 0 otherwise.
 
-Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are exponentiated once a
-pixel, relative to their maximum: the mass on a move is then a product ``A_i B_j exp(-psi c)``, a pass over the moves
-loads and adds, and what underflows would be less than 1e-11 of a row. Wider potentials (late in an attack) take the
-passes in logs, at one exponential a move. Programs of the first kind note the images they must leave to the second.
+Every pass exists twice. Potentials whose range over an image is at most :data:`RANGE` nats are
+exponentiated once a pixel, relative to their maximum: the mass on a move is then a product ``A_i
+B_j exp(-psi c)``, a pass over the moves loads and adds, and what underflows would be less than
+1e-11 of a row. Wider potentials (late in an attack) take the passes in logs, at one exponential a
+move. Programs of the first kind note the images they must leave to the second.
 
-Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep them in registers
-from one Newton step to the next, with the offsets of the moves in the code, because a pass over an image that is on
-chip waits for loads more than it computes. The rings of larger windows would not fit the registers of a multiprocessor
-(15 rings of a CIFAR-10 image are all of them): there each Newton step is a pass over a table of moves. In logs, which
-are needed less and take more code, windows above 5 x 5 do so already, and so does every window where a program holds
-more than :data:`MAX_ON_CHIP` values: its registers are full, and code for so many values a thread takes minutes to
-compile.
+Moves are ordered by ring, the centre alone in ring 0. Windows of up to :data:`MAX_RINGS` rings keep
+them in registers from one Newton step to the next, with the offsets of the moves in the code,
+because a pass over an image that is on chip waits for loads more than it computes. The rings of
+larger windows would not fit the registers of a multiprocessor (15 rings of a CIFAR-10 image are all
+of them): there each Newton step is a pass over a table of moves. In logs, which are needed less and
+take more code, windows above 5 x 5 do so already, and so does every window where a program holds
+more than :data:`MAX_ON_CHIP` values: its registers are full, and code for so many values a thread
+takes minutes to compile.
 """
 
 # mypy: ignore-errors
@@ -58,9 +62,11 @@ class Stencil:
 
     Attributes:
         shape: ``(C, H, W)``.
-        reach: rows between planes and values between rows, at least the largest row and column offset ``(rr, rc)``.
+        reach: rows between planes and values between rows, at least the largest row and column
+            offset ``(rr, rc)``.
         ends: ``ends[d]:ends[d + 1]`` are the moves of ring ``d``.
-        offsets: address offset of each move, for the code; empty for windows that loop over the table.
+        offsets: address offset of each move, for the code; empty for windows that loop over the
+            table.
         offset: the same as a table, int32.
         fee: cost of each move, float32.
         exact_fee: the same in float64.
@@ -85,7 +91,8 @@ class Stencil:
 
     @cached_property
     def guard(self) -> int:
-        """Staged values before the first pixel: rows of :data:`LINE` values with their halos are then cache lines."""
+        """Staged values before the first pixel: rows of :data:`LINE` values with their halos are
+        then cache lines."""
         least = self.reach[0] * (self.shape[2] + self.reach[1]) + self.reach[1]
         return least + (self.reach[1] // 2 - least) % LINE
 
@@ -157,15 +164,18 @@ def too_large(x: Tensor, most: int) -> str | None:
 
 
 def block_of(values: int) -> int:
-    """The size of a program that holds ``values`` values. Triton's own helpers take microseconds each time."""
+    """The size of a program that holds ``values`` values. Triton's own helpers take microseconds
+    each time."""
     return max(128, 1 << (values - 1).bit_length())
 
 
 def warps(block: int, values: int = 64) -> int:
-    """For programs that hold ``block`` values, ``values`` a warp: threads wait less, but have fewer registers.
+    """For programs that hold ``block`` values, ``values`` a warp: threads wait less, but have fewer
+    registers.
 
-    One program has a multiprocessor for itself in common batches. With more than 16 warps, what an image of CIFAR-10
-    needs no longer fits in their registers; what larger ones need does not fit in any case.
+    One program has a multiprocessor for itself in common batches. With more than 16 warps, what an
+    image of CIFAR-10 needs no longer fits in their registers; what larger ones need does not fit in
+    any case.
     """
     return 32 if block > MAX_ON_CHIP else min(16, max(4, block // values))
 
@@ -207,8 +217,8 @@ def _stencil(moves: StencilMoves, shape: tuple[int, int, int], device: torch.dev
 def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, int]:
     """How far apart planes and rows are staged.
 
-    A row that fits in a line of the cache with its halo gets one, and a warp to itself, where that takes no more
-    threads: whatever the move, a warp then loads one line and not parts of two.
+    A row that fits in a line of the cache with its halo gets one, and a warp to itself, where that
+    takes no more threads: whatever the move, a warp then loads one line and not parts of two.
     """
     channels, height, width = shape
     threads = triton.next_power_of_2(channels * height * width)
@@ -221,8 +231,8 @@ def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, i
 def staged_position(index, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr):
     """Address of pixel ``index`` (counted without halos) in an image's staged buffer.
 
-    64 bits wide, so that the compiler may add a move's offset inside the load instruction instead of keeping one
-    address per move.
+    64 bits wide, so that the compiler may add a move's offset inside the load instruction instead
+    of keeping one address per move.
     """
     inside = index % (H * W)
     place = index // (H * W) * ((H + RR) * (W + RC)) + inside // W * (W + RC) + inside % W
@@ -246,10 +256,11 @@ def pixels(
     RC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of a program that holds a whole image: its pixels, which of them are real, and their staged addresses.
+    """Of a program that holds a whole image: its pixels, which of them are real, and their staged
+    addresses.
 
-    ``one`` is a one the compiler cannot see: shifted loads are never aligned, so neighbouring threads should hold
-    neighbouring pixels instead of four each.
+    ``one`` is a one the compiler cannot see: shifted loads are never aligned, so neighbouring
+    threads should hold neighbouring pixels instead of four each.
     """
     index = tl.arange(0, BLOCK) * one
     real = index < C * H * W
@@ -294,7 +305,8 @@ def extent(values, real):
 
 @triton.jit
 def ring_fees(fee_ptr, ENDS: tl.constexpr):
-    """The cost of each ring, as a tuple of scalars (of the first alone where rings are not kept)."""
+    """The cost of each ring, as a tuple of scalars (of the first alone where rings are not
+    kept)."""
     fees = (0.0,)
     if len(ENDS) - 1 <= RINGS_KEPT:
         for d in tl.static_range(1, len(ENDS) - 1):
@@ -304,7 +316,8 @@ def ring_fees(fee_ptr, ENDS: tl.constexpr):
 
 @triton.jit
 def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.constexpr):
-    """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the centre."""
+    """For each ring, the logsumexp of the staged values at its ends; ``own`` is the value at the
+    centre."""
     rings = (own,)
     for d in tl.static_range(1, len(ENDS) - 1):
         top = tl.full(own.shape, -3.0e38, own.dtype)  # finite: a ring may lie outside the image
@@ -325,7 +338,8 @@ def log_rings(s_ptr, place, own, offset_ptr, ENDS: tl.constexpr, OFFSETS: tl.con
 
 @triton.jit
 def log_moments(rings, fees, psi):
-    """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that moves."""
+    """Mean and variance of the cost of a row, the log of its normaliser, and the share of it that
+    moves."""
     top = rings[0]
     pivot = tl.zeros_like(top)  # the likeliest cost: moments around it do not cancel
     for d in tl.static_range(1, len(rings)):
@@ -420,7 +434,8 @@ def table_moments(
     else:
         total = tl.exp(own - top) + moving
         norm = top + tl.log(total)
-    # Nothing cancels in the mean. In the variance it may: that only makes a Newton step a poorer guess.
+    # Nothing cancels in the mean. In the variance it may: that only makes a Newton step a poorer
+    # guess.
     mean = first / total
     return mean, tl.maximum(second / total - mean * mean, 0.0), norm, moving / total
 
@@ -457,7 +472,8 @@ def solve_price(
     x, own, psi, budget, tolerance, steps, given_up, s_ptr, place, fees, offset_ptr, fee_ptr,
     ENDS: tl.constexpr, OFFSETS: tl.constexpr, LINEAR: tl.constexpr,
 ):  # fmt: skip
-    """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the rows' moments there.
+    """The price at which rows ``x`` spend ``budget``, by at most ``steps`` Newton steps, and the
+    rows' moments there.
 
     Returns ``(psi, mean, norm, moved)``; with ``given_up`` nothing is computed.
     """
@@ -467,7 +483,8 @@ def solve_price(
     mean = tl.zeros_like(own)
     moved = tl.zeros_like(own)
     norm = tl.full(own.shape, 1.0, own.dtype)
-    # One counter, which jumps when the price is found: Triton's layout pass stumbles over a flag that only ends a loop.
+    # One counter, which jumps when the price is found: Triton's layout pass stumbles over a flag
+    # that only ends a loop.
     step = tl.where(given_up, steps + 1, 0)
     while step <= steps:
         mean, variance, norm, moved = moments(
@@ -483,7 +500,8 @@ def solve_price(
 
 @triton.jit
 def newton_step(psi, low, high, cost, slope, budget, tolerance):
-    """One bracketed Newton step on ``log(cost)``; returns ``(psi, low, high, done)`` with psi kept where done."""
+    """One bracketed Newton step on ``log(cost)``; returns ``(psi, low, high, done)`` with psi kept
+    where done."""
     inside = cost <= budget
     done = inside & ((cost >= budget * (1 - tolerance)) | (psi == 0.0))
     low = tl.where(inside, low, psi)
@@ -503,7 +521,8 @@ def _add_two(a0, a1, b0, b1):
 
 @triton.jit
 def sum_two(a, b):
-    """Two sums over a block for the price of one wait (the interpreter adds pairs one by one, so not there)."""
+    """Two sums over a block for the price of one wait (the interpreter adds pairs one by one, so
+    not there)."""
     if INTERPRETED:
         return tl.sum(a, 0), tl.sum(b, 0)
     else:

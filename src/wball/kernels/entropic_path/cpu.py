@@ -447,9 +447,7 @@ def _follow_images(images, moves, goal, levels, known):  # type: ignore[no-untyp
         p, start, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
         steps, done = 0, False
         if p.linear and images.tau_end[m] == 0.0:
-            steps, done = without_box(
-                p, goal, start, images.offset[m], images.floor[m], best_flow, best_u, found
-            )  # fmt: skip
+            steps, done = without_box(p, goal, start, best_flow, best_u, found)
         if not done:
             steps += _follow(
                 p, goal, levels, start.copy(), images.tau_start[m], images.tau_end[m], images.offset[m],

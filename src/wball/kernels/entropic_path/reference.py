@@ -23,8 +23,8 @@ from torch import Tensor
 
 from wball.batch import dot, per_image
 from wball.kernels.books import Best, Problem
-from wball.kernels.linear_maximum.reference import maximising_plan
 from wball.kernels.plan_rows import newton_step
+from wball.kernels.proximal_newton.reference import without_box as exact_without_box
 from wball.plan import Plan
 
 RATIO = 6.0
@@ -217,25 +217,20 @@ def entropic_path(
 
 
 def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
-    """See :func:`wball.kernels.entropic_path.without_box`. Without a box ``u = g`` is optimal, and ``psi`` is left."""
+    """See :func:`wball.kernels.entropic_path.without_box`. Without a box ``u = g`` is optimal."""
+    if problem.exact:
+        return exact_without_box(problem, max_iter, best)
     x, moves, g = problem.x, problem.moves, problem.columns.target
     everyone = torch.arange(len(x), device=x.device)
-    if problem.exact:
-        plan, found = maximising_plan(g, x, problem.budget, moves, max_iter=max_iter)
-        bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
-        best.keep_duals(everyone, g, found.psi, (bound, bound))
-        n_iter = found.n_iter
-    else:
-        psi = price_root(problem, g, problem.tau, tol=0.1 * problem.tolerance.tol)
-        score = torch.where(
-            moves.allowed, moves.gather(g) - per_image(psi, best.flow) * moves.cost, -torch.inf
-        )
-        plan = Plan(moves, x.unsqueeze(2) * torch.softmax(score / per_image(problem.tau, score), 2))
-        best.keep_duals(everyone, g, psi, problem.lower_bounds(g, psi))
-        n_iter = torch.ones_like(everyone)
+    psi = price_root(problem, g, problem.tau, tol=0.1 * problem.tolerance.tol)
+    score = torch.where(
+        moves.allowed, moves.gather(g) - per_image(psi, best.flow) * moves.cost, -torch.inf
+    )
+    plan = Plan(moves, x.unsqueeze(2) * torch.softmax(score / per_image(problem.tau, score), 2))
+    best.keep_duals(everyone, g, psi, problem.lower_bounds(g, psi))
     plan = problem.repaired(plan)
     best.keep_plan(everyone, plan, problem.objective(plan))
-    return n_iter
+    return torch.ones_like(everyone)
 
 
 def _offer(

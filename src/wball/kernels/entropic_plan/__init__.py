@@ -1,24 +1,25 @@
 r"""The entropic plan: the attack step's oracle.
 
-For an image ``x`` (rows), potentials ``b`` and ``q`` (columns), a price ``psi`` per image and factors ``keep`` and
-``give`` in [0, 1], the plan is
+For an image ``x`` (rows), potentials ``b`` and ``q`` (columns), a price ``psi`` per image and
+factors ``keep`` and ``give`` in [0, 1], the plan is
 
 .. math::
     P_{ij} = x_i\, \mathrm{softmax}_j(b_j + q_j - \psi C_{ij}) \, give_i\, keep_j \quad (i \ne j), \qquad
     P_{ii} = x_i - \sum_{j \ne i} P_{ij},
 
-so its rows sum to ``x`` for any value of the other quantities, and five images describe it. :func:`entropic_plan`
-chooses
+so its rows sum to ``x`` for any value of the other quantities, and five images describe it.
+:func:`entropic_plan` chooses
 
-* ``psi >= 0`` so that the cost meets the budget: the root of a decreasing function per image, found by bracketed Newton
-  steps on its logarithm. Moves of equal cost form a *ring*; once their logsumexp is known, a step costs one term a
-  ring instead of one a move;
-* ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the multipliers of the box.
-  The plainer the potentials, the better such steps are; where mass crowds into few columns they fall short again and
-  again, and ``momentum`` carries them on: the next step starts at ``q_j + momentum * (q_j - what it was before)``, as
-  long as steps agree on the direction, and never beyond 0;
-* ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back along the arcs it
-  came by, a row that would leave less than ``lo`` sends less.
+* ``psi >= 0`` so that the cost meets the budget: the root of a decreasing function per image, found
+  by bracketed Newton steps on its logarithm. Moves of equal cost form a *ring*; once their
+  logsumexp is known, a step costs one term a ring instead of one a move;
+* ``q`` by coordinate steps ``q_j <- clip(0, q_j + log(lo / z_j), q_j + log(hi / z_j))``: the
+  multipliers of the box. The plainer the potentials, the better such steps are; where mass crowds
+  into few columns they fall short again and again, and ``momentum`` carries them on: the next step
+  starts at ``q_j + momentum * (q_j - what it was before)``, as long as steps agree on the
+  direction, and never beyond 0;
+* ``keep`` and ``give`` so that the box holds exactly: a column above ``hi`` sends its excess back
+  along the arcs it came by, a row that would leave less than ``lo`` sends less.
 
 No tensor with one entry per arc exists: every pass loops over the moves.
 """
@@ -40,11 +41,13 @@ COST_TOL = 1e-3
 """``psi`` is good enough when the cost lies within this relative distance below the budget."""
 
 REPAIR_COUNTED = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.99, 0.9, 0.5, 0.0)
-"""Per repair sweep, how much of its outflow a column may count on while later sweeps can still shrink that outflow.
+"""Per repair sweep, how much of its outflow a column may count on while later sweeps can still
+shrink that outflow.
 
-If it counts on nothing, the bound ``x_j + inflow_j <= hi`` holds for any outflow, so the last sweep always succeeds. It
-also takes away far more than the little that is then left over. Plans are linear in ``keep``, so where rows need no
-repair (``lo <= 0``) the answer lies between the last two: just far enough on the way to hold the box.
+If it counts on nothing, the bound ``x_j + inflow_j <= hi`` holds for any outflow, so the last sweep
+always succeeds. It also takes away far more than the little that is then left over. Plans are
+linear in ``keep``, so where rows need no repair (``lo <= 0``) the answer lies between the last two:
+just far enough on the way to hold the box.
 """
 
 
@@ -55,7 +58,8 @@ class PlanRequest:
     Attributes:
         x: images in the box, float32 or float64, ``(B, C, H, W)``.
         b: potentials, like ``x``. Only differences inside a channel's window matter.
-        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will do.
+        budget: cost to spend per image, ``(B,)``. Not positive: the plan is not used, any psi will
+            do.
         moves: the moves of the ground cost on these images.
         box: ``(lo, hi)`` or ``None``.
         psi: starting price per image, ``(B,)``; ``None`` for :data:`COLD_PRICE`.
@@ -89,12 +93,15 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class EntropicPlan:
-    """A plan of the family above that keeps the box, as column sums and the images that describe it.
+    """A plan of the family above that keeps the box, as column sums and the images that describe
+    it.
 
     Attributes:
         z: column sums, inside the box, ``(B, C, H, W)``.
-        cost: ``<P, C>`` per image, float64. At most ``budget`` where the Newton steps sufficed; the caller scales.
-        net_cost: cost after opposite flows ``i -> j`` and ``j -> i`` cancel (rows and columns stay), float64.
+        cost: ``<P, C>`` per image, float64. At most ``budget`` where the Newton steps sufficed; the
+            caller scales.
+        net_cost: cost after opposite flows ``i -> j`` and ``j -> i`` cancel (rows and columns
+            stay), float64.
         psi: price of cost per image, to warm-start the next call.
         q: box potentials, to warm-start the next call.
         keep: column factors on the moving mass.

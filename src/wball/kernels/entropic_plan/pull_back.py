@@ -1,17 +1,19 @@
 r"""From an entropic plan to a point of the ball.
 
-The columns ``z`` of a plan (:mod:`wball.kernels.entropic_plan`) are moved towards the centre until they are
-provably in the ball:
+The columns ``z`` of a plan (:mod:`wball.kernels.entropic_plan`) are moved towards the centre until
+they are provably in the ball:
 
 .. math::
     z \leftarrow x + t\,D(z - x), \qquad t = \min(1,\; (1 - \delta)\, budget / cost(\bar P)).
 
-``bar P`` is the plan after opposite flows cancel, ``delta`` bounds the rounding error of the flows, and ``D`` makes
-the mass lost equal to the mass gained in each channel. Exponents are sums of potentials and prices. In float32 a sum
-of size ``M`` has an error of a few ``M eps``, and each flow has this relative error: the flows that are priced and the
-flows that arrive may differ by that much.
+``bar P`` is the plan after opposite flows cancel, ``delta`` bounds the rounding error of the flows,
+and ``D`` makes the mass lost equal to the mass gained in each channel. Exponents are sums of
+potentials and prices. In float32 a sum of size ``M`` has an error of a few ``M eps``, and each flow
+has this relative error: the flows that are priced and the flows that arrive may differ by that
+much.
 
-The next plan is requested with the budget ``kappa * budget``. ``kappa`` is adapted until the *net* cost is the budget.
+The next plan is requested with the budget ``kappa * budget``. ``kappa`` is adapted until the *net*
+cost is the budget.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class PulledBack:
 def pull_back(
     request: PlanRequest, plan: EntropicPlan, budget: Tensor, kappa: Tensor | None
 ) -> PulledBack:
-    """Return the point of the ball that ``plan`` proposes. An image whose plan is not finite stays unchanged.
+    """Return the point of the ball that ``plan`` proposes. An image whose plan is not finite stays
+    unchanged.
 
     Args:
         request: the request that the plan answers.
@@ -77,7 +80,8 @@ def pull_back(
 
 
 def balanced(x: Tensor, z: Tensor) -> Tensor:
-    """Return ``z - x`` with equal loss and gain in each channel: the larger one is scaled down to the other.
+    """Return ``z - x`` with equal loss and gain in each channel: the larger one is scaled down to
+    the other.
 
     Each pixel ends between its ``x`` and its ``z``, so the box still holds.
     """

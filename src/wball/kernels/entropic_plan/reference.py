@@ -1,4 +1,5 @@
-"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in plain PyTorch, which the faster kernels must match."""
+"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in plain PyTorch, which the faster kernels
+must match."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from wball.kernels.plan_rows import PlanRows, Repair, image_sums, into_box, ring
 def entropic_plan(request: PlanRequest) -> EntropicPlan:
     """See :func:`wball.kernels.entropic_plan.entropic_plan`.
 
-    Computes in float64 for any input: then most sums over moves need no exponentials, and on a GPU they are convolutions.
+    Computes in float64 for any input: then most sums over moves need no exponentials, and on a GPU
+        they are convolutions.
     """
     x, (psi, q) = request.x, request.start()
     doubled = replace(request, x=x.double(), b=request.b.double(), psi=psi.double(), q=q.double())
@@ -38,14 +40,15 @@ def in_own_precision(request: PlanRequest) -> EntropicPlan:
     for sweep in range(1, sweeps + 1):
         plan = PlanRows(x, b + q, psi, rings, moves)
         z = plan.columns().clamp(min=1e-12)
-        # The upper bound on the shift only matters for lo > 0, where an emptied column could ask for infinity.
+        # The upper bound on the shift only matters for lo > 0, where an emptied column could ask
+        # for infinity.
         new = torch.minimum((q + torch.log(lo / z)).clamp(0.0, 50.0), q + torch.log(hi / z))
         q, before = _ahead(q, new, before, request.momentum if sweep < sweeps else 0.0), new
         rings = ring_sums(b + q, moves)
         psi = solve_price(x, rings, moves.ring_cost, budget, psi, newton, lambda psi: COST_TOL)
     plan = PlanRows(x, b + q, psi, rings, moves)
-    # Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied row may send more
-    # than it has, which may be far below hi.
+    # Potentials of size M leave the flows of a row off by a few M * eps of it, so that an emptied
+    # row may send more than it has, which may be far below hi.
     rounding, counted = 4 * torch.finfo(x.dtype).eps, REPAIR_COUNTED
     slack = rounding * max(1.0, hi if math.isfinite(hi) else 1.0)
     how = Repair(counted, (0.0,) * len(counted), slack, rounding, torch.finfo(x.dtype).tiny)
@@ -55,7 +58,8 @@ def in_own_precision(request: PlanRequest) -> EntropicPlan:
 
 
 def _ahead(q: Tensor, new: Tensor, before: Tensor, momentum: float) -> Tensor:
-    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q`` turned back."""
+    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q``
+    turned back."""
     if momentum == 0.0:
         return new
     ahead = new + momentum * (new - before)

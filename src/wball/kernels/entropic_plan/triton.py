@@ -1,8 +1,9 @@
-r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton: the attack step's oracle in one launch.
+r"""The entropic plan (:mod:`wball.kernels.entropic_plan`) in Triton: the attack step's oracle in
+one launch.
 
-Each image is one program. Its rings stay in registers from the first Newton step to the last. It stops searching for
-``psi`` when the price is found, stops sweeping when the box potentials no longer change, and stops repairing when the
-box holds.
+Each image is one program. Its rings stay in registers from the first Newton step to the last. It
+stops searching for ``psi`` when the price is found, stops sweeping when the box potentials no
+longer change, and stops repairing when the box holds.
 
 Arithmetic is float32 for any input. Sums over an image that are returned are float64.
 """
@@ -32,7 +33,6 @@ from wball.kernels.triton_flows import (
     stage_factors,
     tighten,
     way_back,
-    with_factors,
 )
 from wball.kernels.triton_launch import kernel
 from wball.kernels.triton_stencil import (
@@ -187,7 +187,8 @@ def _plan_kernel(
     if LINEAR:
         tl.store(wide_ptr + image, wide.to(tl.int32))
     else:
-        # In logs flows are off by the rounding of their exponents: count as sent the very numbers that arrive.
+        # In logs flows are off by the rounding of their exponents: count as sent the very numbers
+        # that arrive.
         sent = flows(s_ptr, place, t, 1, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR)
 
     z = x - sent + received
@@ -199,9 +200,9 @@ def _plan_kernel(
             x, sent, received, keep, give, over, under, lo, hi, _counted(repair), 0.0
         )
         if LINEAR:
-            stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real, LINEAR)
+            stage_factors(s_ptr, t_ptr, place, s, t, tighter, give, real)
             next_sent, received = exchange(
-                s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS, LINEAR
+                s_ptr, t_ptr, place, s, t, psi, fees, offset_ptr, fee_ptr, ENDS, OFFSETS
             )
         else:
             _write_factors(keep_out, give_out, tighter, give, real, here)
@@ -219,10 +220,9 @@ def _plan_kernel(
         repair += 1
     _write_factors(keep_out, give_out, keep, give, real, here)
     if LINEAR:
-        stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real, LINEAR)
-        kept, given = with_factors(s, t, keep, give, LINEAR)
+        stage_factors(s_ptr, t_ptr, place, s, t, keep, give, real)
         cost, net = pair_costs(
-            s_ptr, t_ptr, place, kept, given, psi, pair_offset_ptr, pair_fee_ptr, PAIRS, LINEAR
+            s_ptr, t_ptr, place, s * keep, t * give, psi, pair_offset_ptr, pair_fee_ptr, PAIRS
         )
     else:
         cost, net = factored_pair_costs(
@@ -238,7 +238,8 @@ def _plan_kernel(
 
 @triton.jit
 def _ahead(q, new, before, momentum):
-    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q`` turned back."""
+    """Beyond ``new``, in the direction from the step ``before`` it, unless the step from ``q``
+    turned back."""
     ahead = new + momentum * (new - before)
     ahead = tl.where(new < 0.0, tl.minimum(ahead, 0.0), tl.minimum(tl.maximum(ahead, 0.0), 50.0))
     return tl.where((new != 0.0) & ((new - q) * (new - before) >= 0.0), ahead, new)

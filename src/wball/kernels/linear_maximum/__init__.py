@@ -4,10 +4,11 @@ r"""Linear functions over the ball without its box: ring maxima and the kink of 
     \max_{z \in B} \langle a, z \rangle = \min_{\psi \ge 0} h(\psi), \qquad
     h(\psi) = \psi E + \sum_i x_i \max_d \big( M_d(i) - \psi d \big),
 
-with ``M_d(i)`` the largest ``a`` over the moves of cost ``d`` out of pixel ``i``. Every ``psi >= 0`` is a sound upper
-bound, so the search may stop anywhere. ``h`` is convex and piecewise linear with slope ``E - cost(psi)``: where the
-tangents at both ends of a bracket meet is the minimum or a new end, and every third step halves, against creeping
-brackets. The maximiser sends mass by the best moves at both ends of the last bracket, mixed so that it costs ``E``.
+with ``M_d(i)`` the largest ``a`` over the moves of cost ``d`` out of pixel ``i``. Every ``psi >=
+0`` is a sound upper bound, so the search may stop anywhere. ``h`` is convex and piecewise linear
+with slope ``E - cost(psi)``: where the tangents at both ends of a bracket meet is the minimum or a
+new end, and every third step halves, against creeping brackets. The maximiser sends mass by the
+best moves at both ends of the last bracket, mixed so that it costs ``E``.
 """
 
 from __future__ import annotations

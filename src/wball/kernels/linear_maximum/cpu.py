@@ -1,15 +1,17 @@
-r"""The largest value of rows over a Wasserstein ball, on a CPU: one row at a time, compiled by numba.
+r"""The largest value of rows over a Wasserstein ball, on a CPU: one row at a time, compiled by
+numba.
 
 .. math:: \min_{\psi \ge 0} \; \psi E + \sum_i x_i \max_j \big( a_j - \psi C_{ij} \big)
 
-Nothing larger than one row's options exists at a time, so that they stay in the cache. The search begins where nothing
-moves and goes down: the budget is small against the mass, so the best ``psi`` lies near the top, and a source that
-stays at some ``psi`` stays at every larger one and is not looked at again.
+Nothing larger than one row's options exists at a time, so that they stay in the cache. The search
+begins where nothing moves and goes down: the budget is small against the mass, so the best ``psi``
+lies near the top, and a source that stays at some ``psi`` stays at every larger one and is not
+looked at again.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,27 +39,84 @@ def linear_maximum(
     max_iter: int = 60,
 ) -> LinearMaximum:
     """See :func:`wball.kernels.linear_maximum.linear_maximum`."""
-    rows, image, limit = (
-        t.detach().to(torch.float64).contiguous().numpy()
-        for t in (a, x, budget.clamp(min=0.0).to(torch.float64))
+    given = _Given(
+        *(t.detach().to(torch.float64).contiguous().numpy() for t in (a, x, budget.clamp(min=0.0)))
     )
-    shifts = np.array(moves.offsets, dtype=np.int64)
-    ring = np.array([moves.distinct.index(cost) for cost in moves.costs], dtype=np.int64)
-    fee = np.array(moves.distinct)
-    numbers, steps = np.empty((len(rows), 3)), np.empty(len(rows), dtype=np.int64)
-    z = np.zeros(rows.shape if point else (len(rows), 0, 0, 0))
+    tables = _Moves(
+        np.array(moves.offsets, dtype=np.int64),
+        np.array([moves.distinct.index(cost) for cost in moves.costs], dtype=np.int64),
+        np.array(moves.distinct),
+    )
+    rows = len(a)
+    answer = _Answer(
+        np.empty((rows, 3)),
+        np.empty(rows, dtype=np.int64),
+        np.zeros(a.shape if point else (rows, 0, 0, 0)),
+    )
 
     def work(start: int, stop: int) -> None:
-        _maxima(rows, image, limit, shifts, ring, fee, max_iter, start, stop, numbers, steps, z)
+        _maxima(given, tables, max_iter, start, stop, answer)
 
-    split(len(rows), work, x[:1].numel() * (len(moves) + 4 * len(fee)))
-    upper, psi, cost = torch.from_numpy(numbers).unbind(1)
-    maximiser = torch.from_numpy(z).to(a.dtype) if point else None
-    return LinearMaximum(psi.to(a.dtype), upper, cost, maximiser, torch.from_numpy(steps))
+    split(rows, work, x[:1].numel() * (len(moves) + 4 * len(tables.fee)))
+    upper, psi, cost = torch.from_numpy(answer.numbers).unbind(1)
+    z = torch.from_numpy(answer.z).to(a.dtype) if point else None
+    return LinearMaximum(psi.to(a.dtype), upper, cost, z, torch.from_numpy(answer.steps))
+
+
+class _Given(NamedTuple):
+    """Rows, images and budgets."""
+
+    a: Any
+    x: Any
+    budget: Any
+
+
+class _Moves(NamedTuple):
+    """The moves, the ring of each, and what each ring costs."""
+
+    shifts: Any
+    ring: Any
+    fee: Any
+
+
+class _Answer(NamedTuple):
+    """Bound, price and cost of each row, evaluations, and the maximisers."""
+
+    numbers: Any
+    steps: Any
+    z: Any
+
+
+class Options(NamedTuple):
+    """The options of the sources of a row, and memory for a block of them."""
+
+    worth: Any  # (K, S)
+    stay: Any  # (S,): what staying is worth
+    mass: Any  # (S,)
+    fee: Any  # (K,): what each option costs
+    best: Any  # (BLOCK,)
+    paid: Any  # (BLOCK,)
+
+
+class Beyond(NamedTuple):
+    """Mass outside the patch of a row, which comes by the last options only."""
+
+    far: Any  # (C,): the most that it can be worth
+    mass: Any  # (C, T)
+
+
+class Aim(NamedTuple):
+    """The budget, the cheapest move, and when the search ends."""
+
+    budget: float
+    step: float
+    rounds: int
+    tol: float
 
 
 class _Found(NamedTuple):
-    """The least bound that was found, at which price, and the prices on both sides with what their moves cost."""
+    """The least bound that was found, its price and cost, and the bracket of the price with the
+    cost at both ends."""
 
     value: float
     psi: float
@@ -70,8 +129,9 @@ class _Found(NamedTuple):
 
 
 @compiled(inner=True, fastmath=FAST)
-def _evaluate(worth, stay, mass, count, fee, psi, best, paid):  # type: ignore[no-untyped-def]
+def _evaluate(options, count, psi):  # type: ignore[no-untyped-def]
     """``sum_i x_i max_j (a_j - psi C_ij)`` over the sources left, and what the plan costs."""
+    worth, stay, mass, fee, best, paid = options
     value, cost = 0.0, 0.0
     for start in range(0, count, BLOCK):
         n = min(BLOCK, count - start)
@@ -92,8 +152,9 @@ def _evaluate(worth, stay, mass, count, fee, psi, best, paid):  # type: ignore[n
 
 
 @compiled(inner=True, fastmath=FAST)
-def _leave(worth, stay, mass, count, fee, psi):  # type: ignore[no-untyped-def]
-    """Drop the sources that stay at ``psi``; how many are left, and what the others are worth."""
+def _leave(options, count, psi):  # type: ignore[no-untyped-def]
+    """Drop the sources that stay at ``psi``. Returns the number left, and what the others are worth."""
+    worth, stay, mass, fee, _, _ = options
     kept, rest = 0, 0.0
     for s in range(count):
         moves = False
@@ -110,23 +171,24 @@ def _leave(worth, stay, mass, count, fee, psi):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True, fastmath=FAST)
-def _beyond(far, elsewhere, fee, psi):  # type: ignore[no-untyped-def]
+def _from_beyond(beyond, fee, psi):  # type: ignore[no-untyped-def]
     """What mass outside the patch is worth and pays."""
     value, cost = 0.0, 0.0
-    first = fee.shape[0] - elsewhere.shape[1]
-    for c in range(elsewhere.shape[0]):
-        for t in range(elsewhere.shape[1]):
-            gain = far[c] - psi * fee[first + t]
+    first = fee.shape[0] - beyond.mass.shape[1]
+    for c in range(beyond.mass.shape[0]):
+        for t in range(beyond.mass.shape[1]):
+            gain = beyond.far[c] - psi * fee[first + t]
             if gain > 0.0:
-                value += gain * elsewhere[c, t]
-                cost += fee[first + t] * elsewhere[c, t]
+                value += gain * beyond.mass[c, t]
+                cost += fee[first + t] * beyond.mass[c, t]
     return value, cost
 
 
 @compiled(inner=True, fastmath=FAST)
-def search(worth, stay, mass, count, fee, far, elsewhere, budget, step, rounds, tol, best_of, paid):  # type: ignore[no-untyped-def]
-    """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and the bracket it is in."""
-    high, base = 0.0, 0.0
+def search(options, count, beyond, aim):  # type: ignore[no-untyped-def]
+    """The smallest ``psi E + sum_i x_i max_j (a_j - psi C_ij)`` that is found, and its bracket."""
+    worth, stay, mass, fee, _, _ = options
+    budget, high, still = aim.budget, 0.0, 0.0
     for k in range(fee.shape[0]):  # a free move is as good as staying, at any price
         if fee[k] == 0.0:
             for s in range(count):
@@ -135,31 +197,29 @@ def search(worth, stay, mass, count, fee, far, elsewhere, budget, step, rounds, 
         if fee[k] > 0.0:
             for s in range(count):
                 high = max(high, (worth[k, s] - stay[s]) / fee[k])
-    if elsewhere.shape[1]:
-        for c in range(far.shape[0]):
-            high = max(high, far[c] / step)
+    if beyond.mass.shape[1]:
+        for c in range(beyond.far.shape[0]):
+            high = max(high, beyond.far[c] / aim.step)
     for s in range(count):
-        base += stay[s] * mass[s]
+        still += stay[s] * mass[s]
     if high <= 0.0:
-        return _Found(base, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-    still = base  # what staying is worth
+        return _Found(still, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
     high *= 1.0 + 1e-6
-    best, value_high, cost_high = base + budget * high, base + budget * high, 0.0
-    psi_best, cost_best, steps = high, 0.0, 0
-    base = 0.0
+    best, value_high, cost_high = still + budget * high, still + budget * high, 0.0
+    psi_best, cost_best, steps, base = high, 0.0, 0, 0.0
     low, value_low, cost_low, bracketed = 0.0, 0.0, 0.0, False
-    for k in range(rounds):
+    for k in range(aim.rounds):
         if bracketed:
             slope_low, slope_high = budget - cost_low, budget - cost_high
             meet = crossing(low, value_low, slope_low, high, value_high, slope_high)
-            if best - (value_low + slope_low * (meet - low)) <= tol * (best - still):
+            if best - (value_low + slope_low * (meet - low)) <= aim.tol * (best - still):
                 break
             psi = 0.5 * (low + high) if k % 3 == 2 else meet
         else:
-            psi = 0.0 if k == rounds - 1 else _DOWN * high
-        value, cost = _evaluate(worth, stay, mass, count, fee, psi, best_of, paid)
-        if elsewhere.shape[1]:
-            more, spent = _beyond(far, elsewhere, fee, psi)
+            psi = 0.0 if k == aim.rounds - 1 else _DOWN * high
+        value, cost = _evaluate(options, count, psi)
+        if beyond.mass.shape[1]:
+            more, spent = _from_beyond(beyond, fee, psi)
             value, cost = value + more, cost + spent
         value += base + budget * psi
         steps += 1
@@ -167,7 +227,7 @@ def search(worth, stay, mass, count, fee, far, elsewhere, budget, step, rounds, 
             best, psi_best, cost_best = value, psi, cost
         if cost > budget:
             low, value_low, cost_low, bracketed = psi, value, cost, True
-            count, rest = _leave(worth, stay, mass, count, fee, psi)
+            count, rest = _leave(options, count, psi)
             base += rest
         else:
             high, value_high, cost_high = psi, value, cost
@@ -179,57 +239,55 @@ def search(worth, stay, mass, count, fee, far, elsewhere, budget, step, rounds, 
 
 
 @compiled(inner=True)
-def _best_move(a, c, r, k, shifts, ring, fee, psi):  # type: ignore[no-untyped-def]
-    """The cheapest of the best moves out of a pixel."""
-    best, choice = a[c, r, k], 0
-    for m in range(1, shifts.shape[0]):
-        down, across = r + shifts[m, 0], k + shifts[m, 1]
-        if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
-            score = a[c, down, across] - psi * fee[ring[m]]
-            if score > best:
-                best, choice = score, m
-    return choice
+def _add_best_moves(given, n, moves, psi, part, z):  # type: ignore[no-untyped-def]
+    """Add ``part`` of the mass of image ``n`` where the cheapest of its best moves at ``psi`` end."""
+    a, x = given.a[n], given.x[n]
+    shifts, fee = moves.shifts, moves.fee
+    for c in range(a.shape[0]):
+        for r in range(a.shape[1]):
+            for k in range(a.shape[2]):
+                best, row, column = a[c, r, k], r, k
+                for m in range(1, shifts.shape[0] if x[c, r, k] > 0.0 else 1):
+                    down, across = r + shifts[m, 0], k + shifts[m, 1]
+                    if 0 <= down < a.shape[1] and 0 <= across < a.shape[2]:
+                        score = a[c, down, across] - psi * fee[moves.ring[m]]
+                        if score > best:
+                            best, row, column = score, down, across
+                z[c, row, column] += part * x[c, r, k]
 
 
 @compiled()
-def _maxima(a, x, budget, shifts, ring, fee, rounds, start, stop, numbers, steps, z):  # type: ignore[no-untyped-def]
-    """Whole images: bounds, and where asked for the points that reach them."""
-    channels, height, width = a.shape[1:]
+def _maxima(given, moves, rounds, start, stop, answer):  # type: ignore[no-untyped-def]
+    """Whole images: bounds, and the points that reach them if there is memory for them."""
+    shifts, ring, fee = moves
+    channels, height, width = given.a.shape[1:]
     most = channels * height * width
     worth, stay, mass = np.empty((fee.shape[0], most)), np.empty(most), np.empty(most)
-    best, paid = np.empty(BLOCK), np.empty(BLOCK)
-    far, elsewhere = np.empty(channels), np.empty((channels, 0))
+    options = Options(worth, stay, mass, fee, np.empty(BLOCK), np.empty(BLOCK))
+    beyond = Beyond(np.empty(channels), np.empty((channels, 0)))
     for n in range(start, stop):
+        a, x, budget = given.a[n], given.x[n], given.budget[n]
         count = 0
         for c in range(channels):
             for r in range(height):
                 for k in range(width):
-                    if x[n, c, r, k] <= 0.0:
+                    if x[c, r, k] <= 0.0:
                         continue
-                    mass[count], stay[count] = x[n, c, r, k], a[n, c, r, k]
+                    mass[count], stay[count] = x[c, r, k], a[c, r, k]
                     for d in range(fee.shape[0]):
                         worth[d, count] = NOWHERE
                     for m in range(shifts.shape[0]):
                         down, across = r + shifts[m, 0], k + shifts[m, 1]
                         if 0 <= down < height and 0 <= across < width:
-                            worth[ring[m], count] = max(
-                                worth[ring[m], count], a[n, c, down, across]
-                            )
+                            worth[ring[m], count] = max(worth[ring[m], count], a[c, down, across])
                     count += 1
-        found = search(
-            worth, stay, mass, count, fee, far, elsewhere, budget[n], 1.0, rounds, 1e-12, best, paid
-        )
-        numbers[n, 0], numbers[n, 1], numbers[n, 2] = found.value, found.psi, found.cost
-        steps[n] = found.steps
-        if z.shape[1] == 0:
-            continue
-        apart = found.cost_low - found.cost_high
-        blend = min(max((budget[n] - found.cost_high) / apart, 0.0), 1.0) if apart > 0.0 else 0.0
-        for c in range(channels):
-            for r in range(height):
-                for k in range(width):
-                    if x[n, c, r, k] > 0.0:
-                        m = _best_move(a[n], c, r, k, shifts, ring, fee, found.high)
-                        z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += (1.0 - blend) * x[n, c, r, k]
-                        m = _best_move(a[n], c, r, k, shifts, ring, fee, found.low)
-                        z[n, c, r + shifts[m, 0], k + shifts[m, 1]] += blend * x[n, c, r, k]
+        found = search(options, count, beyond, Aim(budget, 1.0, rounds, 1e-12))
+        numbers = answer.numbers[n]
+        numbers[0], numbers[1], numbers[2] = found.value, found.psi, found.cost
+        answer.steps[n] = found.steps
+        if answer.z.shape[1] > 0:
+            apart = found.cost_low - found.cost_high
+            blend = (budget - found.cost_high) / apart if apart > 0.0 else 0.0
+            blend = min(max(blend, 0.0), 1.0)
+            _add_best_moves(given, n, moves, found.high, 1.0 - blend, answer.z[n])
+            _add_best_moves(given, n, moves, found.low, blend, answer.z[n])

@@ -1,4 +1,5 @@
-"""Linear maxima over the ball (:mod:`wball.kernels.linear_maximum`) in plain PyTorch, which the others must match."""
+"""Linear maxima over the ball (:mod:`wball.kernels.linear_maximum`) in plain PyTorch, which the
+others must match."""
 
 from __future__ import annotations
 

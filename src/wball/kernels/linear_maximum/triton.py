@@ -1,7 +1,9 @@
-r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum`) in Triton: one program per row.
+r"""Linear functions over the ball (:mod:`wball.kernels.linear_maximum`) in Triton: one program per
+row.
 
-Ring maxima are computed once and stay in registers. Each evaluation of ``h`` is then a few comparisons per pixel and two
-sums in float64. The maximiser mixes the plans at both ends of the last bracket; torch makes these.
+Ring maxima are computed once and stay in registers. Each evaluation of ``h`` is then a few
+comparisons per pixel and two sums in float64. The maximiser mixes the plans at both ends of the
+last bracket; torch makes these.
 """
 
 # mypy: ignore-errors

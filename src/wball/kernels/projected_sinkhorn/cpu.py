@@ -178,7 +178,7 @@ def _repair(work, f, flat, weight, settings, final):  # type: ignore[no-untyped-
     if settings.box.lo > 0.0 or not excess.drain(f, flat, weight, settings.box):
         if settings.box.lo <= 0.0 and not final:
             return False
-        repair(f, flat, weight, 0.0, settings.box, settings.schedule, False)
+        repair(f, flat, weight, settings.box, settings.schedule)
     keep, give = work[sweeps.KEEP, pad : pad + n], work[sweeps.GIVE, pad : pad + n]
     sent, received = work[sweeps.SENT, pad : pad + n], work[sweeps.RECEIVED, pad : pad + n]
     for i in range(n):

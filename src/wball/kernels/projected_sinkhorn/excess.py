@@ -39,7 +39,7 @@ def drain(f, flat, weight, box):  # type: ignore[no-untyped-def]
     for i in range(pad, pad + n):
         keep[i] = 1.0
         f.give[i] = 1.0
-    receive(f, flat, weight, 0.0, flat.first, False)
+    receive(f, flat, weight, flat.first)
     column, queue, waits = (
         np.zeros(n + 2 * pad),
         np.empty(n, dtype=np.int64),
@@ -47,7 +47,7 @@ def drain(f, flat, weight, box):  # type: ignore[no-untyped-def]
     )
     visits, most = 0, VISITS * n
     for _ in range(ROUNDS + 1):
-        send(f, flat, weight, 0.0, False)
+        send(f, flat, weight)
         head, waiting = 0, 0
         for i in range(pad, pad + n):
             column[i] = x[i] - sent[i] + keep[i] * received[i]

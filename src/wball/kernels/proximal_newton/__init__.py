@@ -5,22 +5,26 @@ The projection minimises ``1/2 |w - z|^2`` over the plans ``P_ij = x_i pi_ij`` o
 
 .. math:: \frac{1}{2 \sigma} \sum_i x_i \sum_j (\pi_{ij} - \pi^k_{ij})^2.
 
-Rows and columns are then eliminated in closed form: with potentials ``u`` of the columns and a price ``psi`` of cost,
+Rows and columns are then eliminated in closed form: with potentials ``u`` of the columns and a
+    price ``psi`` of cost,
 
 .. math::
     \pi_i = \mathrm{proj}_{simplex}\big(\pi^k_i + \sigma (u - \psi C_i)\big), \qquad
     z_j(u) = \mathrm{clip}(w_j - u_j),
 
-which leaves a smooth concave dual in ``(u, psi)`` whose gradient is piecewise linear. Its generalised Hessian is the
-columns' curvature plus, for each row, ``sigma x_i`` times a projection on the few moves in use: two or three a row
-from the first step on, so that conjugate gradients walk over those alone. Unlike the entropic path there is no
-temperature to lower. The centre ``pi^k`` moves to the solution of its own step, which converges for any ``sigma``; a
-step that Newton's method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
+which leaves a smooth concave dual in ``(u, psi)`` whose gradient is piecewise linear. Its
+generalised Hessian is the columns' curvature plus, for each row, ``sigma x_i`` times a projection
+on the few moves in use: two or three a row from the first step on, so that conjugate gradients walk
+over those alone. Unlike the entropic path there is no temperature to lower. The centre ``pi^k``
+moves to the solution of its own step, which converges for any ``sigma``; a step that Newton's
+method solves at once lets ``sigma`` grow, one that it cannot solve makes it shrink.
 
-For the support function columns are linear, ``-g z``: a column sits at its kink ``u = g`` while it is neither full nor
-drained, takes what the plan gives it, and potentials never cross it within a step.
+For the support function columns are linear, ``-g z``: a column sits at its kink ``u = g`` while it
+is neither full nor drained, takes what the plan gives it, and potentials never cross it within a
+step.
 
-After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal term: both are sound.
+After each step the plan is repaired and the bound of ``(u, psi)`` is taken without any proximal
+term: both are sound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Exact plans (:mod:`wball.kernels.proximal_newton`) on a CPU: one image at a time, compiled by numba.
+"""Exact plans (:mod:`wball.kernels.proximal_newton`) on a CPU: one image at a time, compiled by
+numba.
 
-Only rows with mass and columns within their reach exist (:mod:`wball.kernels.image_rows`), an image takes as many steps
-as *it* needs, and conjugate gradients walk over lists of the moves in use.
+Only rows with mass and columns within their reach exist (:mod:`wball.kernels.image_rows`), an image
+takes as many steps as *it* needs, and conjugate gradients walk over lists of the moves in use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from wball.kernels.books import Best, Problem
 from wball.kernels.compiled import compiled
 from wball.kernels.image_rows import (
+    allowed,
     copy,
     fill,
     improve,
@@ -29,7 +31,8 @@ from wball.moves import Moves, StencilMoves
 
 
 def why_not(x: Tensor, moves: Moves) -> str | None:
-    """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the host."""
+    """Why this kernel must refuse such images, or ``None``. Images of a GPU are solved on the
+    host."""
     return (
         None
         if isinstance(moves, StencilMoves)
@@ -53,11 +56,12 @@ class _Shares(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The proximal step of one image: its length, the shares it starts from, and where moves end (outside: beyond)."""
+    """The proximal step of one image."""
 
-    sigma: float
-    centre: _Shares
-    end: Any  # (R, K)
+    sigma: float  # its length
+    centre: _Shares  # the shares it starts from
+    end: Any  # (R, K): where moves end; the number of columns if outside the image
+    method: settings.Method
 
 
 def proximal_newton(
@@ -70,7 +74,8 @@ def proximal_newton(
 
 @compiled(inner=True)
 def _threshold(values, count, top):  # type: ignore[no-untyped-def]
-    """The ``t`` with ``sum max(0, values - t) = 1``: Newton's method from the left, where it is monotone."""
+    """The ``t`` with ``sum max(0, values - t) = 1``: Newton's method from the left, where it is
+    monotone."""
     t, used = top - 1.0, 0
     while True:
         total, above = 0.0, 0
@@ -97,7 +102,8 @@ def _column(w, u, lo, hi):  # type: ignore[no-untyped-def]
 def _linear_column(g, u, come, lo, hi):  # type: ignore[no-untyped-def]
     """Likewise for ``min (u - g) z`` where the plan puts ``come``.
 
-    It sits at its kink ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
+    It sits at its kink ``u = g`` while it is neither full nor drained, and takes what the plan
+    gives it.
     """
     free = g - u
     if free > 0.0 or free == 0.0 and come > hi:
@@ -119,10 +125,10 @@ def _scores(gain, ends, a, toll, row):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def]
-    """Fill shares and gradient; returns the dual, its derivative in ``psi``, how far the plan moved, and what that
-    costs.
+    """Fill shares and gradient. Returns the dual, its derivative in ``psi``, the distance of the
+    plan from the centre, and the proximal term.
 
-    A row looks at all of its moves once: those that could be in use are within 1 of the best, and they are few.
+    A row looks at all of its moves once: moves in use are within 1 of the best, and they are few.
     """
     n_rows, n_moves = p.end.shape
     n, sigma, ends = u.size, step.sigma, step.end
@@ -186,7 +192,7 @@ def _evaluate(p, step, u, psi, shares, gradient):  # type: ignore[no-untyped-def
 
 @compiled(inner=True)
 def _normalise(p, shares):  # type: ignore[no-untyped-def]
-    """Rows that sum to 1 up to rounding, wherever their thresholds were rounded to."""
+    """Rescale rows so that they sum to 1 up to rounding."""
     count, move, part = shares.count, shares.move, shares.part
     for a in range(count.size):
         total = 0.0
@@ -227,16 +233,17 @@ def _range(values):  # type: ignore[no-untyped-def]
     low, high = math.inf, -math.inf
     for j in range(values.size):
         low, high = min(low, values[j]), max(high, values[j])
-    # Where all are equal (an image of one pixel) any positive number will do.
+    # Where all values are equal (an image of one pixel), return any positive number.
     span = max(high - low, 1e-3 * max(abs(low), abs(high)))
     return span if span > 1e-200 else 1.0
 
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
-def _direction(p, step, method, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
-    """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner; returns that of ``psi``."""
+def _direction(p, step, u, psi, shares, gradient, slope, d):  # type: ignore[no-untyped-def]
+    """Newton's step ``d`` by conjugate gradients with a diagonal preconditioner. Returns the step
+    of ``psi``."""
     n_rows, n_moves = p.end.shape
-    n = u.size
+    n, method = u.size, step.method
     ends, fees, mass, target, lo, hi, sigma = p.end, p.fee, p.mass, p.target, p.lo, p.hi, step.sigma
     counts, move, stop = shares.count, shares.move, p.stop
     first, end = np.empty(n_rows + 1, np.int64), np.empty(n_rows * n_moves, np.int64)
@@ -326,9 +333,9 @@ def _direction(p, step, method, u, psi, shares, gradient, slope, d):  # type: ig
 
 @compiled(inner=True)
 def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped-def]
-    """About the price at which the first step's plan costs the budget, from above; ``kink`` is that of any plan.
+    """A price slightly above the one at which the first step's plan costs the budget.
 
-    Where that is unknown (quadratic columns), it is 0.
+    ``kink`` is the price without a box, which is an upper bound; 0 for quadratic columns.
     """
     low, high = 0.0, kink
     for attempt in range(0 if p.linear else 80):
@@ -347,25 +354,16 @@ def _first_price(p, step, u, kink, shares, gradient):  # type: ignore[no-untyped
 
 
 @compiled(inner=True)
-def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  # type: ignore[no-untyped-def]
-    """One image from ``u`` and ``psi`` (negative if unknown). ``found``: primal, dual, hard bound, and its price."""
-    n, shape = u.size, p.end.shape
-    gradient, shares, new_u, new_gradient, new_shares = (
-        np.empty(n),
-        _shares(shape),
-        np.empty(n),
-        np.empty(n),
-        _shares(shape),
-    )
-    d, z, flow, share, centre, steps = (
-        np.empty(n),
-        np.empty(n),
-        np.empty(shape),
-        np.empty(shape),
-        _shares(shape),
-        0,
-    )
-    _normalise(p, centre)  # all stays
+def _solve(p, goal, chosen, u, psi, best_flow, best_u, found):  # type: ignore[no-untyped-def]
+    """Solve one image from ``u`` and ``psi`` (negative if unknown). Returns the steps used.
+
+    ``found`` as in :func:`wball.kernels.image_rows.opened`.
+    """
+    n, shape, steps = u.size, p.end.shape, 0
+    new_u, gradient, new_gradient = np.empty(n), np.empty(n), np.empty(n)
+    d, z, flow, share = np.empty(n), np.empty(n), np.empty(shape), np.empty(shape)
+    shares, new_shares, centre = _shares(shape), _shares(shape), _shares(shape)
+    _normalise(p, centre)  # all mass stays
     end = np.empty(shape, np.uint32)
     ends, target, linear, noise = p.end, p.target, p.linear, 0.0
     if linear:  # this dual is a difference of sums, which round in proportion to their own size
@@ -377,7 +375,8 @@ def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  #
     method, sigma = chosen.method, chosen.method.first / _range(u)
     if chosen.warm:
         sigma *= settings.WARM
-    least, step, idle, narrow = settings.LEAST * sigma, _Step(sigma, centre, end), 0, math.inf
+    step = _Step(sigma, centre, end, method)
+    idle, narrow = 0, math.inf
     if psi < 0.0:
         psi = _first_price(p, step, u, found[3] if linear else 0.0, shares, gradient)
     while steps < goal.max_iter:
@@ -391,10 +390,11 @@ def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  #
             )
             if solved:
                 break
-            d_psi = _direction(p, step, method, u, psi, shares, gradient, slope, d)
+            d_psi = _direction(p, step, u, psi, shares, gradient, slope, d)
             steps += 1
             taken += 1
-            # Stop where psi reaches 0: beyond it the direction was computed for another set of free variables.
+            # Stop where psi reaches 0: beyond it the direction was computed for another set of free
+            # variables.
             length = min(psi / -d_psi, 1.0) if d_psi < 0.0 and psi > 0.0 else 1.0
             ascends = False
             for _ in range(settings.HALVINGS):
@@ -412,7 +412,8 @@ def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  #
                 if new_dual >= dual + 1e-4 * promised - 1e-14 * (abs(dual) + noise):
                     ascends = True
                     break
-                # Where the slope along the direction vanishes, were it linear between here and there.
+                # Where the slope along the direction vanishes, were it linear between here and
+                # there.
                 rise, bend = promised / length, new_slope * d_psi
                 for j in range(n):
                     bend += new_gradient[j] * d[j]
@@ -442,19 +443,18 @@ def _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found):  #
         rest = dual - pull - bound  # the gap of the plan as it is
         idle = 0 if rest < 0.999 * narrow else idle + 1
         narrow = min(rest, narrow)
-        last = idle > settings.PATIENCE or sigma < least or steps >= goal.max_iter or p.stop[0] != 0
-        last = (
-            last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)
-        )  # nothing but rounding is left
-        if last or rest <= settings.PROMISING * (goal.tol * abs(found[0] + offset) + floor):
+        last = idle > settings.PATIENCE or steps >= goal.max_iter or p.stop[0] != 0
+        # Where only rounding errors are left:
+        last = last or linear and solved and rest <= 3e-13 * (abs(dual) + noise)
+        if last or rest <= settings.PROMISING * allowed(p, goal, found[0]):
             _write(shares, share)
             primal, _ = repaired(p, share, 0.0, goal.repair_sweeps, flow, z)
             if primal < found[0]:
                 found[0] = primal
                 copy(flow, best_flow)
-        if last or found[0] - found[1] <= goal.tol * abs(found[0] + offset) + floor:
+        if last or found[0] - found[1] <= allowed(p, goal, found[0]):
             break
-        step = _Step(sigma, centre, end)
+        step = _Step(sigma, centre, end, method)
     return steps
 
 
@@ -464,10 +464,9 @@ def _solve_images(images, moves, goal, chosen, known):  # type: ignore[no-untype
     for m in range(images.x.shape[0]):
         p, u, best_flow, best_u, found = opened(images, moves, goal, known, m, cell)
         psi, steps, done = found[3] if chosen.warm else -1.0, 0, False
-        offset, floor = images.offset[m], images.floor[m]
         if p.linear:
-            steps, done = without_box(p, goal, u, offset, floor, best_flow, best_u, found)
+            steps, done = without_box(p, goal, u, best_flow, best_u, found)
         if not done:
-            steps += _solve(p, goal, chosen, u, psi, offset, floor, best_flow, best_u, found)
+            steps += _solve(p, goal, chosen, u, psi, best_flow, best_u, found)
         known.n_iter[m] = steps
         store(known, m, p, cell, images.target[m], best_flow, best_u, found)

@@ -1,6 +1,8 @@
-"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch for any moves, which the other kernels must match.
+"""Exact plans (:mod:`wball.kernels.proximal_newton`) in plain PyTorch for any moves, which the
+other kernels must match.
 
-A batch takes its steps together. Images that are done, or whose proximal step is solved, are left unchanged.
+A batch takes its steps together. Images that are done, or whose proximal step is solved, are left
+unchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +35,7 @@ def proximal_newton(
     at = _Step(stay, sigma, start[active], best.psi[active])
     if not warm:
         at = _Step(stay, sigma, at.u, _first_price(here, at))
-    least, narrow = torch.empty_like(best.psi), torch.full_like(best.psi, math.inf)
-    least[active], idle = settings.LEAST * sigma, torch.zeros_like(n_iter)
+    narrow, idle = torch.full_like(best.psi, math.inf), torch.zeros_like(n_iter)
     while active.numel():
         here = problem.take(active)
         end, taken, solved = _solve_step(here, at, max_iter - n_iter[active])
@@ -50,8 +51,8 @@ def proximal_newton(
         sigma = torch.where(solved, sigma, at.sigma / settings.SHRINK)
         centre = torch.where(per_image(solved, end.share), end.share, at.centre)
         at = _Step(centre, sigma, end.u, end.psi)
-        done = (idle[active] > settings.PATIENCE) | (sigma < least[active])
-        done |= (n_iter[active] >= max_iter) | problem.deadline.late
+        done = (idle[active] > settings.PATIENCE) | (n_iter[active] >= max_iter)
+        done |= problem.deadline.late
         if linear:  # only rounding is left
             done |= solved & (rest <= 3e-13 * (end.dual.abs() + _noise(here)))
         shown = done | (rest <= settings.PROMISING * here.allowed(best, active))
@@ -63,7 +64,8 @@ def proximal_newton(
 
 
 def without_box(problem: Problem, max_iter: int, best: Best) -> Tensor:
-    """Solve linear columns without their box, where ``u = g`` is optimal; plans are repaired into the box."""
+    """Solve linear columns without their box, where ``u = g`` is optimal; plans are repaired into
+    the box."""
     x, g = problem.x, problem.columns.target
     plan, found = maximising_plan(g, x, problem.budget, problem.moves, max_iter=max_iter)
     bound = -(found.upper + 1e-14 * (found.upper.abs() + dot(g.abs(), x)))
@@ -107,7 +109,8 @@ class _Point:
 
 
 def _noise(problem: Problem) -> Tensor:
-    """Size of the terms of a linear dual, to which its rounding error is proportional; 0 for quadratic columns."""
+    """Size of the terms of a linear dual, to which its rounding error is proportional; 0 for
+    quadratic columns."""
     size = dot(problem.columns.target.abs(), problem.x)
     return size if problem.columns.linear else torch.zeros_like(size)
 
@@ -119,7 +122,8 @@ def _range(values: Tensor) -> Tensor:
 
 
 def _project_rows(score: Tensor) -> Tensor:
-    """Rows projected onto the simplex: Newton's method for the threshold, from the left, where it is monotone."""
+    """Rows projected onto the simplex: Newton's method for the threshold, from the left, where it
+    is monotone."""
     level = score.amax(2, keepdim=True) - 1
     used = torch.zeros_like(level)
     for _ in range(score.shape[2]):
@@ -157,22 +161,19 @@ def _evaluate(problem: Problem, step: _Step, u: Tensor, psi: Tensor) -> _Point:
 
 
 def _first_price(problem: Problem, step: _Step) -> Tensor:
-    """About the price at which the first step's plan costs the budget, from above.
-
-    For linear columns, the price of the step is such a price. For quadratic ones, a bracket is found first.
-    """
+    """A price slightly above the one at which the first step's plan costs the budget."""
 
     def costs_too_much(psi: Tensor) -> Tensor:
         return _evaluate(problem, step, step.u, psi).slope > 0
 
-    low, high = torch.zeros_like(step.psi), step.psi
-    if not problem.columns.linear:
-        high = torch.where(costs_too_much(low), 1e-3 * _range(step.u), 0.0)
-        for _ in range(80):
-            over = costs_too_much(high)
-            if not bool(over.any()):
-                break
-            low, high = torch.where(over, high, low), torch.where(over, 4 * high, high)
+    low = torch.zeros_like(step.psi)
+    high = torch.maximum(step.psi, 1e-3 * _range(step.u))
+    high = torch.where(costs_too_much(low), high, 0.0)
+    for _ in range(80):
+        over = costs_too_much(high)
+        if not bool(over.any()):
+            break
+        low, high = torch.where(over, high, low), torch.where(over, 4 * high, high)
     for _ in range(30):
         if bool((high - low <= 0.02 * high).all()):
             break
@@ -183,7 +184,8 @@ def _first_price(problem: Problem, step: _Step) -> Tensor:
 
 
 def _solve_step(problem: Problem, step: _Step, left: Tensor) -> tuple[_Point, Tensor, Tensor]:
-    """Newton's method for one proximal step, at most ``left`` iterations: its end, iterations used, and whether solved."""
+    """Newton's method for one proximal step, at most ``left`` iterations: its end, iterations used,
+    and whether solved."""
     at = _evaluate(problem, step, step.u, step.psi)
     taken, ascends = torch.zeros_like(left), torch.ones_like(left, dtype=torch.bool)
     method = settings.LINEAR if problem.columns.linear else settings.QUADRATIC

@@ -7,16 +7,18 @@ class Method(NamedTuple):
     """Settings that depend on the columns.
 
     Attributes:
-        first: the first ``sigma`` times the range of ``u``, about the largest change of a share. Linear columns start at
-            the potentials without a box, which suit most rows; with 15, photographs with directions of signs were not
-            solved.
-        settled: a proximal step is solved when the residual of the columns is this fraction of what the plan moved. With
-            0.5, some digits took twice the steps.
-        cg_tol: conjugate gradients end at this fraction of the residual. Steps of projections end early, where moves
-            come into use or fall out of it: with 0.03 they needed half as many products again.
-        damping: Newton's matrix gets this times residual / range of ``u`` on its diagonal. Full pixels that exchange
-            mass only with each other leave directions without curvature. With a hundredth of this, the line search tried
-            two or three lengths a step; with four times this, points far from two full pixels took hundreds of steps.
+        first: the first ``sigma`` times the range of ``u``, about the largest change of a share.
+            Linear columns start at the potentials without a box, which suit most rows; with 15,
+            photographs with directions of signs were not solved.
+        settled: a proximal step is solved when the residual of the columns is this fraction of what
+            the plan moved. With 0.5, some digits took twice the steps.
+        cg_tol: conjugate gradients end at this fraction of the residual. Steps of projections end
+            early, where moves come into use or fall out of it: with 0.03 they needed half as many
+            products again.
+        damping: Newton's matrix gets this times residual / range of ``u`` on its diagonal. Full
+            pixels that exchange mass only with each other leave directions without curvature. With
+            a hundredth of this, the line search tried two or three lengths a step; with four times
+            this, points far from two full pixels took hundreds of steps.
     """
 
     first: float
@@ -29,21 +31,22 @@ QUADRATIC = Method(first=0.5, settled=0.2, cg_tol=0.1, damping=1.0)
 LINEAR = Method(first=6.0, settled=0.05, cg_tol=0.03, damping=4.0)
 
 SPENT, SPENT_LINEAR = 0.02, 0.3
-"""The cost of a solved step is within this fraction of the budget from it, and with linear columns also within this
-fraction of what the plan moved: at a price a little too high, their plans drift back step by step."""
+"""The cost of a solved step is within this fraction of the budget from it, and with linear columns
+also within this fraction of what the plan moved: at a price a little too high, their plans drift
+back step by step."""
 WARM = 8.0
 """Factor on the first ``sigma`` where ``u`` is the solution of a similar problem."""
 GROWTH, QUICK, SLOW, SHRINK = 1.4, 6, 12, 4.0
-"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more than ``SLOW``;
-it shrinks after steps that were not solved."""
+"""``sigma`` grows after steps of at most ``QUICK`` Newton steps and falls by as much after more
+than ``SLOW``; it shrinks after steps that were not solved."""
 INNER, CG_MAX, HALVINGS = 20, 300, 25
-"""Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line search, at most."""
-LEAST = 1e-9
-"""An image is given up when ``sigma`` falls below this multiple of the first one."""
+"""Newton steps of a proximal step, conjugate gradients of a Newton step, and trials of a line
+search, at most."""
 MOST = 1e8
-"""The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of their sums."""
+"""The largest ``sigma`` times the range of ``u``: beyond it, shares are lost in the rounding of
+their sums."""
 PATIENCE = 12
 """An image is given up after this many proximal steps that did not narrow the gap."""
 PROMISING = 1.5
-"""A plan is repaired when its own gap is at most this times the allowed one, or when it is the last. The repair costs
-more than a step and never narrows the gap."""
+"""A plan is repaired when its own gap is at most this times the allowed one, or when it is the
+last. The repair costs more than a step and never narrows the gap."""

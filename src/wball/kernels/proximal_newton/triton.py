@@ -1,19 +1,24 @@
-r"""Exact plans on a GPU: the proximal Newton method of :mod:`wball.kernels.proximal_newton.cpu`, one program per image.
+r"""Exact plans on a GPU: the proximal Newton method of :mod:`wball.kernels.proximal_newton.cpu`,
+one program per image.
 
-The whole solver runs inside one launch: proximal steps, Newton steps, conjugate gradients, repair and bounds, in
-float64 and without synchronising with the host. Everything a program needs again lies in a scratch buffer of its own, staged as
-in :mod:`wball.kernels.triton_stencil`; vectors of the conjugate gradients stay in registers. Which moves of a row are
-in use is one bit each, so that the passes of the conjugate gradients, which are most of the work, load from the two or
-three neighbours in use and not from all. Shares are not stored: the shares ``pi^k`` that a step starts from (in
-float32: rounded, they are another centre and as good), potentials and the threshold of each row determine them.
+The whole solver runs inside one launch: proximal steps, Newton steps, conjugate gradients, repair
+and bounds, in float64 and without synchronising with the host. Everything a program needs again
+lies in a scratch buffer of its own, staged as in :mod:`wball.kernels.triton_stencil`; vectors of
+the conjugate gradients stay in registers. Which moves of a row are in use is one bit each, so that
+the passes of the conjugate gradients, which are most of the work, load from the two or three
+neighbours in use and not from all. Shares are not stored: the shares ``pi^k`` that a step starts
+from (in float32: rounded, they are another centre and as good), potentials and the threshold of
+each row determine them.
 
-The program is one loop around one evaluation of the dual. What an evaluation was for is the *phase*: the search for
-the first price, the start of a proximal step, or a trial of the line search. Scalars are chosen by ``tl.where``: what
-Triton 3.6 assigns in branches within branches of a loop may be lost (prices were, which doubled the steps).
+The program is one loop around one evaluation of the dual. What an evaluation was for is the
+*phase*: the search for the first price, the start of a proximal step, or a trial of the line
+search. Scalars are chosen by ``tl.where``: what Triton 3.6 assigns in branches within branches of a
+loop may be lost (prices were, which doubled the steps).
 
-Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that are not at their
-kinks have no curvature of their own, which makes no difference to conjugate gradients. Their first plan is the best
-without a box, as a step of no length around itself: where it overfills no pixel, that is all.
+Linear columns (the support function) sit at their kinks ``u = g`` until they are full; those that
+are not at their kinks have no curvature of their own, which makes no difference to conjugate
+gradients. Their first plan is the best without a box, as a step of no length around itself: where
+it overfills no pixel, that is all.
 """
 
 # mypy: ignore-errors
@@ -67,7 +72,8 @@ from wball.moves import Moves, StencilMoves
 TILE = 1024
 """Rows or columns that an evaluation sees to at once, of images that are listed half as many."""
 MAX_LISTED = 1024
-"""Rows and columns are listed for images of at most this many values: larger ones are photographs."""
+"""Rows and columns are listed for images of at most this many values: larger ones are
+photographs."""
 MAX_MOVES = 63
 """Moves of a row that one number of 64 bits can mark."""
 
@@ -77,7 +83,7 @@ SPENT, SPENT_LINEAR = tl.constexpr(settings.SPENT), tl.constexpr(settings.SPENT_
 GROWTH, SHRINK = tl.constexpr(settings.GROWTH), tl.constexpr(settings.SHRINK)
 QUICK, SLOW, INNER = (tl.constexpr(n) for n in (settings.QUICK, settings.SLOW, settings.INNER))
 CG_MAX, HALVINGS = tl.constexpr(settings.CG_MAX), tl.constexpr(settings.HALVINGS)
-WARM, LEAST, MOST = (tl.constexpr(n) for n in (settings.WARM, settings.LEAST, settings.MOST))
+WARM, MOST = tl.constexpr(settings.WARM), tl.constexpr(settings.MOST)
 PATIENCE, PROMISING = tl.constexpr(settings.PATIENCE), tl.constexpr(settings.PROMISING)
 PRICE, BISECT, START, SEARCH, END = (tl.constexpr(i) for i in range(5))
 """Phases."""
@@ -94,7 +100,8 @@ def why_not(x: Tensor, moves: Moves) -> str | None:
 def proximal_newton(
     problem: Problem, start: Tensor, max_iter: int, best: Best, *, warm: bool = False
 ) -> Tensor:
-    """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move nothing."""
+    """See :func:`wball.kernels.proximal_newton.proximal_newton`. ``best`` holds the plans that move
+    nothing."""
     x, moves, budget, columns = problem.x, problem.moves, problem.budget, problem.columns
     table, batch, device = stencil(moves, x), x.shape[0], x.device
     n_iter = torch.empty(batch, dtype=torch.int64, device=device)
@@ -110,7 +117,8 @@ def proximal_newton(
     listed = torch.empty(
         (batch, 2, table.values) if is_listed else 1, dtype=torch.int32, device=device
     )
-    # Columns are never negative anyway, and what a linear one is worth at its bound must be a number.
+    # Columns are never negative anyway, and what a linear one is worth at its bound must be a
+    # number.
     lo, tolerance = max(columns.lo, 0.0) if columns.linear else columns.lo, problem.tolerance
     terms = budget, tolerance.floor, tolerance.offset
     channels, height, width = table.shape
@@ -138,7 +146,8 @@ def _numbers(lo: float, hi: float, tol: float, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _tables(moves: StencilMoves, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What each move costs, the move that goes back (0: none), and how far apart its ends are in an image."""
+    """What each move costs, the move that goes back (0: none), and how far apart its ends are in an
+    image."""
     back = torch.tensor([k or 0 for k in moves.reverse], dtype=torch.int32)
     flat = torch.tensor([r * moves.shape[1] + c for r, c in moves.offsets], dtype=torch.int32)
     return (
@@ -170,7 +179,8 @@ def _incoming(mark_ptr, place, real, offset_ptr, MOVES: tl.constexpr):
 
 @triton.jit
 def _stepped(s_ptr, place, real, length, rise, STAGED: tl.constexpr, LINEAR: tl.constexpr):
-    """The potentials a step away, linear ones kept on their side of the kink; and what the columns' slopes promise."""
+    """The potentials a step away, linear ones kept on their side of the kink; and what the columns'
+    slopes promise."""
     u = tl.load(s_ptr + U * STAGED + place, mask=real, other=0.0)
     new = u + length * tl.load(s_ptr + D * STAGED + place, mask=real, other=0.0)
     if LINEAR:
@@ -193,7 +203,8 @@ def _direction(
     offset_ptr, fee_ptr, STAGED: tl.constexpr, MARKED: tl.constexpr, MOVES: tl.constexpr, LINEAR: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual should rise."""
+    """Newton's step by conjugate gradients, stored; returns that of ``psi`` and how fast the dual
+    should rise."""
     marks = tl.load(mark_ptr + place, mask=real, other=0)
     ways = tl.zeros(place.shape, tl.int32)
     total = tl.zeros(place.shape, tl.float64)
@@ -393,7 +404,6 @@ def _solve_kernel(
     zero = budget * 0.0
     none = tl.max(rows.to(tl.int32), 0) * 0
     sigma = (zero + (FIRST_LINEAR if LINEAR else FIRST)) * tl.where(warm != 0, WARM, 1.0) / span
-    least = LEAST * sigma
     centre_primal, best_dual, best_psi = (
         tl.load(primal_ptr + n),
         tl.load(dual_ptr + n),
@@ -443,7 +453,8 @@ def _solve_kernel(
             promised += slope * (trial_psi - psi)
             ascends = new_dual >= dual + 1e-4 * promised - 1e-14 * (tl.abs(dual) + noise)
             if (phase == SEARCH) & (ascends == False) & (halved < HALVINGS):
-                # Where the slope along the direction vanishes, were it linear between here and there.
+                # Where the slope along the direction vanishes, were it linear between here and
+                # there.
                 bend = along + new_slope * d_psi
                 fall = tl.where(bend < 0.0, (promised / length) / (promised / length - bend), 0.5)
                 length = length * tl.minimum(tl.maximum(fall, 0.1), 0.5)
@@ -474,7 +485,8 @@ def _solve_kernel(
                     )  # fmt: skip
                     steps += 1
                     taken += 1
-                    # Stop where psi reaches 0: beyond it the direction was computed for other free variables.
+                    # Stop where psi reaches 0: beyond it the direction was computed for other free
+                    # variables.
                     stops = (d_psi < 0.0) & (psi > 0.0)
                     length = tl.where(
                         stops, tl.minimum(psi / tl.where(stops, -d_psi, 1.0), 1.0), 1.0
@@ -546,7 +558,7 @@ def _solve_kernel(
                     rest = dual - pull - bound  # the gap of the plan as it is
                     idle = tl.where((rest < 0.999 * narrow) | opens, 0, idle + 1)
                     narrow = tl.where(opens, narrow, tl.minimum(rest, narrow))
-                    last = (idle > PATIENCE) | (sigma < least) | (steps >= max_iter)
+                    last = (idle > PATIENCE) | (steps >= max_iter)
                     if LINEAR:  # nothing but rounding is left
                         last = last | (
                             solved & (opens == False) & (rest <= 3e-13 * (tl.abs(dual) + noise))
@@ -569,7 +581,8 @@ def _solve_kernel(
                             ),
                             0,
                         )
-                        # There is room for one plan: the last, or that of the centre where it is better.
+                        # There is room for one plan: the last, or that of the centre where it is
+                        # better.
                         helps = primal < centre_primal
                         scale, best_primal = (
                             tl.where(helps, scale, 0.0),

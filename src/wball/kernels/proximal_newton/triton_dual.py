@@ -1,6 +1,8 @@
-r"""The dual of a proximal step inside a Triton program: the plan and the residual at given potentials.
+r"""The dual of a proximal step inside a Triton program: the plan and the residual at given
+potentials.
 
-Of small images, rows with mass and columns within their reach are listed: of a digit's pixels, one in six has mass.
+Of small images, rows with mass and columns within their reach are listed: of a digit's pixels, one
+    in six has mass.
 """
 
 # mypy: ignore-errors
@@ -16,14 +18,16 @@ BUFFERS = tl.constexpr(12)
 D, U, TRIAL, TARGET, MASS, GRADIENT, HELD, LEVEL, Q, S, COLUMN, TOLL = (
     tl.constexpr(i) for i in range(12)
 )
-"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the gradient on trial and
-that of the current potentials, rows' thresholds; conjugate gradients' direction, rows' means and columns' constants,
-which are no longer needed when the repair works there.
-What lies before the first pixel of the potentials is the halo behind the buffer before them."""
+"""Scratch of an image: the direction, the current potentials, those on trial, ``w``, ``x``, the
+gradient on trial and that of the current potentials, rows' thresholds; conjugate gradients'
+direction, rows' means and columns' constants, which are no longer needed when the repair works
+there. What lies before the first pixel of the potentials is the halo behind the buffer before
+them."""
 GROUP = tl.constexpr(5)
-"""Moves whose loads are under way at once. The assembler puts each load right before the arithmetic that needs it: a
-pass over the moves then takes the latency of all its loads one after the other, which is nearly all of its time.
-:func:`missing` makes the arithmetic of a group need all of its loads."""
+"""Moves whose loads are under way at once. The assembler puts each load right before the arithmetic
+that needs it: a pass over the moves then takes the latency of all its loads one after the other,
+which is nearly all of its time. :func:`missing` makes the arithmetic of a group need all of its
+loads."""
 
 
 @triton.jit
@@ -42,10 +46,11 @@ def three_sums(a, b, c):
 
 @triton.jit
 def column(w, u, come, lo, hi, LINEAR: tl.constexpr):
-    """The column at potential ``u`` where the plan puts ``come``, its curvature, and the least of its objective.
+    """The column at potential ``u`` where the plan puts ``come``, its curvature, and the least of
+    its objective.
 
-    Without a clip at 0 the dual of a projection stays strongly concave there. A linear column sits at its kink
-    ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
+    Without a clip at 0 the dual of a projection stays strongly concave there. A linear column sits
+    at its kink ``u = g`` while it is neither full nor drained, and takes what the plan gives it.
     """
     free = w - u
     if LINEAR:
@@ -80,7 +85,8 @@ def tables(offset_ptr, fee_ptr, first, MOVES: tl.constexpr, GROUP: tl.constexpr)
 
 @triton.jit
 def missing(values):
-    """Nowhere (where all of these are not numbers), but that is known only when all of them are there."""
+    """Nowhere (where all of these are not numbers), but that is known only when all of them are
+    there."""
     bits = values[0].to(tl.int32 if values[0].dtype == tl.float32 else tl.int64, bitcast=True)
     for i in tl.static_range(1, len(values)):
         bits = bits & values[i].to(bits.dtype, bitcast=True)
@@ -125,7 +131,8 @@ def _ends_and_shares(
 
 @triton.jit
 def _earned(u_ptr, place, rows, mass, psi, offset_ptr, fee_ptr, MOVES: tl.constexpr):
-    """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest of these cost."""
+    """What rows earn without a box by their best moves at the price ``psi``, and what the cheapest
+    of these cost."""
     top, toll = mass * 0.0 + float("-inf"), mass * 0.0
     for first in tl.range(0, MOVES, GROUP):
         steps, fees = tables(offset_ptr, fee_ptr, first, MOVES, GROUP)
@@ -143,9 +150,11 @@ def kink(
     u_ptr, centre_ptr, place, rows, mass, span, budget, max_iter, offset_ptr, fee_ptr,
     STAGED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """The price at which the best plan without a box costs the budget; stores the shares of that plan.
+    """The price at which the best plan without a box costs the budget; stores the shares of that
+    plan.
 
-    See :func:`wball.kernels.image_rows.kink`: two lines bracket the kink and are intersected until they meet there.
+    See :func:`wball.kernels.image_rows.kink`: two lines bracket the kink and are intersected until
+    they meet there.
     """
     cheapest = span * 0.0 + float("inf")
     for k in tl.range(0, MOVES):
@@ -213,7 +222,8 @@ def _position(
     RC: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Where the rows or columns with these numbers are staged: by their list, or all pixels one after the other."""
+    """Where the rows or columns with these numbers are staged: by their list, or all pixels one
+    after the other."""
     if LISTED:
         return tl.load(list_ptr + index, mask=real, other=0).to(tl.int64)
     else:
@@ -227,11 +237,12 @@ def evaluate(
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, RR: tl.constexpr, RC: tl.constexpr,
     MOVES: tl.constexpr, LINEAR: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its derivative in ``psi``,
-    how far the plan moved and what that costs, the size of the gradient, and its product with the direction.
+    """At the potentials on trial: thresholds, marks of moves in use, gradient; the dual, its
+    derivative in ``psi``, how far the plan moved and what that costs, the size of the gradient, and
+    its product with the direction.
 
-    Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers fit in registers.
-    ``beyond`` is the value of the columns that are not listed.
+    Rows are independent of each other, and so are columns: tiles of them take turns, whose numbers
+    fit in registers. ``beyond`` is the value of the columns that are not listed.
     """
     STAGED: tl.constexpr = C * (H + RR) * (W + RC)
     u_ptr = s_ptr + TRIAL * STAGED
@@ -244,8 +255,9 @@ def evaluate(
         m = tl.load(s_ptr + MASS * STAGED + place, mask=real, other=0.0)
         rows = m > 0.0
         t = tl.load(s_ptr + LEVEL * STAGED + place, mask=real, other=0.0)
-        # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the root and it is
-        # monotone from there. The marked sets are nested, so that equal counts are equal sets.
+        # Newton's method for sum max(0, v - t) = 1: from anywhere, its second point is left of the
+        # root and it is monotone from there. The marked sets are nested, so that equal counts are
+        # equal sets.
         count = t * 0.0 - 1.0
         open_rows = tl.max(rows.to(tl.int32), 0)
         tries = open_rows * 0

@@ -1,4 +1,5 @@
-"""The repair of a plan that is written out (:meth:`wball.plan.Plan.repair`) inside a Triton program, one image each."""
+"""The repair of a plan that is written out (:meth:`wball.plan.Plan.repair`) inside a Triton
+program, one image each."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _send_back(
     s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,
     STAGED: tl.constexpr, PLANE: tl.constexpr, MOVES: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
-    """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones recall."""
+    """One sweep of :meth:`wball.plan.Plan.repair`: overfull pixels send back, drained ones
+    recall."""
     room = tl.maximum(hi - z, 0.0)
     tl.store(s_ptr + ROOM * STAGED + place, room, mask=real)
     if LOWER:
@@ -90,9 +92,10 @@ def repair(
 ):  # fmt: skip
     """:meth:`wball.plan.Plan.cancelled` and :meth:`wball.plan.Plan.repair`, in place.
 
-    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in use. Plans are not
-    staged: moves are ``PLANE`` apart, ``spot`` is where those of a pixel begin, ``flat`` holds their offsets. Returns a
-    factor that is left to apply to everything that moves, and the columns with it.
+    ``s_ptr`` points to four staged buffers, ``marks`` and ``incoming`` have a bit for each move in
+    use. Plans are not staged: moves are ``PLANE`` apart, ``spot`` is where those of a pixel begin,
+    ``flat`` holds their offsets. Returns a factor that is left to apply to everything that moves,
+    and the columns with it.
     """
     tl.debug_barrier()
     for k in tl.range(1, MOVES):
@@ -114,7 +117,8 @@ def repair(
     sweep = wrong * 0
     more = budget * 0.0 + 1.0
     while (wrong > 0) & (sweep < SWEEPS):
-        # The last sweeps return ever more than the excess, so that what circulates among full pixels dies out.
+        # The last sweeps return ever more than the excess, so that what circulates among full
+        # pixels dies out.
         more = tl.where(sweep > SWEEPS - 40, 2.0 * more, more)
         _send_back(
             s_ptr, flow_ptr, place, spot, real, marks, incoming, z, more, lo, hi, rounding, offset_ptr, flat_ptr,

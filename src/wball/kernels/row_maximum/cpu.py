@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wball.kernels.compiled import compiled, split
 from wball.kernels.compiled import why_not as why_not
-from wball.kernels.linear_maximum.cpu import BLOCK, FAST, search
+from wball.kernels.linear_maximum.cpu import BLOCK, FAST, Aim, Beyond, Options, search
 from wball.kernels.row_maximum import NOWHERE, Field, RowProblem
 
 _TOL = 1e-6  # of what moving gains: the search may stop
@@ -134,7 +134,7 @@ def _fields(  # type: ignore[no-untyped-def]
     channels, options, sources = worth.shape[1:]
     most = channels * sources
     options_held, stay_held, mass_held = np.empty((options, most)), np.empty(most), np.empty(most)
-    best, paid = np.empty(BLOCK), np.empty(BLOCK)
+    held = Options(options_held, stay_held, mass_held, fee, np.empty(BLOCK), np.empty(BLOCK))
     for n in range(start, stop):
         count, whole = 0, True
         for c in range(channels):
@@ -145,10 +145,8 @@ def _fields(  # type: ignore[no-untyped-def]
                         options_held[k, count] = worth[n, c, k, s]
                         whole = whole and not np.isnan(worth[n, c, k, s])
                     count += 1
-        found = search(
-            options_held, stay_held, mass_held, count, fee, far[n], elsewhere[n], budget[n], step, rounds, _TOL, best,
-            paid,
-        )  # fmt: skip
+        beyond = Beyond(far[n], elsewhere[n])
+        found = search(held, count, beyond, Aim(budget[n], step, rounds, _TOL))
         out[n], psi[n] = (
             found.value if whole else np.nan,
             found.psi,
@@ -188,7 +186,7 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
     ends, spare = np.empty(rows * columns), np.empty(rows * columns)
     most = channels * rows * columns
     worth, stay, mass = np.empty((fee.shape[0], most)), np.empty(most), np.empty(most)
-    best, paid = np.empty(BLOCK), np.empty(BLOCK)
+    options = Options(worth, stay, mass, fee, np.empty(BLOCK), np.empty(BLOCK))
     place, far = np.empty(rows * columns, np.int64), np.empty(channels)
     for n in range(start, stop):
         picture = x[image[n]]
@@ -260,19 +258,6 @@ def _rows(given, ways, effort, start, stop, out, psi):  # type: ignore[no-untype
                     if patched:
                         for s in range(first, count):
                             worth[rings + t, s] = max(0.0, worth[rings + t, s])
-        found = search(
-            worth,
-            stay,
-            mass,
-            count,
-            fee,
-            far,
-            elsewhere[n],
-            budget[n],
-            step,
-            rounds,
-            _TOL,
-            best,
-            paid,
-        )
+        beyond = Beyond(far, elsewhere[n])
+        found = search(options, count, beyond, Aim(budget[n], step, rounds, _TOL))
         out[n], psi[n] = found.value, found.psi
