@@ -1,5 +1,4 @@
-r"""The problem of the exact solvers, what is known about each image of it, and when an image is
-done.
+r"""The problem of the exact solvers, the best bounds of each image, and when an image is solved.
 
 Projection and support function minimise a separable convex function of the columns over the plans
 of a ball,
@@ -73,11 +72,11 @@ class Best:
     psi: Tensor
 
     def take(self, index: Tensor, device: torch.device) -> Best:
-        """A copy of what is known about a subset of the images."""
+        """A copy of the state of a subset of the images."""
         return Best(*(getattr(self, f.name)[index].to(device).contiguous() for f in fields(self)))
 
     def put(self, index: Tensor, part: Best) -> None:
-        """What is known about a subset of the images now."""
+        """Write the state of a subset of the images."""
         for f in fields(self):
             book = getattr(self, f.name)
             book[index] = getattr(part, f.name).to(book.device)

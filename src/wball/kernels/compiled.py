@@ -26,8 +26,7 @@ PARTS_PER_THREAD = 4
 
 
 class FirstTime(event.Listener):
-    """Says once why the first call of a fresh installation takes its time. Loops in the cache
-    compile nothing."""
+    """Announces the first compilation once. Cached loops are not compiled."""
 
     def __init__(self) -> None:
         self._said = False
@@ -63,8 +62,8 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
     that is possible.
 
     ``inner`` functions are called by compiled ones only and become part of their callers. A cached
-    function is compiled anew when any file of the kernels changes; hand it settings of other
-    modules as arguments. numba's own parallel loops are not used: their thread pools do not survive
+    function is recompiled when any file of the kernels changes; pass settings of other modules
+    as arguments. numba's own parallel loops are not used: their thread pools do not survive
     a fork and may not be entered twice.
     """
     options |= {"nogil": True, "error_model": "numpy"}
@@ -79,7 +78,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
         except (
             RuntimeError,
             AttributeError,
-        ):  # no place to write a cache, or a numba that keeps it otherwise
+        ):  # no writable cache, or another layout of it in numba
             return numba.njit(**options)(function)
         return loop
 
@@ -88,8 +87,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
 
 @cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """The kernels' files as they are now: compiled loops have functions of several of them
-    inside."""
+    """Names, times and sizes of the kernels' files: a compiled loop includes functions of several."""
     seen = ((path, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py")))
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 
@@ -123,7 +121,7 @@ def exp(t):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath={"contract", "nsz"})
 def log(t):  # type: ignore[no-untyped-def]
-    """``log`` of a positive number that is not denormal, likewise; relative error 3e-16."""
+    """``log`` of a positive normal number, vectorised like :func:`exp`; relative error 3e-16."""
     # t = 2^k m with m within sqrt(2) of 1; log(m) = 2 artanh(s).
     bits = np.float64(t).view(np.int64)
     above = np.int64(bits - 0x3FE6A09E667F3BCD)

@@ -28,36 +28,19 @@ from wball.moves import Moves
 KERNELS = ("triton", "cpu", "torch")
 """The names of kernels. ``torch`` has every operation and serves any images."""
 
+
+def _modules(operation: str, kernels: tuple[str, ...] = KERNELS) -> dict[str, str]:
+    files = {name: "reference" if name == "torch" else name for name in kernels}
+    return {name: f"wball.kernels.{operation}.{file}" for name, file in files.items()}
+
+
 OPERATIONS: dict[str, dict[str, str]] = {
-    "entropic_plan": {
-        "triton": "wball.kernels.entropic_plan.triton",
-        "cpu": "wball.kernels.entropic_plan.cpu",
-        "torch": "wball.kernels.entropic_plan.reference",
-    },
-    "projected_sinkhorn": {
-        "triton": "wball.kernels.projected_sinkhorn.triton",
-        "cpu": "wball.kernels.projected_sinkhorn.cpu",
-        "torch": "wball.kernels.projected_sinkhorn.reference",
-    },
-    "entropic_path": {
-        "cpu": "wball.kernels.entropic_path.cpu",
-        "torch": "wball.kernels.entropic_path.reference",
-    },
-    "proximal_newton": {
-        "triton": "wball.kernels.proximal_newton.triton",
-        "cpu": "wball.kernels.proximal_newton.cpu",
-        "torch": "wball.kernels.proximal_newton.reference",
-    },
-    "linear_maximum": {
-        "triton": "wball.kernels.linear_maximum.triton",
-        "cpu": "wball.kernels.linear_maximum.cpu",
-        "torch": "wball.kernels.linear_maximum.reference",
-    },
-    "row_maximum": {
-        "triton": "wball.kernels.row_maximum.triton",
-        "cpu": "wball.kernels.row_maximum.cpu",
-        "torch": "wball.kernels.row_maximum.reference",
-    },
+    "entropic_plan": _modules("entropic_plan"),
+    "projected_sinkhorn": _modules("projected_sinkhorn"),
+    "entropic_path": _modules("entropic_path", ("cpu", "torch")),
+    "proximal_newton": _modules("proximal_newton"),
+    "linear_maximum": _modules("linear_maximum"),
+    "row_maximum": _modules("row_maximum"),
 }
 """Operation -> name of a kernel -> its module."""
 
@@ -69,8 +52,6 @@ NEVER_READS = frozenset({"triton"})
 """Kernels that leave all their decisions to the GPU: what they launch can be recorded and
 replayed."""
 
-ALIASES = {"": "auto", "numba": "cpu", "reference": "torch"}
-
 
 class KernelError(RuntimeError):
     """``WBALL_KERNEL`` asks for a kernel that does not exist or cannot serve the call."""
@@ -78,11 +59,10 @@ class KernelError(RuntimeError):
 
 def requested() -> str:
     """What ``WBALL_KERNEL`` asks for: the name of a kernel, or ``auto``."""
-    given = os.environ.get("WBALL_KERNEL", "auto").strip().lower()
-    name = ALIASES.get(given, given)
-    if name != "auto" and not any(name in kernels for kernels in OPERATIONS.values()):
+    name = os.environ.get("WBALL_KERNEL", "").strip().lower() or "auto"
+    if name not in ("auto", *KERNELS):
         raise KernelError(
-            f"WBALL_KERNEL={given!r} is not a kernel; use one of auto, {', '.join(KERNELS)}"
+            f"WBALL_KERNEL={name!r} is not a kernel; use one of auto, {', '.join(KERNELS)}"
         )
     return name
 
@@ -106,7 +86,8 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
         )
         if reason is not None:
             raise KernelError(
-                f"WBALL_KERNEL={name} cannot serve this call: {reason}; unset it or use another kernel"
+                f"WBALL_KERNEL={name} cannot serve this call: {reason}; "
+                "unset it or use another kernel"
             )
         return name if has else "torch"
     for name in AUTOMATIC.get(x.device.type, AUTOMATIC["cpu"]):
@@ -117,8 +98,8 @@ def choose(operation: str, x: Tensor, moves: Moves | None = None) -> str:
         if why_not(operation, name, x, moves) is None:
             return name
         if not tried and isinstance(_loaded[module], str):
-            slow = f"the {name} kernel cannot be loaded and a slower one serves instead: {_loaded[module]}"
-            warnings.warn(slow, RuntimeWarning, stacklevel=2)
+            reason = f"the {name} kernel cannot be loaded, a slower one is used: {_loaded[module]}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=2)
     return "torch"
 
 

@@ -72,7 +72,7 @@ class FlatMoves:
         )
 
     def length(self, shape: tuple[int, ...]) -> int:
-        """Room for a flat image with its margins, whatever box around its mass it is cropped to."""
+        """The largest length of a flat image with its margins, for any crop."""
         _, channels, height, width = shape
         stride = width + 2 * self.radius[1]
         return channels * (height + 2 * self.radius[0]) * stride + 2 * (

@@ -72,12 +72,10 @@ def solve_price(
     psi: Tensor,
     steps: int,
     tolerance: Callable[[Tensor], float | Tensor],
-    ignored: Tensor | None = None,
 ) -> Tensor:
     """The ``psi >= 0`` at which ``sum_i x_i E_i[cost]`` meets the budget, from the side below it.
 
-    ``tolerance`` of the budget may depend on the price. The search does not wait for images that
-    are ``ignored``.
+    ``tolerance``, relative to the budget, may depend on the price.
     """
     low, high = torch.full_like(psi, -1.0), torch.full_like(psi, math.inf)
     for _ in range(steps):
@@ -86,7 +84,7 @@ def solve_price(
         variance = (share * (ring_cost - mean).square()).sum(0)
         cost, slope = image_sums(x * mean), image_sums(x * variance)
         psi, low, high, found = newton_step(psi, low, high, cost, slope, budget, tolerance(psi))
-        if bool((found if ignored is None else found | ignored).all()):
+        if bool(found.all()):
             break
     return psi
 

@@ -218,7 +218,7 @@ def _reach(shape: tuple[int, int, int], radius: tuple[int, int]) -> tuple[int, i
     """How far apart planes and rows are staged.
 
     A row that fits in a line of the cache with its halo gets one, and a warp to itself, where that
-    takes no more threads: whatever the move, a warp then loads one line and not parts of two.
+    takes no more threads: for any move, a warp then loads one line and not parts of two.
     """
     channels, height, width = shape
     threads = triton.next_power_of_2(channels * height * width)

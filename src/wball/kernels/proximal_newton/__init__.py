@@ -44,7 +44,7 @@ def proximal_newton(
         problem: exact. Triton takes linear columns in a box only.
         start: column potentials to start from.
         max_iter: Newton steps.
-        best: what is known, improved in place.
+        best: the best plans and bounds, improved in place.
         kernel: the kernel chosen by :func:`wball.kernels.dispatch.choose`.
         warm: whether ``start`` and ``best.psi`` solve a similar problem.
     """

@@ -70,7 +70,7 @@ from wball.kernels.triton_stencil import why_not as _why_not
 from wball.moves import Moves, StencilMoves
 
 TILE = 1024
-"""Rows or columns that an evaluation sees to at once, of images that are listed half as many."""
+"""Rows or columns of a tile of an evaluation; small images, whose rows are listed, have half."""
 MAX_LISTED = 1024
 """Rows and columns are listed for images of at most this many values: larger ones are
 photographs."""

@@ -100,7 +100,7 @@ def repair(
     tl.debug_barrier()
     for k in tl.range(1, MOVES):
         back = tl.load(reverse_ptr + k)
-        if back > k:  # one end of a pair of opposite moves sees to both
+        if back > k:  # one end of each pair of opposite moves treats both
             there = spot + tl.load(flat_ptr + k)
             used = ((marks >> k) & 1) != 0
             ahead = tl.load(flow_ptr + k * PLANE + spot, mask=used, other=0.0)
