@@ -87,7 +87,7 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[Callable[..., 
 
 @cache
 def _stamp() -> tuple[tuple[str, int, int], ...]:
-    """Names, times and sizes of the kernels' files: a compiled loop includes functions of several."""
+    """Names, times and sizes of the kernels' files: compiled loops include functions of several."""
     seen = ((path, path.stat()) for path in sorted(Path(__file__).parent.rglob("*.py")))
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in seen)
 
