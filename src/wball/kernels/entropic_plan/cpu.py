@@ -136,10 +136,11 @@ def _by_factors(request: PlanRequest) -> EntropicPlan:
         scratch = np.zeros((_RINGS + stencil.rings, stencil.length(shape)))
         for first in range(start, stop, PART):
             part = slice(first, min(stop, first + PART))
-            images = (np.array(t[part], dtype=np.float64, order="C") for t in given)
-            result = np.empty((4, *out[0, part].shape))
+            image, b, shift = (np.array(t[part], dtype=np.float64, order="C") for t in given)
+            images = _Given(image, b, shift, limit[part])
+            result = np.empty((4, *image.shape))
             answer = _Answer(result, psi[part], cost[part], net[part])
-            _plan_images(_Given(*images, limit[part]), stencil.arrays, settings, scratch, answer)
+            _plan_images(images, stencil.arrays, settings, scratch, answer)
             out[:, part] = result
 
     split(shape[0], work, entries=math.prod(shape[1:]) * len(request.moves))
