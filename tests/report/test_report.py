@@ -447,7 +447,10 @@ def test_in_a_browser(
     def visible() -> list[Any]:
         return [c for c in browser.find_elements("css selector", ".card") if c.is_displayed()]
 
+    assert len(visible()) == 12
+    find("#more").click()
     whole = len(visible())
+    assert whole == sum(len(e) for e in evaluations)
     find("#filters select[name=outcome] option[value=broken]").click()
     broken = visible()
     assert 0 < len(broken) < whole and {c.get_attribute("data-outcome") for c in broken} == {
@@ -457,7 +460,7 @@ def test_in_a_browser(
     assert all(float(c.get_attribute("data-radius")) <= RADII[0] for c in visible())
     assert find("#count").text.startswith(f"{len(visible())} of {whole}")
     find("#filters button[type=reset]").click()
-    wait(lambda: len(visible()) == whole)
+    wait(lambda: len(visible()) == 12)
 
     # light and dark
     def background() -> str:

@@ -1,11 +1,13 @@
-"""Flows of least cost between two histograms, over the moves that a ground cost allows.
+"""Minimum-cost flows between two histograms over the moves that a ground cost allows.
 
-They are found by a network simplex (POT) or a linear program (HiGHS), and believed only as far as they add up.
+They are computed by a network simplex (POT) or, if its answer fails the checks below, by a linear
+program (HiGHS). The audit and :mod:`wball.solvers.distance` both use this solver.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,175 +18,200 @@ from wball.cost import DenseCost, GroundCost
 Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
-AGREE = 1e-8  # of the mass, times the dearest move: bounds from both sides must meet this closely
+AGREE = 1e-8
+"""Largest gap between upper and lower bound, as a fraction of mass x largest cost."""
 
 
-class ListedMoves:
-    """Every move ``source -> target`` that a cost allows on a grid, and its price.
+class ListedMoves(NamedTuple):
+    """Moves ``source -> target`` between pixels, and the cost of each.
 
-    ``straight`` is what a step to the next pixel in a row or column costs, inf if there is none in some direction.
+    ``symmetric``: every move has an opposite one of the same cost.
     """
 
-    def __init__(self, cost: GroundCost, height: int, width: int) -> None:
-        n = height * width
-        here = np.arange(n).reshape(height, width)
-        if isinstance(cost, DenseCost):
-            if cost.size != n:
-                raise ValueError(
-                    f"the ball's cost is for {cost.size} pixels, but the images have {n}"
-                )
-            self.straight = math.inf
-            price = cost.matrix.cpu().numpy().T.copy()  # row k: the moves that end in k
-            target = np.repeat(np.arange(n)[:, None], n, axis=1)
-        else:
-            steps = cost.moves(height, width)
-            price, target = (
-                np.full((len(steps), n), math.inf),
-                np.zeros((len(steps), n), dtype=np.int64),
-            )
-            for k, (down, right, value) in enumerate(steps):
-                rows, columns = np.divmod(here.reshape(-1), width)
-                rows, columns = rows + down, columns + right
-                inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-                price[k, inside] = value
-                target[k, inside] = rows[inside] * width + columns[inside]
-            self.straight = max(_price(steps, *step) for step in ((0, 1), (0, -1), (1, 0), (-1, 0)))
-        self.grid = (height, width)
-        self.symmetric = not isinstance(cost, DenseCost)
-        step, self.source = np.nonzero(np.isfinite(price))
-        self.target, self.price = target[step, self.source], price[step, self.source]
-        self.dearest = float(self.price.max())
-        self.cheapest = (
-            float(self.price[self.price > 0].min()) if bool((self.price > 0).any()) else 0.0
-        )
+    source: Index
+    target: Index
+    price: Array
+    symmetric: bool = False
+
+    @property
+    def dearest(self) -> float:
+        return float(self.price.max())
+
+    @property
+    def cheapest(self) -> float:
+        """The smallest cost above 0; 0 if all moves are free."""
+        paid = self.price[self.price > 0]
+        return float(paid.min()) if len(paid) else 0.0
 
 
-def _price(steps: list[tuple[int, int, float]], down: int, right: int) -> float:
-    return next((value for *step, value in steps if step == [down, right]), math.inf)
+def list_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
+    """Every move that a cost allows on a grid."""
+    if isinstance(cost, DenseCost):
+        cost.check_size(height, width)
+        matrix = cost.matrix.cpu().numpy()
+        source, target = np.nonzero(np.isfinite(matrix))
+        return ListedMoves(source, target, matrix[source, target])
+    steps = cost.moves(height, width)
+    row, column = np.divmod(np.arange(height * width), width)
+    sources, targets = [], []
+    for down, right, _ in steps:
+        rows, columns = row + down, column + right
+        inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+        sources.append(np.flatnonzero(inside))
+        targets.append(sources[-1] + down * width + right)
+    price = np.repeat([value for *_, value in steps], [len(part) for part in sources])
+    symmetric = set(steps) == {(-down, -right, value) for down, right, value in steps}
+    return ListedMoves(np.concatenate(sources), np.concatenate(targets), price, symmetric)
 
 
 class Matching(NamedTuple):
-    """What it costs to match two histograms, the mass that stayed unmatched, and the flow on some of the moves."""
+    """A flow that turns one histogram into another.
+
+    Attributes:
+        cost: of the whole flow.
+        missing: mass that is not matched.
+        arcs: the moves between entries with mass, as positions in the list of moves.
+        flow: mass on each of these arcs.
+        row_prices: dual prices of the entries of the first histogram with mass.
+        column_prices: those of the second. ``row + column <= cost`` on every arc, up to rounding.
+    """
 
     cost: float
     missing: float
     arcs: Index
     flow: Array
+    row_prices: Array
+    column_prices: Array
 
 
-class Network(NamedTuple):
-    """Flows between histograms that both have one more entry, which takes what stays unmatched."""
+class _Network(NamedTuple):
+    """Arcs with their prices, and the mass that leaves and enters each node.
+
+    The last node on either side takes mass that is not matched.
+    """
 
     tail: Index
     head: Index
+    price: Array
     supply: Array
     demand: Array
 
-    def prices(self, price: Array, unmatched: float) -> Array:
-        """What each arc costs: the moves, what is not matched, and the way between the two entries more."""
-        return np.concatenate(
-            [price, np.full(len(self.supply) + len(self.demand) - 2, unmatched), [0.0]]
-        )
 
-
-def network(moves: ListedMoves, a: Array, b: Array) -> tuple[Network, Index]:
-    """The network between the entries of ``a`` and ``b`` that are above 0, as fractions of the mass of ``a``; and which
-    moves its first arcs are."""
-    rows, columns = np.flatnonzero(a > 0), np.flatnonzero(b > 0)
-    number = np.zeros((2, len(a)), dtype=np.int64)
-    number[0, rows], number[1, columns] = np.arange(len(rows)), np.arange(len(columns))
-    arcs = np.flatnonzero((a[moves.source] > 0) & (b[moves.target] > 0))
-    n, m, mass = len(rows), len(columns), float(a.sum())
-    tail = np.concatenate([number[0, moves.source[arcs]], np.arange(n), np.full(m, n), [n]])
-    head = np.concatenate([number[1, moves.target[arcs]], np.full(n, m), np.arange(m), [m]])
-    return Network(
-        tail, head, np.append(a[rows] / mass, 1.0), np.append(b[columns] / mass, 1.0)
-    ), arcs
+_Answer = tuple[Array, Array, Array]
+_Solver = Callable[[_Network], _Answer | None]
 
 
 def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
-    """Match ``a`` with ``b``, of the same mass, at the least cost; an infinite one if no solver delivers it.
+    """Match ``a`` with ``b``, of equal mass, at the least cost; an infinite one if every solver fails.
 
-    As a linear program: ``min <P, C> + M (sum r + sum s)`` with ``P 1 + r = a``, ``P^T 1 + s = b``, all >= 0. Each unit
-    that is not matched appears once in ``r`` and once in ``s``; to match it instead costs at most one dearest move per
-    pixel on the way, so ``M`` times two exceeds that. As a flow: ``r`` goes to, ``s`` comes from, one more node.
+    As a linear program: ``min <P, C> + M (sum r + sum s)`` with ``P 1 + r = a``, ``P^T 1 + s = b``,
+    all >= 0. Each unit of unmatched mass appears once in ``r`` and once in ``s``. To match it costs
+    at most the largest cost per pixel on the way, so ``M = 1 + pixels * largest cost`` matches as
+    much mass as the moves permit. As a flow, ``r`` goes to an extra node and ``s`` comes from one.
     """
-    net, arcs = network(moves, a, b)
-    k, mass, most = len(arcs), float(a.sum()), min(len(net.supply), len(net.demand)) - 1
-    # A large M costs digits. A smaller one will do whenever all mass is matched at it, as it nearly always is.
+    most = min(np.count_nonzero(a), np.count_nonzero(b))
+    # A large M costs digits. A smaller M gives the same answer if all mass is matched.
     for length in sorted({min(most, 64), most}):
-        price = net.prices(moves.price[arcs], 1.0 + moves.dearest * length)
-        flow = _optimal_flow(net, price, AGREE * max(moves.dearest, 1.0))
-        if flow is not None:
-            missing = float(flow[k:-1].sum()) / 2
-            if missing <= 1e-12 or length == most:
-                return Matching(
-                    mass * float(flow[:k] @ price[:k]), mass * missing, arcs, mass * flow[:k]
-                )
-    return Matching(math.inf, 0.0, arcs[:0], np.zeros(0))
+        found = match_at(moves, a, b, 1.0 + moves.dearest * length)
+        if found is not None and (found.missing <= 1e-12 * a.sum() or length == most):
+            return found
+    return no_flow(math.inf)
 
 
-def _optimal_flow(net: Network, price: Array, gap: float) -> Array | None:
-    """A flow on the arcs that was checked to be optimal up to ``gap``; ``None`` if no solver delivers one."""
-    tail, head, supply, demand = net
-    for solve in (by_network_simplex, _by_linear_program):
-        answer = solve(net, price)
-        if answer is None:
-            continue
-        flow, u, v = answer
-        flow = np.maximum(flow, 0.0)
-        wrong = float(np.abs(np.bincount(tail, flow, len(supply)) - supply).sum())
-        wrong += float(np.abs(np.bincount(head, flow, len(demand)) - demand).sum())
-        # Shift the row prices until no move is underpriced: then their sum is a lower bound in any case.
-        slack = np.full(len(supply), math.inf)
-        np.minimum.at(slack, tail, price - u[tail] - v[head])
-        lower = float((u + np.minimum(slack, 0.0)) @ supply + v @ demand)
-        if wrong <= AGREE and float(flow @ price) - lower <= gap:
-            return flow
+def no_flow(cost: float) -> Matching:
+    """A matching that moves nothing, at ``cost``: 0, or inf if no solver succeeds."""
+    empty = np.zeros(0)
+    return Matching(cost, 0.0, np.zeros(0, np.int64), empty, empty, empty)
+
+
+def match_at(
+    moves: ListedMoves,
+    a: Array,
+    b: Array,
+    unmatched: float,
+    solvers: Sequence[_Solver] | None = None,
+) -> Matching | None:
+    """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass; ``None`` if every solver fails.
+
+    An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
+    """
+    rows, columns, mass = np.flatnonzero(a), np.flatnonzero(b), float(a.sum())
+    n, m = len(rows), len(columns)
+    arcs = np.flatnonzero((a[moves.source] > 0) & (b[moves.target] > 0))
+    tail = np.searchsorted(rows, moves.source[arcs])
+    head = np.searchsorted(columns, moves.target[arcs])
+    net = _Network(
+        np.concatenate([tail, np.arange(n), np.full(m + 1, n)]),
+        np.concatenate([head, np.full(n, m), np.arange(m + 1)]),
+        np.concatenate([moves.price[arcs], np.full(n + m, unmatched), [0.0]]),
+        np.append(a[rows] / mass, 1.0),
+        np.append(b[columns] / mass, 1.0),
+    )
+    for solve in solvers or (by_network_simplex, _by_linear_program):
+        answer = solve(net)
+        if answer is not None and _optimal(net, answer, AGREE * max(moves.dearest, 1.0)):
+            flow, u, v = answer
+            flow = mass * np.maximum(flow, 0.0)
+            matched, missing = flow[: len(arcs)], float(flow[len(arcs) : -1].sum()) / 2
+            return Matching(
+                float(matched @ moves.price[arcs]), missing, arcs, matched, u[:-1], v[:-1]
+            )
     return None
 
 
-def by_network_simplex(net: Network, price: Array) -> tuple[Array, Array, Array] | None:
-    """Flow on each arc and the dual prices, by POT; ``None`` where it is not installed."""
+def _optimal(net: _Network, answer: _Answer, gap: float) -> bool:
+    """Whether a flow adds up and its cost is within ``gap`` of a lower bound."""
+    flow, u, v = answer
+    flow = np.maximum(flow, 0.0)
+    wrong = float(np.abs(np.bincount(net.tail, flow, len(u)) - net.supply).sum())
+    wrong += float(np.abs(np.bincount(net.head, flow, len(v)) - net.demand).sum())
+    # Lower the row prices until they satisfy every arc: then they give a lower bound in any case.
+    slack = np.full(len(u), math.inf)
+    np.minimum.at(slack, net.tail, net.price - u[net.tail] - v[net.head])
+    lower = float((u + np.minimum(slack, 0.0)) @ net.supply + v @ net.demand)
+    return wrong <= AGREE and float(flow @ net.price) - lower <= gap
+
+
+def by_network_simplex(net: _Network) -> _Answer | None:
+    """Flow on each arc and the dual prices, by POT; ``None`` if it is not installed."""
     try:
         import ot  # here and below: slow to import
     except ImportError:
         return None
     from scipy import sparse
 
-    tail, head, supply, demand = net
-    shape = (len(supply), len(demand))
-    costs = sparse.coo_matrix((price, (tail, head)), shape=shape)
+    shape = (len(net.supply), len(net.demand))
     plan, log = ot.emd(
-        supply, demand, costs, numItermax=10**7, log=True, center_dual=False, check_marginals=False
+        net.supply,
+        net.demand,
+        sparse.coo_matrix((net.price, (net.tail, net.head)), shape=shape),
+        numItermax=10**7,
+        log=True,
+        center_dual=False,
+        check_marginals=False,
     )
     plan = plan.tocoo()
-    key = tail * shape[1] + head
+    key = net.tail * shape[1] + net.head
     order = np.argsort(key)
-    used = order[
-        np.searchsorted(key, plan.row.astype(np.int64) * shape[1] + plan.col, sorter=order)
-    ]
-    flow = np.zeros(len(price))
-    flow[used] = plan.data
+    used = np.searchsorted(key, plan.row.astype(np.int64) * shape[1] + plan.col, sorter=order)
+    flow = np.zeros(len(net.price))
+    flow[order[used]] = plan.data
     return flow, np.asarray(log["u"]), np.asarray(log["v"])
 
 
-def _by_linear_program(net: Network, price: Array) -> tuple[Array, Array, Array] | None:
-    """The same by HiGHS: slower, and only asked when the first answer did not pass."""
+def _by_linear_program(net: _Network) -> _Answer | None:
+    """The same by HiGHS: slower, used only if the first answer fails the checks."""
     from scipy import sparse
     from scipy.optimize import linprog
 
-    tail, head, supply, demand = net
-    arcs = np.arange(len(price))
-    leaves = sparse.csr_matrix((np.ones(len(price)), (tail, arcs)), shape=(len(supply), len(price)))
-    arrives = sparse.csr_matrix(
-        (np.ones(len(price)), (head, arcs)), shape=(len(demand), len(price))
-    )
+    n, arcs = len(net.supply), np.arange(len(net.price))
+    node = np.append(net.tail, net.head + n)
+    sums = sparse.csr_matrix((np.ones(2 * len(arcs)), (node, np.tile(arcs, 2))))
     # One of the sums follows from the others; with rounding it might contradict them.
-    equalities, sums = sparse.vstack([leaves, arrives[:-1]]), np.concatenate([supply, demand[:-1]])
+    wanted = np.append(net.supply, net.demand)[:-1]
     tight = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10}
-    answer = linprog(price, A_eq=equalities, b_eq=sums, method="highs", options=tight)
+    answer = linprog(net.price, A_eq=sums[:-1], b_eq=wanted, method="highs", options=tight)
     if answer.x is None:
         return None
     prices = np.append(answer.eqlin.marginals, 0.0)
-    return np.asarray(answer.x), prices[: len(supply)], prices[len(supply) :]
+    return np.asarray(answer.x), prices[:n], prices[n:]

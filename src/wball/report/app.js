@@ -39,7 +39,7 @@
   };
   const largest = Math.max(...data.runs.map((run) => run.curve.eps.at(-1)));
   function axes(box, height, top, labels) {
-    const width = Math.max(240, box.clientWidth), left = 46, right = 12, above = 10, below = labels ? 44 : 26;
+    const width = Math.max(240, box.clientWidth), left = 46, right = 24, above = 10, below = labels ? 44 : 26;
     const x = (eps) => left + (width - left - right) * eps / top;
     const y = (percent) => above + (height - above - below) * (1 - percent / 100);
     const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
@@ -145,34 +145,44 @@
   const redraw = () => { draw(); if ($("bands")) drawBands(); };
   addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(redraw); });
 
-  // Gallery filters.
-  const form = $("filters"), cards = [...document.querySelectorAll(".card")];
+  // Gallery: filters, and the first few of the images that match them.
+  const form = $("filters"), cards = [...document.querySelectorAll(".card")], page = 12;
+  let limit = page;
   const filter = () => {
     const want = new FormData(form);
-    let shown = 0;
+    let matching = 0;
     for (const card of cards) {
       const d = card.dataset;
       const keep = ["run", "outcome", "label", "read"].every((key) => !want.get(key) || d[key] === want.get(key))
         && (!want.get("radius") || (d.radius !== "" && Number(d.radius) <= Number(want.get("radius")) * (1 + 1e-9)));
-      card.hidden = !keep;
-      shown += keep;
+      matching += keep;
+      card.hidden = !keep || matching > limit;
     }
-    $("count").textContent = shown === cards.length ? `${shown} images` : `${shown} of ${cards.length} images`;
-    $("none").hidden = shown > 0;
+    $("count").textContent = matching === cards.length ? `${matching} images` : `${matching} of ${cards.length} images`;
+    $("none").hidden = matching > 0;
+    $("more").hidden = matching <= limit;
   };
+  const restart = () => { limit = page; filter(); };
   if (form) { // histograms have no gallery
-    form.addEventListener("change", filter);
+    form.addEventListener("change", restart);
     form.addEventListener("submit", (event) => event.preventDefault());
-    form.addEventListener("reset", () => setTimeout(filter));
+    form.addEventListener("reset", () => setTimeout(restart));
+    $("more").addEventListener("click", () => { limit += 4 * page; filter(); });
     filter();
   }
 
   // Transport explorer.
   function explore() {
     const runs = data.runs.map((run, k) => ({ ...run, k })).filter((run) => run.explorer);
-    let run = runs[0], item = 0;
+    // It opens on the first image that was broken, at the smallest radius that breaks it.
+    const broken = (it) => it.states.findIndex((state) => state.wrong);
+    let run = runs.find((r) => r.explorer.items.some((it) => broken(it) >= 0)) || runs[0];
+    let item = Math.max(0, run.explorer.items.findIndex((it) => broken(it) >= 0));
     const slider = $("ex-slider"), picker = $("ex-image");
+    slider.max = run.explorer.radii.length;
+    slider.value = broken(run.explorer.items[item]) + 1;
     $("ex-run").replaceChildren(...runs.map((r) => option(r.k, r.name)));
+    $("ex-run").value = String(run.k);
     const open = () => {
       const items = run.explorer.items;
       slider.max = run.explorer.radii.length;
