@@ -148,7 +148,7 @@ def test_nothing_in_a_file_is_executed(
             return os.system, ("echo executed",)
 
     known["somebody-mnist"] = authors.publish(packed({**tiny(), "extra": Evil()}))
-    with pytest.raises(ValueError, match="holds more than tensors"):
+    with pytest.raises(ValueError, match="contains more than tensors"):
         wball.load_model("somebody-mnist", root=tmp_path)
     known["older"] = authors.publish(
         pickle.dumps(Evil(), 2), "older"

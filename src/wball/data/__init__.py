@@ -6,7 +6,7 @@ Folders are data sets that are read item by item (:class:`ImageFolder`).
 """
 
 from wball.data.augment import RandomAffine, RandomCropFlip, RandomCutout
-from wball.data.folder import ImageFolder, labels_of, load_folder, read_items, without_bad
+from wball.data.folder import ImageFolder, labels_of, load_folder, read_items
 from wball.data.named import (
     CIFAR10_RECORDS,
     DatasetInfo,
@@ -43,5 +43,4 @@ __all__ = [
     "read_idx",
     "read_items",
     "to_tensors",
-    "without_bad",
 ]

@@ -1,4 +1,4 @@
-"""Images in one folder per class, as ImageNet has them: read when they are asked for, resized and cropped."""
+"""Images in one folder per class, as in ImageNet: read on demand, resized and cropped."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from wball import inputs
 from wball.data.tensors import PathLike, from_array, to_tensors
 
 _NO_CLASS = ("__MACOSX", "__pycache__")
-"""Folders that programs leave beside one's own."""
+"""Folders that other programs create."""
 NAMED = 3
-"""How many of several files a message names."""
+"""Largest number of files that a message names."""
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images in one sub-folder per class, as a data set of ``(bytes (C, H, W), class number)``. Needs Pillow.
+    """Images in one sub-folder per class, as items ``(bytes (C, H, W), class number)``. Needs Pillow.
 
-    Classes are numbered in alphabetical order. Folder names that are numbers from 0 on are the class numbers
-    themselves, so that a missing one moves no other; other numbers are put in their order. A folder that holds images
-    directly is one class. Hidden files and folders are left alone; other files that are not images are named in a
-    warning.
+    Classes are numbered in alphabetical order. If folder names are numbers from 0 on, they are the
+    class numbers, so that a missing class does not change the others. Other numbers are sorted by
+    value. A folder with images and no sub-folders is one class. Hidden files and folders are
+    ignored; a warning names other files that are not images.
 
     Args:
         root: the folder.
-        size: resize to this height and width, whatever the proportions.
         resize: resize the shorter side to this many pixels, keeping proportions.
-        crop: then cut this many pixels (a square, or height and width) out of the middle.
-        grey: one channel instead of three.
+        crop: then take the central square of this many pixels, or (height, width).
+        grey: convert to one channel.
 
     Attributes:
         classes: the name of each class number.
@@ -47,17 +46,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self,
         root: PathLike,
         *,
-        size: int | tuple[int, int] | None = None,
         resize: int | None = None,
         crop: int | tuple[int, int] | None = None,
         grey: bool = False,
     ) -> None:
-        self._size, self._crop, self._grey = _sides("size", size), _sides("crop", crop), grey
+        self._crop, self._grey = _sides("crop", crop), grey
         self._resize = None if resize is None else inputs.check_count("resize", resize)
-        if self._size is not None and (resize is not None or crop is not None):
-            raise ValueError(
-                "size excludes resize and crop: it sets both sides whatever the proportions"
-            )
         try:
             from PIL import Image
         except ImportError as error:
@@ -65,7 +59,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         root = Path(root)
         if not root.is_dir():
             raise FileNotFoundError(f"root {os.fspath(root)!r} is not a folder")
-        # What a file is, is told by its content, and Pillow hands EPS over to another program, which executes it.
+        # Pillow detects formats by content, and passes EPS to another program, which executes it.
         endings = Image.registered_extensions()  # loads the formats
         self._formats = sorted(set(Image.OPEN) - {"EPS"})
         readable = {ending for ending, kind in endings.items() if kind in self._formats}
@@ -106,8 +100,6 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         path = self.paths[k]
         image = _read_image(path, self._formats, self._grey)
         wide, high = image.size
-        if self._size is not None:
-            image = image.resize(self._size[::-1], Image.Resampling.BILINEAR)
         if self._resize is not None:
             short, longer = self._resize, int(self._resize * max(wide, high) / min(wide, high))
             image = image.resize(
@@ -118,7 +110,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return from_array(np.asarray(image)), self.labels[k]
 
     def describe(self, k: int) -> str:
-        """What to call an item in a message."""
+        """The name of an item for messages."""
         return os.fspath(self.paths[k])
 
 
@@ -145,29 +137,28 @@ def _cropped(path: Path, image: Any, crop: tuple[int, int]) -> Any:
 def load_folder(
     root: PathLike,
     *,
-    size: int | tuple[int, int] | None = None,
     resize: int | None = None,
     crop: int | tuple[int, int] | None = None,
     grey: bool = False,
-    skip_bad: bool = False,
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    """Images in one sub-folder per class, all of them, as ``(x, y, class names)``; see :class:`ImageFolder`.
+    """Images in one sub-folder per class as ``(x, y, class names)``; see :class:`ImageFolder`.
 
-    Without ``size``, or ``resize`` and ``crop``, all images must have the same size. ``skip_bad``: leave out files that
-    cannot be read or have another size, with a warning that counts and names them; without it the first one raises.
+    Without ``resize`` and ``crop`` all images must have the same size. The first file that cannot be
+    read, or has a different size, raises an error that names it.
     """
-    folder = ImageFolder(root, size=size, resize=resize, crop=crop, grey=grey)
-    data: Dataset[Any] = without_bad(folder) if skip_bad else folder
-    x, y = read_items(data, range(len(data)))  # type: ignore[arg-type]
+    folder = ImageFolder(root, resize=resize, crop=crop, grey=grey)
+    x, y = read_items(folder, range(len(folder)))
     return x.to(device), y.to(device), folder.classes
 
 
 def read_items(
     data: Any, index: Sequence[int], shape: tuple[int, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Items of a data set as ``(x, y)``; the first that cannot be read, or has not the ``shape`` of item 0, is
-    named."""
+    """Items of a data set as ``(x, y)``.
+
+    The error names the first item that cannot be read or does not have the ``shape`` of item 0.
+    """
     images, labels = [], []
     for k in index:
         x, y = read_item(data, k)
@@ -182,11 +173,11 @@ def read_items(
 
 
 def read_item(data: Any, k: int) -> tuple[Tensor, Tensor]:
-    """Item ``k`` of a data set as a batch of one; whatever is wrong with it, the error names it."""
+    """Item ``k`` of a data set as a batch of one; errors name the item."""
     name = item_name(data, k)
     try:
         item = data[k]
-    except Exception as error:  # whatever somebody's data set raises
+    except Exception as error:  # a data set may raise anything
         said = (str(error).strip().splitlines() or [""])[0]
         if name in said or (
             isinstance(error, (ValueError, OSError))
@@ -202,62 +193,32 @@ def read_item(data: Any, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _other_shape(here: tuple[int, ...], there: tuple[int, ...], first: str) -> str:
-    """What to say about an item whose shape is not that of the first."""
+    """The message about an item whose shape differs from the first one's."""
     if here[0] != there[0]:
         return (
-            f"has {here[0]} channel{'s'[: here[0] != 1]}, but {first} has {there[0]}; convert them in the data set, "
-            'such as image.convert("RGB")'
+            f"has {here[0]} channel{'s'[: here[0] != 1]}, but {first} has {there[0]}; "
+            'convert them in the data set, such as image.convert("RGB")'
         )
     size, other = (" x ".join(map(str, shape[1:])) for shape in (here, there))
-    remedy = "pass size=(height, width), or resize and crop (--resize, --crop), to make them equal"
+    remedy = "pass resize and crop (--resize, --crop) to make them equal"
     return f"is {size}, but {first} is {other}; {remedy}"
 
 
-def without_bad(data: Any) -> Subset[Any]:
-    """The items of a data set that can be read and have the shape of the first of these; a warning counts the others.
-
-    Every item is read once.
-    """
-    good, bad, shape = [], [], None
-    for k in range(len(data)):
-        try:
-            x, _ = read_item(data, k)
-        except (ValueError, TypeError, OSError) as error:
-            bad.append(str(error).strip().splitlines()[0])
-            continue
-        shape = shape or tuple(x.shape[1:])
-        if tuple(x.shape[1:]) != shape:
-            bad.append(f"{item_name(data, k)} has shape {tuple(x.shape[1:])}, not {shape}")
-            continue
-        good.append(k)
-    if not good:
-        raise ValueError(
-            f"no item of the data can be read; the first: {bad[0]}" if bad else "data is empty"
-        )
-    if bad:
-        more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
-        warnings.warn(
-            f"left out {len(bad)} of {len(data)} items: {'; '.join(bad[:NAMED])}{more}",
-            stacklevel=2,
-        )
-    return Subset(data, good)
-
-
 def item_name(data: Any, k: int) -> str:
-    """What to call item ``k`` of a data set: its file, or its number."""
+    """The name of item ``k`` of a data set for messages: its file, or its number."""
     data, k = _behind(data, k)
     return data.describe(k) if isinstance(data, ImageFolder) else f"item {k}"
 
 
 def _behind(data: Any, k: int) -> tuple[Any, int]:
-    """The data set that a part was taken of, and where the part's item ``k`` stands in it."""
+    """The data set behind a ``Subset``, and the position of item ``k`` in it."""
     while isinstance(data, Subset):
         data, k = data.dataset, data.indices[k]
     return data, k
 
 
 def labels_of(data: Any) -> Tensor | None:
-    """The class numbers of a folder's images, or of some of them, without reading the images; ``None`` if unknown."""
+    """The labels of a folder or a part of it, without reading images; ``None`` if unknown."""
     if isinstance(data, Subset):
         known = labels_of(data.dataset)
         return None if known is None else known[list(data.indices)]
@@ -265,13 +226,13 @@ def labels_of(data: Any) -> Tensor | None:
 
 
 def _images_in(folder: Path, endings: set[str]) -> list[Path]:
-    """The images in a folder, links to nothing included: reading them says so."""
+    """The images in a folder. Dangling links are included, so that reading them raises."""
     found = (p for p in folder.iterdir() if p.suffix.lower() in endings and p.name[0] != ".")
     return sorted(p for p in found if p.is_file() or p.is_symlink() and not p.exists())
 
 
 def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
-    """Say which files in class folders are not taken for images."""
+    """Warn about files in class folders that are not images."""
     others = [
         p
         for folder in folders
@@ -284,7 +245,7 @@ def _name_others(folders: Sequence[Path], endings: set[str]) -> None:
     if others:
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
         named = ", ".join(os.fspath(p) for p in others[:NAMED])
-        warnings.warn(f"left out files that are not images: {named}{more}", stacklevel=4)
+        warnings.warn(f"ignored files that are not images: {named}{more}", stacklevel=4)
 
 
 def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
@@ -308,7 +269,7 @@ def _read_image(path: Path, formats: list[str], grey: bool) -> Any:
 
 
 def _class_names(folders: list[str]) -> tuple[str, ...]:
-    """The name of each class number, out of the names of its folders in alphabetical order."""
+    """The name of each class number, from folder names in alphabetical order."""
     if not all(name.isdecimal() for name in folders):
         return tuple(folders)
     numbers = {int(name): name for name in folders}

@@ -1,9 +1,8 @@
-"""Weights in and out of files. Nothing read here can execute code.
+"""Loading and saving weights. Nothing read here can execute code.
 
-Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``, and the usual ways of
-packing a state dict are undone: it may sit under ``net``, ``model``, ``state_dict``, ``model_state_dict``, be one of
-a list, and carry prefixes such as ``module.`` from a wrapper that the model at hand does not have (or lack those of one
-that it has).
+Weights are written as safetensors. ``.pth``/``.pt`` files are opened with ``weights_only=True``. The
+state dict may be under ``net``, ``model``, ``state_dict`` or ``model_state_dict``, in a list, and
+its names may have, or lack, prefixes such as ``module.`` of a wrapper.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from wball.storage.files import CHECKSUM, tensor_checksum
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
-# Under which names public training scripts store the weights.
+# Keys under which public training scripts store the weights.
 _PACKED_UNDER = (
     "state_dict",
     "model_state_dict",
@@ -44,17 +43,18 @@ _AVERAGED = "n_averaged"  # of torch's AveragedModel, beside the weights
 
 
 def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
-    """Copy the weights in a ``.safetensors``, ``.pth`` or ``.pt`` file into ``model``, in place, and return it.
+    """Load a ``.safetensors``, ``.pth`` or ``.pt`` file into ``model``, in place, and return it.
 
-    All or nothing: if a tensor is missing, left over or has another shape, a ``ValueError`` says which, and the model
-    is as before. Its dtype and device stay (half-precision files are widened).
+    If a tensor is missing, unexpected or has a different shape, a ``ValueError`` names it and the
+    model is unchanged. The dtype and device of the model are kept.
     """
     path = Path(path)
     wanted = _tensors_of(model)
     candidates = list(_state_dicts(_read(path)))
     if not candidates:
         raise ValueError(
-            f"{path} holds no state dict: expected tensors by name, or a dict with one under {_PACKED_UNDER[0]!r}"
+            f"{path} has no state dict: expected tensors by name, or a dict with one under "
+            f"{_PACKED_UNDER[0]!r}"
         )
     complaints = []
     for found in candidates:
@@ -73,7 +73,7 @@ def load_weights(model: Model, path: str | os.PathLike[str]) -> Model:
 def save_weights(
     model: nn.Module, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the model's weights as safetensors. The file appears whole or not at all."""
+    """Write the model's weights as safetensors, atomically."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"path must end in .safetensors, got {path}")
@@ -88,11 +88,11 @@ def save_weights(
 
 
 def _tensors_of(model: nn.Module) -> StateDict:
-    """The model's state without what modules of its own keep beside tensors (``get_extra_state``)."""
+    """The tensors of the model's state, without ``get_extra_state``."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if lazy := [name for name, value in state.items() if is_lazy(value)]:
         raise ValueError(
-            f"{type(model).__name__} does not know the shape of {lazy[0]} yet: call it on an image first"
+            f"{lazy[0]} of {type(model).__name__} has no shape yet: call it on an image first"
         )
     return state
 
@@ -120,18 +120,19 @@ def _read(path: Path) -> Any:
         return tensors
     if path.suffix.lower() not in (".pth", ".pt", ".bin", ".ckpt", ".tar"):
         raise ValueError(
-            f"{path} has an unknown ending {path.suffix!r}; weights are .safetensors, .pth or .pt files"
+            f"{path} has an unknown ending {path.suffix!r}; expected .safetensors, .pth or .pt"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make it raise anything
-        # torch wraps the reason in advice to switch the protection off, which is not ours to pass on.
+        # torch's message advises to disable the protection, so it is not passed on.
         if isinstance(error, pickle.UnpicklingError) and (
             refused := re.search(r"GLOBAL ([\w.]+)", str(error))
         ):
             raise ValueError(
-                f"{path} holds more than tensors ({refused[1]}) and was not opened, because loading such files can run "
-                "code. Where you trust it, resave its state dict alone with torch.save(model.state_dict(), ...)"
+                f"{path} contains more than tensors ({refused[1]}) and was not loaded, because such "
+                "files can execute code; if you trust it, save its state dict alone with "
+                "torch.save(model.state_dict(), ...)"
             ) from error
         raise ValueError(
             f"{path} is not a complete weights file: truncated or not that format"
@@ -139,9 +140,9 @@ def _read(path: Path) -> Any:
 
 
 def _state_dicts(content: Any) -> Iterator[StateDict]:
-    """Every state dict inside a loaded object, outermost and first in a list first.
+    """Every state dict inside a loaded object, outermost first.
 
-    Files may hold objects that contain themselves, or each other a million times: each is looked at once.
+    Objects may contain themselves or each other many times; each is visited once.
     """
     left, seen = [content], set()
     while left:
@@ -165,33 +166,23 @@ def _state_dicts(content: Any) -> Iterator[StateDict]:
 
 
 def _match(found: StateDict, wanted: StateDict) -> StateDict:
-    """``found`` under the names of ``wanted``, if wrappers explain the difference; else ``found`` as it is."""
-    source = _sources(found, wanted)
-    if not source:
+    """``found`` under the names of ``wanted`` if they differ in prefixes only; else ``found``."""
+    mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
+    if mine.keys() == theirs.keys() or set(mine.values()) != set(theirs.values()):
         return found
-    matched = {key: found[other] for key, other in source.items()}
-    for key in (
-        wanted.keys() - source.keys() - {_AVERAGED}
-    ):  # batch counters, where the file has them
-        counter = source[key.replace(_COUNTER, "running_mean")].replace("running_mean", _COUNTER)
-        if counter in found:
-            matched[key] = found[counter]
+    back = {short: key for key, short in theirs.items()}
+    matched = {key: found[back[short]] for key, short in mine.items()}
+    for key in wanted:  # batch counters, if the file has them
+        if key.endswith(_COUNTER):
+            mean = mine[key.replace(_COUNTER, "running_mean")]
+            counter = back[mean].replace("running_mean", _COUNTER)
+            if counter in found:
+                matched[key] = found[counter]
     return matched
 
 
-def _sources(found: StateDict, wanted: StateDict) -> dict[str, str]:
-    """Where each tensor of ``wanted`` stands in ``found``; empty if no wrapper explains the difference of the names."""
-    mine, theirs = _without_prefix(_essential(wanted)), _without_prefix(_essential(found))
-    if mine.keys() == theirs.keys():
-        return {key: key for key in mine}
-    if set(theirs.values()) == set(mine.values()):
-        back = {short: key for key, short in theirs.items()}
-        return {key: back[short] for key, short in mine.items()}
-    return _same_row(found, wanted)
-
-
 def _essential(state: StateDict) -> list[str]:
-    """The names that must be there. Counters are absent from old checkpoints and play no role in inference."""
+    """The required names. Counters are absent from old checkpoints and not used in inference."""
     return [key for key in state if not key.endswith(_COUNTER) and key != _AVERAGED]
 
 
@@ -204,28 +195,6 @@ def _without_prefix(keys: list[str]) -> dict[str, str]:
     ):
         shared += 1
     return {key: ".".join(p[shared:]) for key, p in zip(keys, parts, strict=True)}
-
-
-def _same_row(found: StateDict, wanted: StateDict) -> dict[str, str]:
-    """Match a row of layers whose numbers are shifted, as by a layer without parameters before an ``nn.Sequential``.
-
-    Order (of the numbers: files may be sorted by letters), shapes and every part of the names that is no number must
-    agree.
-    """
-
-    def row(state: StateDict) -> list[tuple[str, str]]:
-        short = _without_prefix(_essential(state))
-        return sorted(
-            short.items(),
-            key=lambda item: re.sub(r"\d+", lambda number: number[0].zfill(9), item[1]),
-        )
-
-    def signature(state: StateDict) -> list[tuple[str, torch.Size]]:
-        return [(re.sub(r"\d+", "#", name), state[key].shape) for key, name in row(state)]
-
-    if signature(found) != signature(wanted):
-        return {}
-    return {mine: theirs for (mine, _), (theirs, _) in zip(row(wanted), row(found), strict=True)}
 
 
 def _complaint(found: StateDict, wanted: StateDict) -> str:
@@ -253,22 +222,15 @@ def _complaint(found: StateDict, wanted: StateDict) -> str:
 
 
 def _kind(value: Tensor) -> str:
-    """What cannot be turned into something else without loss, or without knowing more."""
-    if value.is_quantized or value.is_meta or value.layout != torch.strided:
-        return (
-            "quantized"
-            if value.is_quantized
-            else "on no device (meta)"
-            if value.is_meta
-            else "sparse"
-        )
-    return (
-        "complex"
-        if value.is_complex()
-        else "floating point"
-        if value.is_floating_point()
-        else "integer"
-    )
+    """The kind of a tensor. Tensors of different kinds cannot be converted without loss."""
+    kinds = {
+        "quantized": value.is_quantized,
+        "on no device (meta)": value.is_meta,
+        "sparse": value.layout != torch.strided,
+        "complex": value.is_complex(),
+        "floating point": value.is_floating_point(),
+    }
+    return next((kind for kind, applies in kinds.items() if applies), "integer")
 
 
 def _some(items: list[str], between: str = ", ", limit: int = 6) -> str:
