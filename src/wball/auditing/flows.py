@@ -109,7 +109,7 @@ def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
     at most the largest cost per pixel on the way, so ``M = 1 + pixels * largest cost`` matches as
     much mass as the moves permit. As a flow, ``r`` goes to an extra node and ``s`` comes from one.
     """
-    most = min(np.count_nonzero(a), np.count_nonzero(b))
+    most = min(int((a > 0).sum()), int((b > 0).sum()))
     # A large M costs digits. A smaller M gives the same answer if all mass is matched.
     for length in sorted({min(most, 64), most}):
         found = match_at(moves, a, b, 1.0 + moves.dearest * length)
