@@ -1,1 +1,1 @@
-"""An independent check of what the rest of the library claims; it shares no code with kernels and solvers."""
+"""An independent check of every claim, without code of kernels, attacks and balls."""

@@ -1,16 +1,17 @@
-r"""An independent check of what the rest of the library claims: is this image in that ball?
+r"""An independent check of every claim: is this image in that ball?
 
-Three things must hold, each measured in float64 by the ball itself (:meth:`wball.ball.Ball.violations`):
+Three conditions are computed in float64 by :meth:`wball.ball.Ball.violations`:
 
-- *mass*: ``max_c |sum z_c - sum x_c| <= 1e-5 * m`` over channels ``c``, with ``m`` the mass of ``x``, in balls that
-  keep the mass;
-- *box*: no pixel outside the ball's box by more than 1e-6;
-- *distance*: the exact distance, in the unit of ``eps``, is at most ``eps * (1 + 1e-4)``, plus rounding.
+- *mass*: ``max_c |sum z_c - sum x_c| <= 1e-5 * m`` over channels ``c``, with ``m`` the mass of
+  ``x``, in balls that keep the mass;
+- *box*: no pixel is outside the ball's box by more than 1e-6;
+- *distance*: the exact distance, in the unit of ``eps``, is at most ``eps * (1 + 1e-4)``, plus
+  rounding.
 
-For Wasserstein balls they are measured in :mod:`wball.auditing.transport`, which shares no line with the solvers or
-their kernels. A plan bounds the distance without solving for it, and whoever made ``z`` usually has one
-(:mod:`wball.auditing.proof`). Transport problems are then solved where there is no such proof, and for all or for a
-sample of the rest.
+Wasserstein balls use :mod:`wball.auditing.transport`, which imports no solver and no kernel. A plan
+bounds the distance without solving for it (:mod:`wball.auditing.proof`), and attacks usually return
+one. Transport problems are then solved for images without such a proof, and for all or a sample of
+the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,15 +32,17 @@ from wball.plan import StoredPlan
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found, one entry per image.
+    """Result of an audit, one entry per image.
 
     Attributes:
-        mass_error: largest difference of a channel's mass, as a fraction of the image's mass (inf: not finite).
+        mass_error: largest difference of a channel's mass, as a fraction of the image's mass (inf:
+            not finite).
         box_violation: how far the worst pixel is outside the box (inf: not finite).
-        distance: transport distance (or largest change of a pixel) in the unit of ``eps``; inf if no plan exists.
+        distance: transport distance (or largest change of a pixel) in the unit of ``eps``; inf if
+            no plan exists.
         valid: whether all three are within their tolerances.
-        exact: whether ``distance`` is the exact number; if not, it is an upper bound that a checked plan proves.
-        eps: the radius each image was held to.
+        exact: whether ``distance`` is exact; if not, it is an upper bound by a checked plan.
+        eps: radius of each image.
         reasons: why an image is not valid, in words; empty for valid ones.
         unit: the unit of ``distance`` and ``eps``.
     """
@@ -69,27 +72,23 @@ class AuditReport:
         return len(self) - self.n_valid
 
     def summary(self) -> str:
-        """A few lines for a log: counts, the worst of each measure, and what is wrong with the first invalid images."""
+        """Counts, the worst of each measure, and the reasons of the first invalid images."""
         if len(self) == 0:
             return "audit of 0 images"
-        lines = [f"audit of {len(self)} images: {self.n_valid} valid, {self.n_invalid} invalid"]
-        lines.append(
-            f"  mass error     at most {float(self.mass_error.max()):.3g} (allowed {MASS_TOL:g})"
+        mass, box, far = (
+            float(values.max()) for values in (self.mass_error, self.box_violation, self.distance)
         )
-        lines.append(
-            f"  box violation  at most {float(self.box_violation.max()):.3g} (allowed {BOX_TOL:g})"
-        )
-        over = torch.where(
-            self.distance > 0, self.distance / self.eps, torch.zeros_like(self.distance)
-        )
-        lines.append(
-            f"  distance       at most {float(self.distance.max()):.6g} {self.unit}, {float(over.max()):.6g} x eps "
-            f"(allowed {1 + DISTANCE_TOL:g} x eps)"
-        )
+        over = float(torch.where(self.distance > 0, self.distance / self.eps, 0.0).max())
+        lines = [
+            f"audit of {len(self)} images: {self.n_valid} valid, {self.n_invalid} invalid",
+            f"  mass error     at most {mass:.3g} (allowed {MASS_TOL:g})",
+            f"  box violation  at most {box:.3g} (allowed {BOX_TOL:g})",
+            f"  distance       at most {far:.6g} {self.unit}, {over:.6g} x eps "
+            f"(allowed {1 + DISTANCE_TOL:g} x eps)",
+        ]
         if not bool(self.exact.all()):
-            lines[-1] += (
-                f"; exact for {int(self.exact.sum())}, an upper bound by a checked plan for the others"
-            )
+            exact = int(self.exact.sum())
+            lines[-1] += f"; exact for {exact}, an upper bound by a checked plan for the others"
         bad = [(k, reason) for k, reason in enumerate(self.reasons) if reason]
         lines += [f"  image {k}: {reason}" for k, reason in bad[:5]]
         if len(bad) > 5:
@@ -97,26 +96,6 @@ class AuditReport:
         return "\n".join(lines)
 
     __str__ = summary
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON; infinite entries become ``None``."""
-
-        def plain(values: Tensor) -> list[float | None]:
-            return [v if math.isfinite(v) else None for v in values.tolist()]
-
-        return {
-            "unit": self.unit,
-            "tolerances": {"mass": MASS_TOL, "box": BOX_TOL, "distance": DISTANCE_TOL},
-            "images": len(self),
-            "valid_count": self.n_valid,
-            "eps": plain(self.eps),
-            "mass_error": plain(self.mass_error),
-            "box_violation": plain(self.box_violation),
-            "distance": plain(self.distance),
-            "exact": self.exact.tolist(),
-            "valid": self.valid.tolist(),
-            "reasons": list(self.reasons),
-        }
 
 
 def audit(
@@ -130,22 +109,23 @@ def audit(
     generator: torch.Generator | None = None,
     workers: int = 1,
 ) -> AuditReport:
-    """Check that each ``z`` lies in the ball around its ``x``; see the module for what is checked and how exactly.
+    """Check that each ``z`` is in the ball around its ``x``; the module says what is checked.
 
-    Bad *contents* of ``z`` (NaN, negative or lost mass, ...) are findings, never errors. A ``z`` of the wrong shape, or
-    bad centres ``x``, raise.
+    Bad *contents* of ``z`` (NaN, negative pixels, lost mass) are findings, not errors. A ``z`` of
+    the wrong shape or bad centres ``x`` raise.
 
     Args:
         ball: the threat model.
         x: the centres, ``(B, C, H, W)`` or ``(B, n)``.
         z: the points to be checked.
-        plan: plans that claim to turn ``x`` into ``z``: the ``plan`` of a projection, the ``proof`` of an attack. They
-            are checked move by move.
-        exact: ``"all"``: solve the transport problem of every image. ``"needed"``: only where the plan does not prove
-            that the distance is small enough. ``"sample"``: those, and ``sample`` of the others drawn at random.
-        sample: how many images ``"sample"`` solves although their plans are proof.
-        generator: draws the sample (CPU), for repeatable audits.
-        workers: threads that solve transport problems; most of their time does not hold Python's lock.
+        plan: plans that claim to turn ``x`` into ``z``: the ``plan`` of a projection or the
+            ``proof`` of an attack. Every move is checked.
+        exact: ``"all"``: solve the transport problem of every image. ``"needed"``: only of images
+            whose plan does not prove a small enough distance. ``"sample"``: those, and ``sample``
+            of the others at random.
+        sample: number of images that ``"sample"`` solves although their plans are proofs.
+        generator: random generator of the sample (CPU).
+        workers: number of threads that solve transport problems.
 
     >>> from wball import WassersteinBall
     >>> x = torch.zeros(1, 1, 4, 4, dtype=torch.float64); x[..., 1, 1] = 1.0
@@ -177,31 +157,23 @@ def audit(
             todo[others[drawn]] = True
         index = todo.nonzero().squeeze(1)
         found = found.put(index, _measured(ball.take(index), x[index], z[index], workers))
-    valid = found.within(eps)
     finite = z.detach().isfinite().flatten(1).all(1)
-    mass, box, distance = (
-        found.mass_error.tolist(),
-        found.box_violation.tolist(),
-        found.distance.tolist(),
-    )
-    rows = zip(
-        finite.tolist(), mass, box, distance, eps.tolist(), found.allowed(eps).tolist(), strict=True
-    )
-    reasons = tuple(_reason(*row) for row in rows)
+    measures = (finite, found.mass_error, found.box_violation, found.distance, eps)
+    rows = zip(*(m.tolist() for m in (*measures, found.allowed(eps))), strict=True)
     return AuditReport(
         found.mass_error,
         found.box_violation,
         found.distance,
-        valid,
+        found.within(eps),
         found.exact,
         eps,
-        reasons,
+        tuple(_reason(*row) for row in rows),
         ball.unit,
     )
 
 
 def _measured(ball: Ball, x: Tensor, z: Tensor, workers: int) -> Violations:
-    """The ball's exact answer, by several threads where that pays: most of their time does not hold Python's lock."""
+    """The ball's exact answer, by several threads: the solver mostly runs without Python's lock."""
     if workers == 1 or len(x) < 2:
         return ball.violations(x, z)
     parts = torch.arange(len(x), device=x.device).tensor_split(min(4 * workers, len(x)))

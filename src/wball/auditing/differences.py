@@ -111,7 +111,7 @@ def _carry_leftovers(moves: ListedMoves, spare: Array, left: Array) -> tuple[flo
         (moves.price[used], (moves.source[used], moves.target[used])), shape=(n, n)
     )
     graph = graph.maximum(graph.T)
-    # One more node joins the trees of all parts, at a pixel that is no leaf where there is one, so that they are one.
+    # One extra node joins the trees of all parts, at a pixel that is not a leaf if there is one.
     parts, label = csgraph.connected_components(graph, directed=False)
     root = np.full(parts, 2 * n)
     np.minimum.at(root, label, np.where(rich, np.arange(n), n + np.arange(n)))
@@ -133,7 +133,7 @@ def _carry_leftovers(moves: ListedMoves, spare: Array, left: Array) -> tuple[flo
 
 
 def _islands(n: int, source: Index, target: Index) -> Index:
-    """A number for each pixel: those that moves join have the same."""
+    """Component of each pixel in the graph of the moves."""
     graph = sparse.csr_matrix((np.ones(len(source)), (source, target)), shape=(n, n))
     label: Index = csgraph.connected_components(graph, directed=False)[1]
     return label

@@ -102,7 +102,7 @@ _Solver = Callable[[_Network], _Answer | None]
 
 
 def match(moves: ListedMoves, a: Array, b: Array) -> Matching:
-    """Match ``a`` with ``b``, of equal mass, at the least cost; an infinite one if every solver fails.
+    """Match ``a`` with ``b``, of equal mass, at the least cost; inf if every solver fails.
 
     As a linear program: ``min <P, C> + M (sum r + sum s)`` with ``P 1 + r = a``, ``P^T 1 + s = b``,
     all >= 0. Each unit of unmatched mass appears once in ``r`` and once in ``s``. To match it costs
@@ -131,9 +131,9 @@ def match_at(
     unmatched: float,
     solvers: Sequence[_Solver] | None = None,
 ) -> Matching | None:
-    """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass; ``None`` if every solver fails.
+    """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass.
 
-    An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
+    Returns ``None`` if every solver fails. An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
     """
     rows, columns, mass = np.flatnonzero(a), np.flatnonzero(b), float(a.sum())
     n, m = len(rows), len(columns)

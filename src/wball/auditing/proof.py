@@ -1,7 +1,7 @@
 r"""Upper bounds of distances by transport plans, checked in float64. Nothing is solved.
 
-A plan ``P >= 0`` that uses only the moves of the cost, sends ``x`` and delivers ``z`` proves that the
-distance between them is at most ``<P, C>``. It is either written out, one number per move, or given
+A plan ``P >= 0`` that uses only the moves of the cost, sends ``x`` and delivers ``z`` proves that
+the distance between them is at most ``<P, C>``. It is either written out, one number per move, or given
 in factors, a few images (:class:`wball.plan.FactoredPlan`), from which every move is computed here:
 
 .. math::
@@ -34,7 +34,7 @@ AT_ONCE = {"cpu": 100_000, "cuda": 40_000_000}
 
 
 def proved_distance(cost: GroundCost, x: Tensor, z: Tensor, plan: StoredPlan | Tensor) -> Tensor:
-    """An upper bound of the distance from ``x`` to ``z``, per image in mass x pixels; inf without proof.
+    """An upper bound of the distance from ``x`` to ``z`` in mass x pixels; inf without a proof.
 
     Args:
         cost: ground cost.
@@ -84,9 +84,9 @@ def _factors(plan: FactoredPlan, x: Tensor) -> list[Tensor]:
 
 
 class _Moves:
-    """Every move out of a pixel, as tensors ``(K, n)``: entry ``[k, i]`` is the ``k``-th move from ``i``.
+    """Every move out of a pixel, as tensors ``(K, n)``.
 
-    These are the ``listed`` moves of the cost, and after them the opposites that do not exist.
+    Entry ``[k, i]`` is the ``k``-th move from pixel ``i``. These are the ``listed`` moves of the cost, and after them the opposites that do not exist.
 
     Attributes:
         cost: of the move, 0 where it does not exist.
@@ -164,7 +164,7 @@ def _listed_flow(moves: _Moves, x: Tensor, listed: Tensor) -> Tensor:
 
 
 def _bound(moves: _Moves, x: Tensor, z: Tensor, flow: Tensor) -> Tensor:
-    """The cost of a flow ``>= 0``, missing mass included; inf if it does not turn ``x`` into ``z``."""
+    """The cost of a flow ``>= 0`` with missing mass; inf if it does not turn ``x`` into ``z``."""
     flow = flow.masked_fill(moves.stays & moves.exists, 0.0)
     before, after = (values.reshape(len(flow), -1) for values in (x, z))
     sent, arrived = flow.sum(1), moves.turned(flow).sum(1)

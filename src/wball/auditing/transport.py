@@ -118,9 +118,9 @@ def all_moves(cost: GroundCost, height: int, width: int) -> ListedMoves:
 
 
 def transport_cost(matched: Callable[[Array, Array], Matching], x: Array, z: Array) -> float:
-    """Least cost of turning ``x`` into ``z``, both ``(C, H, W)``, in mass units; inf if it is impossible.
+    """Least cost of turning ``x`` into ``z``, both ``(C, H, W)``, in mass units.
 
-    ``matched`` solves the transport problem of a channel.
+    It is infinite if this is impossible. ``matched`` solves the transport problem of a channel.
     """
     if float(z.min()) < -BOX_TOL:
         return math.inf

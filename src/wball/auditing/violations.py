@@ -1,4 +1,4 @@
-"""By how much an image misses a ball: what :meth:`wball.ball.Ball.violations` answers, and what counts as a miss."""
+"""How far an image is from being in a ball (:meth:`wball.ball.Ball.violations`), and tolerances."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Violations:
     """Measures of images against a ball, one entry per image, in float64.
 
     Attributes:
-        mass_error: largest difference of a channel's mass, as a fraction of the image's mass (inf: not finite); 0 in
-            balls that do not keep the mass.
+        mass_error: largest difference of a channel's mass, as a fraction of the image's mass (inf:
+            not finite); 0 in balls that do not keep the mass.
         box_violation: how far the worst pixel is outside the box (inf: not finite).
-        distance: distance from the centre in the unit of ``eps``; inf if the image cannot be reached at all.
-        rounding: what the rounding of the image's dtype can add to the distance; granted on top of ``eps``.
-        exact: whether ``distance`` is the exact number; if not, it is an upper bound that a checked plan proves.
+        distance: distance from the centre in the unit of ``eps``; inf if it cannot be reached.
+        rounding: what rounding in the image's dtype can add to the distance; granted on top of
+            ``eps``.
+        exact: whether ``distance`` is exact; if not, it is an upper bound by a checked plan.
     """
 
     mass_error: Tensor
@@ -40,7 +41,7 @@ class Violations:
         )
 
     def within(self, eps: float | Tensor, tol: float = DISTANCE_TOL) -> Tensor:
-        """Which images are in the ball of radius ``eps``: mass, box and distance are within their tolerances."""
+        """Which images are in the ball of radius ``eps``, within the tolerances."""
         whole = (self.mass_error <= MASS_TOL) & (self.box_violation <= BOX_TOL)
         return whole & (self.distance <= self.allowed(eps, tol))
 
@@ -58,7 +59,7 @@ class Violations:
 
 
 def check_point(z: Tensor, x: Tensor) -> None:
-    """Raise unless ``z`` can be compared with ``x``. Its contents are findings, never errors."""
+    """Raise unless ``z`` has the type and shape of ``x``; its contents are not checked."""
     if not isinstance(z, Tensor) or not z.is_floating_point():
         kind = z.dtype if isinstance(z, Tensor) else type(z).__name__
         raise TypeError(f"z must be a floating-point torch.Tensor, got {kind}")
@@ -67,12 +68,12 @@ def check_point(z: Tensor, x: Tensor) -> None:
 
 
 def half_ulp(z: Tensor) -> float:
-    """Half a unit in the last place at 1. Half precision gets no more than float32: it is no format for plans."""
+    """Half a unit in the last place at 1; half precision gets no more than float32."""
     return 0.5 * min(torch.finfo(z.dtype).eps, torch.finfo(torch.float32).eps)
 
 
 def box_violation(z: Tensor, box: tuple[float, float]) -> Tensor:
-    """How far the worst pixel of each image is outside ``box``, in float64; inf where a pixel is not finite."""
+    """How far the worst pixel of each image is outside ``box``, in float64; inf if not finite."""
     values = z.detach().to(torch.float64).flatten(1)
     off = torch.maximum(box[0] - values.amin(1), values.amax(1) - box[1]).clamp(min=0)
     return torch.where(values.isfinite().all(1), off, torch.inf)

@@ -3,8 +3,8 @@ r"""Distance of an image from the centre of a ball: the optimal transport proble
 .. math::
     W(x, z) = \min_P \{ \langle P, C \rangle : P \ge 0,\; P 1 = x,\; P^T 1 = z \}
 
-over plans that use only the moves of the cost (infinite if there is none), summed over channels. The
-result is divided by the image's mass if the ball measures radii in that unit.
+over plans that use only the moves of the cost (infinite if there is none), summed over channels.
+The result is divided by the image's mass if the ball measures radii in that unit.
 
 The problem is solved exactly by the audit's network simplex (:mod:`wball.auditing.flows`), on the
 moves between pixels with mass. :mod:`wball.auditing.transport` says how rounding is treated.
