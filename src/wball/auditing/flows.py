@@ -133,7 +133,8 @@ def match_at(
 ) -> Matching | None:
     """Match ``a`` with ``b`` at price ``unmatched`` for unmatched mass.
 
-    Returns ``None`` if every solver fails. An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
+    An answer is accepted if it adds up and a lower bound from its dual prices meets its cost.
+    Returns ``None`` if every solver fails.
     """
     rows, columns, mass = np.flatnonzero(a), np.flatnonzero(b), float(a.sum())
     n, m = len(rows), len(columns)

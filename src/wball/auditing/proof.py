@@ -86,7 +86,8 @@ def _factors(plan: FactoredPlan, x: Tensor) -> list[Tensor]:
 class _Moves:
     """Every move out of a pixel, as tensors ``(K, n)``.
 
-    Entry ``[k, i]`` is the ``k``-th move from pixel ``i``. These are the ``listed`` moves of the cost, and after them the opposites that do not exist.
+    Entry ``[k, i]`` is the ``k``-th move from pixel ``i``. First come the ``listed`` moves of the
+    cost, then opposites that do not exist.
 
     Attributes:
         cost: of the move, 0 where it does not exist.
