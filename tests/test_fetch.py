@@ -54,23 +54,6 @@ def test_download_then_load_then_nothing_to_do(tmp_path: Path, server: Server) -
     assert len(server.requests) == count
 
 
-def test_unzipped_files_need_no_download_if_they_are_whole(tmp_path: Path, server: Server) -> None:
-    source = mnist_source(server)
-    for name, content in server.files.items():
-        (tmp_path / "mnist").mkdir(exist_ok=True)
-        (tmp_path / "mnist" / name.removesuffix(".gz")).write_bytes(gzip.decompress(content))
-    assert wball.download("mnist", tmp_path, source=source) == tmp_path / "mnist"
-    assert not server.requests
-    broken = tmp_path / "mnist" / "train-labels-idx1-ubyte"
-    broken.write_bytes(broken.read_bytes()[:-1])
-    wball.download("mnist", tmp_path, source=source)
-    assert len(server.requests) == 1 and broken.with_suffix(".gz").is_file()
-    with pytest.raises(ValueError, match="delete it and download it again"):
-        load_dataset("mnist", tmp_path, "train")
-    broken.unlink()
-    assert len(load_dataset("mnist", tmp_path, "train")[1]) == 50
-
-
 def test_two_processes_fetch_a_set_once(tmp_path: Path, server: Server) -> None:
     source, held = mnist_source(server), threading.Event()
     answer = server.answer
@@ -244,14 +227,13 @@ def test_bad_cifar10_archives(
 ) -> None:
     first = next(iter(small_cifar10))
     rest = {k: v for k, v in small_cifar10.items() if k != first}
-    cases = [
-        (tar(rest), f"{first} not in it"),
-        (tar(rest | {first: b"short"}), "is not a file of"),
-        (tar(rest, links={first: "/etc/hostname"}), "is not a file of"),
-        (tar(small_cifar10)[:2000], "truncated or corrupted"),
-    ]
-    for archive, message in cases:
-        with pytest.raises(ValueError, match=message):
+    cases = (
+        tar(rest),
+        tar(rest | {first: b"short"}),
+        tar(rest, links={first: "/etc/hostname"}),
+    )
+    for archive in cases:
+        with pytest.raises(ValueError, match=f"it lacks {first} of 12292 bytes"):
             wball.download("cifar10", tmp_path / "root", source=cifar10_source(server, archive))
 
 

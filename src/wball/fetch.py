@@ -9,12 +9,11 @@ import shutil
 import tarfile
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wball.data import CIFAR10_RECORDS, dataset_info, read_idx
+from wball.data import CIFAR10_RECORDS, dataset_info
 from wball.storage.atomic import locked
 
 Progress = Callable[[str, int, int | None], None]
@@ -92,8 +91,8 @@ def download(
 ) -> Path:
     """Put a data set where ``load_dataset(name, root)`` finds it, and return its folder.
 
-    Complete files are kept, zipped or not. The next call resumes a broken transfer. A file appears
-    under its name after its checksum was verified. Only one process downloads at a time.
+    Complete files are kept. The next call resumes a broken transfer. A file appears under its name
+    after its checksum was verified. Only one process downloads at a time.
 
     Args:
         name: ``mnist``, ``fashion-mnist`` or ``cifar10``.
@@ -105,38 +104,30 @@ def download(
     info = dataset_info(name)
     source = source or SOURCES[info.name]
     folder = Path(root) / source.folder
-    if _complete(info.name, source, folder):  # no lock: the disk may be read-only
+    if _complete(source, folder):  # no lock: the disk may be read-only
         return folder
     with locked(folder, wait=True):
+        if _complete(source, folder):  # another process was faster
+            return folder
         for file, md5 in source.files.items():
-            place = folder if info.name != "cifar10" else Path(root)
-            if _cifar10_complete(folder) if info.name == "cifar10" else _there(place / file, md5):
-                continue
-            urls, by_hand = (
-                [mirror + file for mirror in source.mirrors],
-                f"put the file into {place} by hand",
-            )
-            archive = fetch_file(
-                urls, place / file, md5, f"{file} of {info.title}", by_hand, progress, timeout
-            )
-            if info.name == "cifar10":
-                _unpack_cifar10(archive, folder)
-                archive.unlink()
+            urls = [mirror + file for mirror in source.mirrors]
+            what, by_hand = f"{file} of {info.title}", f"put the file into {folder} by hand"
+            fetched = fetch_file(urls, folder / file, md5, what, by_hand, progress, timeout)
+            if fetched.suffixes == [".tar", ".gz"]:
+                _unpack_cifar10(fetched, folder)
+                fetched.unlink()
     return folder
 
 
-def _complete(name: str, source: Source, folder: Path) -> bool:
-    if name == "cifar10":
-        return _cifar10_complete(folder)
-    return all(_there(folder / file, md5) is not None for file, md5 in source.files.items())
+def _complete(source: Source, folder: Path) -> bool:
+    if any(file.endswith(".tar.gz") for file in source.files):
+        batches = [folder / name for name in _CIFAR10_BATCHES]
+        return all(b.is_file() and b.stat().st_size == _CIFAR10_BATCH_BYTES for b in batches)
+    return all(_is_whole(folder / file, md5) for file, md5 in source.files.items())
 
 
-def _there(target: Path, md5: str) -> Path | None:
-    """The file, or its unzipped form, if it is complete."""
-    if target.is_file() and _digest(target, md5) == md5:
-        return target
-    plain = target.with_name(target.name.removesuffix(".gz"))
-    return plain if target.name.endswith("-ubyte.gz") and _whole_idx(plain) else None
+def _is_whole(path: Path, digest: str) -> bool:
+    return path.is_file() and _digest(path, digest) == digest
 
 
 def fetch_file(
@@ -148,11 +139,11 @@ def fetch_file(
     progress: Progress | None = None,
     timeout: float = 30.0,
 ) -> Path:
-    """Download the file with this digest (MD5 or SHA-256, by its length) from the first URL that has it.
+    """Download the file with this MD5 or SHA-256 from the first URL that has it.
 
     ``otherwise`` is the advice of the error message if none has.
     """
-    if target.is_file() and _digest(target, digest) == digest:
+    if _is_whole(target, digest):
         return target
     part, failures = target.with_name(f"{target.name}.part"), []
     for url in urls:
@@ -219,13 +210,6 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error) or type(error).__name__
 
 
-def _whole_idx(path: Path) -> bool:
-    try:
-        return path.is_file() and len(read_idx(path)) > 0
-    except ValueError:
-        return False
-
-
 def _digest(path: Path, like: str) -> str:
     """The file's digest of the same kind as ``like``."""
     digest = hashlib.sha256() if len(like) == 64 else hashlib.md5(usedforsecurity=False)
@@ -235,34 +219,21 @@ def _digest(path: Path, like: str) -> str:
     return digest.hexdigest()
 
 
-def _cifar10_complete(folder: Path) -> bool:
-    paths = [folder / name for name in _CIFAR10_BATCHES]
-    return all(path.is_file() and path.stat().st_size == _CIFAR10_BATCH_BYTES for path in paths)
-
-
 def _unpack_cifar10(archive: Path, folder: Path) -> None:
     """Copy the six known files out of the archive. Member names never become paths."""
     wanted = {f"cifar-10-batches-bin/{name}": folder / name for name in _CIFAR10_BATCHES}
-    try:
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                target = wanted.pop(member.name.removeprefix("./"), None)
-                if target is None:
-                    continue
-                if not member.isfile() or member.size != _CIFAR10_BATCH_BYTES:
-                    raise ValueError(
-                        f"{archive} is not CIFAR-10: {member.name} is not a file of {_CIFAR10_BATCH_BYTES} bytes"
-                    )
-                content, part = tar.extractfile(member), target.with_name(f"{target.name}.part")
-                assert content is not None
-                with content, part.open("wb") as file:
-                    shutil.copyfileobj(content, file)
-                os.replace(part, target)
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{archive} is truncated or corrupted ({error}); delete it and download it again"
-        ) from error
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            if member.name not in wanted or not member.isfile():
+                continue
+            content = tar.extractfile(member)
+            assert content is not None
+            with content, wanted[member.name].open("wb") as file:
+                shutil.copyfileobj(content, file)
+            if member.size == _CIFAR10_BATCH_BYTES:
+                del wanted[member.name]
     if wanted:
         raise ValueError(
-            f"{archive} is not CIFAR-10's binary version: {', '.join(wanted)} not in it"
+            f"{archive} is not the binary version of CIFAR-10: it lacks {', '.join(wanted)} of "
+            f"{_CIFAR10_BATCH_BYTES} bytes"
         )

@@ -164,5 +164,6 @@ def check_ball(ball: object) -> None:
     """Raise unless ``ball`` is a threat model."""
     if not isinstance(ball, Ball):
         raise TypeError(
-            f"ball must be a threat model such as WassersteinBall(0.1) or LinfBall(0.1), got {ball!r}"
+            "ball must be a threat model such as WassersteinBall(0.1) or LinfBall(0.1), got "
+            f"{ball!r}; a threat model of your own must subclass wball.ball.Ball"
         )
