@@ -234,6 +234,6 @@ def _unpack_cifar10(archive: Path, folder: Path) -> None:
                 del wanted[member.name]
     if wanted:
         raise ValueError(
-            f"{archive} is not the binary version of CIFAR-10: it lacks {', '.join(wanted)} of "
+            f"{archive} is not CIFAR-10's binary version: it lacks {', '.join(wanted)} of "
             f"{_CIFAR10_BATCH_BYTES} bytes"
         )
