@@ -1,11 +1,10 @@
-"""Certificates of random networks, attacked at their own radius: ``python -m tests.torture.networks --jobs 2``.
+"""Certificates of random networks, attacked at their own radius: ``python -m tests.torture.networks``.
 
 Every case is a random network over the supported layers with unusual arguments, a random ball, dtype and method. Its
 images are certified as far as that goes, the certificate is attacked exactly there, and the independent checker proves
 it again. Wrong would be an example inside (*broken*), or a point of the ball whose margin is below the certified one
-(*below*); what the checker does not confirm is counted. A case depends on its seed alone. Blocks of cases are kept in a
-folder (``--out``), by any number of processes and runs; the summary of all of them is written to
-``results/torture_networks.json``.
+(*below*); what the checker does not confirm is counted. A case depends on its seed alone. The summary
+is written to ``results/torture_networks.json``.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ import argparse
 import itertools
 import json
 import math
-import multiprocessing
-import platform
 import random
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,22 +33,12 @@ from .blocks import write_json
 
 ROOT = Path(__file__).parent.parent.parent
 IMAGES = 8
-BLOCK = 4  # networks between two notes of progress
-KEPT = 20  # findings of a kind that are written out
+KEPT = 100  # findings that are written out
 METHODS = ("interval", "dual", "crown", "crown", "anchored", "alpha-crown", "complete")
 COUNTS = (
-    *(
-        "networks",
-        "certificates",
-        "points tried",
-        "broken",
-        "below",
-        "confirmed",
-        "unconfirmed",
-        "unfollowed",
-    ),
-    *("refused", "failed", "tricks refused", "tricks accepted"),
-)
+    "networks", "certificates", "points tried", "broken", "below", "confirmed", "unconfirmed", "unfollowed",
+    "refused", "failed", "tricks refused", "tricks accepted",
+)  # fmt: skip
 EFFORT = {"alpha-crown": {"steps": 5}, "complete": {"time_limit": 2.0}}
 
 
@@ -352,85 +338,33 @@ class Counts:
         self.findings.append({"seed": seed, "kind": kind, "text": text[:300]})
 
 
-def work_off(start: int, folder: Path) -> None:
-    """A block of cases; what it found is one file, whole or not at all."""
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture.networks", description=__doc__)
+    parser.add_argument("--networks", type=int, default=1000, help="number of networks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first network")
+    parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_networks.json")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     counts, began = Counts(), time.process_time()
-    for seed in range(start, start + BLOCK):
+    for seed in range(options.seed, options.seed + options.networks):
         try:
             counts.run(seed)
         except Exception as error:  # noqa: BLE001 - one more finding
             counts.numbers["failed"] += 1
             counts.note(seed, "failed", f"{type(error).__name__}: {error}")
-    write_json(
-        folder / f"{start}.json",
-        {
-            "commit": provenance.commit(),
-            "platform": f"{platform.system()} {platform.machine()}",
-            "versions": provenance.versions(),
-            "seconds": time.process_time() - began,
-            "numbers": counts.numbers,
-            "findings": counts.findings,
+    summary = {
+        "command": f"python -m tests.torture.networks --networks {options.networks} --seed {options.seed}",
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "processor_seconds": round(time.process_time() - began),
+        "counts": {name: counts.numbers[name] for name in COUNTS},
+        "by kind": {
+            k: v for k, v in sorted(counts.numbers.items()) if k.startswith("certificates, ")
         },
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.torture.networks", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--networks", type=int, default=1_000_000, help="at most so many")
-    parser.add_argument("--seed", type=int, default=0, help="of the first network")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "out" / "torture-networks", help="where progress is kept"
-    )
-    parser.add_argument("--summary", type=Path, default=ROOT / "results" / "torture_networks.json")
-    options = parser.parse_args()
-    began, noted = time.time(), time.time()
-    starts = range(options.seed, options.seed + options.networks, BLOCK)
-    todo = (start for start in starts if not (options.out / f"{start}.json").is_file())
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = {
-            pool.submit(work_off, start, options.out)
-            for _, start in zip(range(2 * options.jobs), todo, strict=False)
-        }
-        while work:
-            done = next(as_completed(work))
-            work.remove(done)
-            done.result()
-            if (
-                time.time() - began < 60 * options.minutes
-                and (start := next(todo, None)) is not None
-            ):
-                work.add(pool.submit(work_off, start, options.out))
-            if time.time() - noted > 30:
-                noted = time.time()
-                print(json.dumps(_summary(options.out, options.seed)["counts"]), flush=True)
-    write_json(options.summary, _summary(options.out, options.seed))
-    print(json.dumps(_summary(options.out, options.seed)["counts"]))
-
-
-def _summary(folder: Path, seed: int) -> dict[str, Any]:
-    parts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    numbers: Counter[str] = Counter()
-    made: dict[str, Counter[str]] = {"commits": Counter(), "platforms": Counter()}
-    findings: list[dict[str, Any]] = []
-    for part in parts:
-        numbers.update(part["numbers"])
-        made["commits"][str(part["commit"])] += part["numbers"].get("certificates", 0)
-        made["platforms"][part["platform"]] += part["numbers"].get("certificates", 0)
-        kinds = Counter(f["kind"] for f in findings)
-        findings += [f for f in part["findings"] if kinds[f["kind"]] < KEPT]
-    return {
-        "command": f"python -m tests.torture.networks --networks {numbers['networks']} --seed {seed}",
-        "certificates by commit": dict(made["commits"]),
-        "certificates by platform": dict(made["platforms"]),
-        "versions": parts[-1]["versions"] if parts else provenance.versions(),
-        "processor_seconds": round(sum(part["seconds"] for part in parts)),
-        "counts": {name: numbers[name] for name in COUNTS},
-        "by kind": {k: v for k, v in sorted(numbers.items()) if k.startswith("certificates, ")},
-        "findings": findings,
+        "findings": counts.findings[:KEPT],
     }
+    write_json(options.summary, summary)
+    print(json.dumps(summary["counts"]))
 
 
 if __name__ == "__main__":
