@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import wball
 from wball import provenance
@@ -148,7 +149,7 @@ def layers(draw: random.Random, shape: tuple[int, int, int]) -> nn.Module:
         convolution,
         nn.utils.parametrizations.weight_norm(nn.Conv2d(channels, out, 1)),
         nn.utils.parametrizations.spectral_norm(nn.Conv2d(channels, out, 1)),
-        nn.utils.prune.l1_unstructured(nn.Conv2d(channels, out, 1), "weight", 0.3),
+        prune.l1_unstructured(nn.Conv2d(channels, out, 1), "weight", 0.3),
         curve(),
         curve(),
         nn.ConvTranspose2d(channels, out, kernel, stride=draw.choice((1, 2))),
