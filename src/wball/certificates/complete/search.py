@@ -1,14 +1,18 @@
-r"""Branch and bound: decide for each image whether its label holds all over the ball.
+r"""Branch and bound: decide for each image whether its label holds everywhere in the ball.
 
-Stages, each for what is left of the one before: a quick attack; anchored bounds of all classes;
-optimised slopes; a
-small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`), many open
-nodes a step, worst first; a strong attack; more of the tree where it gets on; bounds tightened
-under the margin (:mod:`wball.certificates.condition`), round after round, which hold in every open
-node; and the tree again. On a GPU, where an attack on many images takes hardly longer than on a
-few, all images are attacked first. At every step of the tree the point of the ball that is worst
-for the relaxation is tried as an adversarial example. What is found is kept at any time, so
-stopping early costs answers and never makes one wrong.
+Each stage handles what the one before leaves open:
+
+1. a quick attack, and on a GPU the standard one;
+2. anchored bounds of all classes, and optimised slopes;
+3. a small tree, whose nodes fix signs of units (:mod:`wball.certificates.complete.bound`): many
+   open nodes per step, worst first;
+4. on a CPU the standard attack;
+5. bounds tightened under the condition that the margin is at most 0
+   (:mod:`wball.certificates.condition`), in rounds; they hold in every open node;
+6. the tree again, without a limit on splits.
+
+At every step of the tree the point of the ball where the relaxation is lowest is tried as an
+adversarial example. Results are kept at any time, so stopping early never makes an answer wrong.
 """
 
 from __future__ import annotations
@@ -36,41 +40,38 @@ from wball.input_sets import InputSet, Plans
 from wball.model import Model, ask, evaluating
 
 REACH, FURTHER = 4.0, 6.0
-"""Lengths below which moves are told apart: at first, where more would cost twice as much, and once
-tightening has left few units unstable. What longer moves are taken to gain no split takes back."""
+"""Lengths below which moves are listed one by one: at first, and once tightening has left few
+units unstable. Listing more at first would cost twice as much. Splits do not tighten the bound of
+longer moves."""
 
 ROOT_STEPS, ROUND_STEPS, NODE_STEPS, LAST_STEPS = 20, 10, 12, 100
-"""Steps of Adam for a problem as a whole, after a round of tightening, for one node of its tree,
-and for a node that cannot be split. With 3 steps a node, multipliers of splits hardly leave 0, and
+"""Steps of Adam for a whole problem, after a round of tightening, for one node of its tree, and for
+a node without units to split. With 3 steps per node the multipliers of splits hardly leave 0, and
 trees grow without a better bound."""
 
 EARLY = 20
-"""One split for so many unstable units before their bounds are tightened, which takes about as
-long: a few units of a last layer are often all that keeps a bound below 0."""
+"""Unstable units per split of the small tree: it takes about as long as one round of tightening."""
 
 PROGRESS, MOST_ROUNDS = (0.3, 0.05), 12
-"""Tightening goes on while a round lifts the bound by this share of what is missing, up to so many
-rounds: with moves told apart below the first length, and below the second."""
+"""Tightening continues while a round lifts the bound by this share of its distance to 0, with the
+first and with the second length of moves; and the maximum number of rounds."""
 
 BATCH, STORED = 256, 2**31
 """Nodes bounded together on a GPU (a sixteenth of it on a CPU), and bytes that open nodes may take
-before the tree goes depth first."""
+before the search goes depth first."""
 
 NEAR = 0.02
-"""Margins up to this share of 1, or of the largest seen, are worth a projection: it may lower
-them."""
+"""Project points whose margin is below this share of 1, or of the largest margin seen."""
 
 POSITIVE = torch.finfo(torch.float64).tiny
-"""Margin of an image certified by contradiction: positive, and nothing more is known."""
+"""Margin of an image certified by contradiction, which proves only that it is positive."""
 
 
 @dataclass
 class Answer:
-    """What was decided, per image; ``leaves`` of the images proved here, unless their trees are too
-    large to keep.
+    """What was decided, per image, with the ``leaves`` of trees that are not too large to keep.
 
-    ``seconds`` is the time spent on each: what serves several images is shared equally by those it
-    was spent on.
+    ``seconds`` is the time spent on each; images that are searched together share it equally.
     """
 
     margin: Tensor
@@ -82,10 +83,10 @@ class Answer:
 
 
 class Search:
-    """Decides images of one model and ball, ``group`` of them searched together.
+    """Decides images of one model and ball, ``group`` images at a time.
 
-    ``limit`` is in seconds an image, on average of those that are decided by one call. Gains of
-    units take about ``room`` bytes at a time.
+    ``limit`` is in seconds per image, on average over one call. ``numbers`` is the size of a chunk
+    of rows, ``room`` the memory for gains of units in bytes.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class Search:
     def decide(
         self, x: Tensor, y: Tensor, margin: Tensor, spent: Tensor, known: Bounds | None = None
     ) -> Answer:
-        """Images that the model gets right, with bounds of their margins, on which so much time was
-        ``spent`` already.
+        """Decide correctly classified images, closest to certification first.
 
-        ``known`` bounds of their units need not be found again.
+        ``margin`` are bounds of their margins, ``spent`` the seconds they took so far, ``known``
+        bounds of their units.
         """
         self.since = time.monotonic()
         self.deadline = self.since + float((self.limit - spent).sum())
@@ -180,9 +181,7 @@ class Search:
             points = attack(self.model, self.x[left], self.y[left]).images
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError
-        ):  # work in place may leave a model without gradients: bounds alone decide then
+        except RuntimeError:  # the model has no gradients: bounds alone decide
             return
         self._consider(left, points)
         self._spent(left)
@@ -270,9 +269,7 @@ class Search:
             self._settle(left)
 
     def _small_tree(self, problems: Problems, nodes: Nodes) -> Nodes:
-        """Split as often as takes about the time of tightening the bounds of these problems
-        once.
-        """
+        """Split for about as long as one round of tightening takes."""
         live = nodes.problem.unique()
         units = sum(int(problems.bounds.unstable(k)[live].sum()) for k in problems.split_layers())
         return self._tree(problems, nodes, units / EARLY)
