@@ -1,4 +1,4 @@
-"""The problem of the exact solvers: its bounds hold for any duals, and only what is better is kept."""
+"""The problem of the exact solvers: its bounds hold for any duals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from wball.cost import GridCost
-from wball.kernels.books import Best, Problem, Tolerance
+from wball.kernels.books import Problem, Tolerance
 from wball.kernels.columns import Columns, Linear, Quadratic
 from wball.plan import Plan
-
-CPU = torch.device("cpu")
 
 
 def problem(seed: int, kind: type[Columns], tau: float, hi: float = 1.0) -> Problem:
@@ -59,59 +57,3 @@ def test_any_duals_bound_every_plan_from_below(kind: type[Columns], tau: float, 
                 (hard <= given.columns.objective(some_plan(given, seed).columns()) + 1e-12).all()
             )
             assert bool((bound <= hard + 1e-12).all()), "entropy only lowers the optimum"
-
-
-def test_only_what_is_better_is_kept() -> None:
-    given = problem(0, Quadratic, 0.0)
-    still = Plan.identity(given.moves, given.x)
-    unknown, nothing = (
-        torch.full((3,), -math.inf, dtype=torch.float64),
-        torch.zeros(3, dtype=torch.float64),
-    )
-    best = Best(
-        still.flow,
-        given.x.clone(),
-        given.objective(still),
-        unknown.clone(),
-        unknown.clone(),
-        torch.zeros_like(given.x),
-        nothing,
-    )
-    plan, everyone = some_plan(given, 0), torch.arange(3)
-    better = best.primal - torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
-    before = best.primal.clone()
-    best.keep_plan(everyone, plan, better)
-    assert torch.equal(best.primal, torch.minimum(before, better))
-    assert torch.equal(best.flow[0], plan.flow[0]) and torch.equal(best.flow[1:], still.flow[1:])
-    assert torch.equal(best.z[0], plan.columns()[0]) and torch.equal(best.z[1:], given.x[1:])
-    u, psi = torch.ones_like(given.x), torch.ones(3, dtype=torch.float64)
-    best.keep_duals(everyone, u, psi, (better, better))
-    best.keep_duals(torch.tensor([1]), 2 * u[:1], 2 * psi[:1], (better[1:2] - 9, better[1:2] + 1))
-    assert torch.equal(best.dual, better) and torch.equal(best.u, u) and torch.equal(best.psi, psi)
-    assert best.hard.tolist() == (better + torch.tensor([0.0, 1.0, 0.0])).tolist()
-    part = best.take(torch.tensor([2]), CPU)
-    part.primal.fill_(-5.0)
-    assert float(best.primal[2]) != -5.0, "a copy"
-    best.put(torch.tensor([2]), part)
-    assert best.primal.tolist() == [float(before[0] - 1), float(before[1]), -5.0]
-
-
-def test_an_image_is_done_within_its_tolerance() -> None:
-    given = problem(1, Linear, 0.0)
-    primal = torch.tensor([2.0, 2.0, -2.0], dtype=torch.float64)
-    gap = torch.tensor([1.9e-3, 2.1e-3, 2.0e-3], dtype=torch.float64)
-    still = Plan.identity(given.moves, given.x).flow
-    best = Best(
-        still,
-        given.x.clone(),
-        primal,
-        primal - gap,
-        primal - gap,
-        torch.zeros_like(given.x),
-        torch.zeros_like(primal),
-    )
-    assert given.done(best)[:2].tolist() == [True, False]
-    assert given.take(torch.tensor([1, 0])).done(best, torch.tensor([1, 0])).tolist() == [
-        False,
-        True,
-    ]

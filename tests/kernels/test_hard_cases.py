@@ -6,7 +6,6 @@ Triton's kernels run in the interpreter where there is no GPU.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cases import (
+    DEVICE,
+    FREE,
+    INTERPRETED,
+    ONE_WAY,
+    UNIT,
+    need,
+    noise,
+    random_images,
+    solver,
+    some_empty_some_full,
+)
 from wball import kernels, load_sample
 from wball.ball import WassersteinBall
 from wball.cost import GridCost, GroundCost, StencilCost
@@ -30,18 +41,7 @@ from wball.kernels.proximal_newton import proximal_newton
 from wball.kernels.row_maximum import row_maximum
 from wball.plan import Plan
 
-DEVICE = os.environ.get(
-    "WBALL_TEST_DEVICE", "cpu"
-)  # tests/conftest.py asks for the interpreter on a CPU
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*encountered in:RuntimeWarning"
-)  # log(0) in numpy, which is meant
-
-UNIT = (0.0, 1.0)
-ONE_WAY = StencilCost(((math.inf, 0.7, 1.1), (0.1, 0.0, 1.0), (0.4, math.inf, 1.0)))
-FREE = StencilCost(
-    ((1.0, 2.0, 1.0), (1.0, 0.0, 0.0), (1.0, 2.0, 1.0))
-)  # one step to the right costs nothing
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
 
 
 def test_every_operation_has_a_reference() -> None:
@@ -72,17 +72,6 @@ def test_every_operation_has_hard_cases_for_each_of_its_kernels(operation: str) 
     assert set(dispatch.OPERATIONS[operation]) <= set(values["kernel"]) and len(values["name"]) >= 5
 
 
-@pytest.fixture
-def kernel(request: pytest.FixtureRequest) -> str:
-    """The name of a kernel."""
-    name: str = request.param
-    if name == "triton":
-        pytest.importorskip("triton")
-    elif name == "cpu" and DEVICE != "cpu":
-        pytest.skip("the compiled loops run on a CPU")
-    return name
-
-
 # The entropic plan -----------------------------------------------------------------------------------------------
 
 
@@ -101,15 +90,6 @@ class PlanCase:
     also: Callable[[PlanCase, EntropicPlan], bool] = lambda case, plan: True
 
 
-def random_images(seed: int, lit: float = 0.5, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=random) * (torch.rand(shape, generator=random) < lit)
-
-
-def noise(seed: int, scale: float, shape: tuple[int, ...] = (1, 1, 4, 5)) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(100 + seed))
-
-
 def spot(
     height: int, width: int, row: int, column: int, value: float = 1.0, rest: float = 0.0
 ) -> Tensor:
@@ -123,12 +103,14 @@ def spends_all(case: PlanCase, plan: EntropicPlan) -> bool:
     return bool((plan.cost.cpu() >= 0.99 * budget).all() and (plan.cost.cpu() <= budget).all())
 
 
-def block_of_full_pixels() -> Tensor:
-    """What the last repair sweep must take away here, it takes away in part only."""
-    random = torch.Generator().manual_seed(3)
-    x, empty, full = (torch.rand((1, 1, 8, 9), generator=random) for _ in range(3))
-    return torch.where(full < 0.25, 1.0, torch.where(empty < 0.25, 0.0, x))
+def goes_no_further_than_the_box_asks(case: PlanCase, plan: EntropicPlan) -> bool:
+    budget = case.eps * float(
+        case.x.double().sum()
+    )  # 0.60 of it, if the sweep took all that it might
+    return float(plan.z.max()) > 1 - 1e-5 and float(plan.cost) > 0.62 * budget
 
+
+BLOCK = some_empty_some_full(3, (1, 1, 8, 9))
 
 PLANS = {
     "emptied rows at potentials of 300": PlanCase(random_images(1), noise(1, 300.0)),
@@ -153,8 +135,7 @@ PLANS = {
         for start in (0.0, 1.0, 1e4)
     },
     "a repair that only the last sweep ends": PlanCase(
-        block_of_full_pixels(), noise(9, 1.0, (1, 1, 8, 9)), eps=0.1, sweeps=0,
-        also=lambda case, plan: float(plan.z.max()) > 1 - 1e-5,
+        BLOCK, noise(9, 1.0, (1, 1, 8, 9)), eps=0.1, sweeps=0, also=goes_no_further_than_the_box_asks
     ),
     "pixels that must keep something": PlanCase(
         0.2 + 0.7 * random_images(10), noise(10, 4.0), box=(0.2, 0.9), eps=0.3
@@ -169,7 +150,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_plan"]), indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_plan"]))
 @pytest.mark.parametrize("name", PLANS)
 def test_entropic_plan(kernel: str, name: str) -> None:
     case = PLANS[name]
@@ -181,7 +162,7 @@ def test_entropic_plan(kernel: str, name: str) -> None:
         x, b, budget, moves, case.box, psi=torch.full_like(budget, case.start, dtype=x.dtype), q=torch.zeros_like(x),
         sweeps=case.sweeps, newton=case.newton,
     )  # fmt: skip
-    plan: EntropicPlan = dispatch.load("entropic_plan", kernel).entropic_plan(request)
+    plan: EntropicPlan = solver("entropic_plan", kernel)(request)
     # An emptied row sends no more than it has, or the column that goes below 0 and is clipped makes mass.
     assert bool(((plan.z.double().sum((2, 3)) - mass).abs() <= 2e-7 * mass).all()), "mass"
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
@@ -245,7 +226,7 @@ PROJECTIONS = {
     ),
     "without a box": ProjectionCase(random_images(39), 3 * random_images(40), box=None),
     "a block of full pixels": ProjectionCase(
-        block_of_full_pixels()[..., :4, :5].contiguous(), 1 + noise(41, 1.0)
+        BLOCK[..., :4, :5].contiguous(), 1 + noise(41, 1.0)
     ),
     "potentials of 300, whose emptied rows send no more than they have": ProjectionCase(
         random_images(42), noise(42, 1.0), reg=2e3
@@ -258,7 +239,7 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("factors", [False, True], ids=["point", "plan"])
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["projected_sinkhorn"]), indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["projected_sinkhorn"]))
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     """Few sweeps: a point is valid wherever they end."""
@@ -267,7 +248,7 @@ def test_projected_sinkhorn(kernel: str, name: str, factors: bool) -> None:
     mass = x.double().sum((2, 3))
     budget, tau = case.eps * mass.sum(1), mass.sum(1) / case.reg
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
-    found: ProjectedSinkhorn = dispatch.load("projected_sinkhorn", kernel).projected_sinkhorn(Projection(
+    found: ProjectedSinkhorn = solver("projected_sinkhorn", kernel)(Projection(
         x, w, budget, moves, case.box, tau, u=w - x, psi=torch.full_like(tau, 0.1), tol=1e-3, max_iter=12,
         factors=factors,
     ))  # fmt: skip
@@ -315,14 +296,14 @@ MAXIMA = {
 }
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]), indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]))
 @pytest.mark.parametrize("name", MAXIMA)
 def test_linear_maximum(kernel: str, name: str) -> None:
     case = MAXIMA[name]
     a, x = case.a.to(DEVICE), case.x.to(DEVICE)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget = case.eps * x.double().sum((1, 2, 3))
-    found = dispatch.load("linear_maximum", kernel).linear_maximum(a, x, budget, moves, point=True)
+    found = solver("linear_maximum", kernel)(a, x, budget, moves, point=True)
     size = 1e-6 * float((a.double().abs() * x.double()).sum() + a.abs().max())
     ball = WassersteinBall(case.eps, case.cost, box=None)
     exact = ball.support(x.double(), a.double(), tol=1e-9)
@@ -340,9 +321,23 @@ def test_linear_maximum(kernel: str, name: str) -> None:
         assert float(ball.distance(x.double(), found.z.double())) <= case.eps * (1 + 1e-5), "inside"
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]), indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["linear_maximum"]))
+def test_linear_maximum_of_a_batch(kernel: str) -> None:
+    cases = [MAXIMA[n] for n in ("random", "a black image", "a flat function", "one lit pixel")]
+    a, x = (torch.cat([getattr(case, part) for case in cases]).to(DEVICE) for part in ("a", "x"))
+    moves, budget = GridCost(3).arcs(4, 5, x), 0.2 * x.double().sum((1, 2, 3))
+    found = solver("linear_maximum", kernel)(a, x, budget, moves, point=True)
+    for k in range(len(cases)):
+        part = slice(k, k + 1)
+        alone = solver("linear_maximum", kernel)(a[part], x[part], budget[part], moves, point=True)
+        torch.testing.assert_close(found.upper[part], alone.upper)
+        torch.testing.assert_close(found.z[part], alone.z)
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["row_maximum"]))
 @pytest.mark.parametrize("name", MAXIMA)
 def test_row_maximum(kernel: str, name: str) -> None:
+    need(kernel)
     case = MAXIMA[name]
     a, x = case.a.double().to(DEVICE), case.x.double().to(DEVICE)
     ball = WassersteinBall(case.eps, case.cost, box=None)
@@ -407,17 +402,24 @@ EXACT = {
 }
 
 
-INTERPRETED = ("full pixels", "without a box, far away", "pixels that must keep something")
+QUICK = ("full pixels", "without a box, far away", "pixels that must keep something")
 """What the interpreter has the time for. It solves them roughly; a GPU solves all of them, and well."""
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["proximal_newton"]), indirect=True)
+def tolerance_of(kernel: str, name: str, gpu: float) -> float:
+    """The tolerance that a case is solved to."""
+    need(kernel)
+    if kernel != "triton" or not INTERPRETED:
+        return gpu
+    if name not in QUICK:
+        pytest.skip("takes the interpreter too long")
+    return 3e-2
+
+
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["proximal_newton"]))
 @pytest.mark.parametrize("name", EXACT)
 def test_proximal_newton(kernel: str, name: str) -> None:
-    interpreted = kernel == "triton" and DEVICE == "cpu"
-    if interpreted and name not in INTERPRETED:
-        pytest.skip("takes the interpreter too long")
-    case, tol = EXACT[name], 3e-2 if interpreted else 1e-4
+    case, tol = EXACT[name], tolerance_of(kernel, name, 1e-4)
     x, w = case.x.double().to(DEVICE), case.w.double().to(DEVICE)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget, centre = case.eps * x.sum((1, 2, 3)), 0.5 * (w - x).square().sum((1, 2, 3))
@@ -433,13 +435,12 @@ def test_proximal_newton(kernel: str, name: str) -> None:
     assert case.best is None or float(best.primal) == pytest.approx(case.best, abs=1e-7)
 
 
-@pytest.mark.parametrize("kernel", ["triton", "cpu", "torch"], indirect=True)
+@pytest.mark.parametrize("kernel", ["triton", "cpu", "torch"])
 @pytest.mark.parametrize("name", ["full pixels", "pixels that must keep something"])
 def test_newton_of_the_support_function(kernel: str, name: str) -> None:
-    interpreted = kernel == "triton" and DEVICE == "cpu"
-    if interpreted and name == "full pixels":
+    if kernel == "triton" and INTERPRETED and name == "full pixels":
         pytest.skip("takes the interpreter too long")
-    case, tol = EXACT[name], 3e-2 if interpreted else 1e-6
+    case, tol = EXACT[name], tolerance_of(kernel, name, 1e-6)
     x, g = case.x.double().to(DEVICE), (case.w - case.x).double().to(DEVICE)
     moves = case.cost.arcs(int(x.shape[2]), int(x.shape[3]), x)
     budget, gain = case.eps * x.sum((1, 2, 3)), (g * x).sum((1, 2, 3))
@@ -516,14 +517,11 @@ def check_books(problem: Problem, best: Best) -> None:
 # The entropic path -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_path"]), indirect=True)
+@pytest.mark.parametrize("kernel", list(dispatch.OPERATIONS["entropic_path"]))
 @pytest.mark.parametrize("form", ["support", "entropic support", "entropic projection"])
 @pytest.mark.parametrize("name", EXACT)
 def test_entropic_path(kernel: str, form: str, name: str) -> None:
-    interpreted = kernel == "triton" and DEVICE == "cpu"
-    if interpreted and name not in INTERPRETED:
-        pytest.skip("takes the interpreter too long")
-    case, tol, linear = EXACT[name], 3e-2 if interpreted else 1e-4, form != "entropic projection"
+    case, tol, linear = EXACT[name], tolerance_of(kernel, name, 1e-4), form != "entropic projection"
     x, w = case.x.double().to(DEVICE), case.w.double().to(DEVICE)
     lo, hi = case.box if case.box is not None else (0.0, math.inf)
     if form == "entropic support" and hi == math.inf:

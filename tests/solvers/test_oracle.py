@@ -1,4 +1,4 @@
-"""The attack step's oracle beside a kernel that fails."""
+"""The attack step's oracle: it spends its budget, and survives a kernel that fails."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import torch
 from wball import WassersteinBall, audit, load_sample
 from wball.solvers import oracle
 from wball.solvers.oracle import TransportOracle
+
+
+def test_the_budget_is_spent_after_a_few_calls() -> None:
+    """Opposite flows cancel and make a point cheaper than its plan: the next plan may cost more."""
+    x, ball = load_sample("mnist")[0][:3], WassersteinBall(0.1)
+    ask, potentials = TransportOracle(ball.problem(x)), 3 * torch.randn(x.shape)
+    points = [ask(potentials) for _ in range(6)]
+    share = [(point.cost / ball.budget(x)).tolist() for point in points]
+    assert min(share[-1]) > 0.98 and max(share[-1]) <= 1 and min(share[-1]) > min(share[0])
+    assert all(audit(ball, x, point.z).all_valid for point in points)
 
 
 @pytest.mark.parametrize("field", ["z", "net_cost"])

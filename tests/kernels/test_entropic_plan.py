@@ -1,0 +1,350 @@
+"""The entropic plan: every kernel against the plan written out as a matrix and against the float64 reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.cases import (
+    DEVICE,
+    ONE_WAY,
+    UNIT,
+    need,
+    noise,
+    random_images,
+    solver,
+    some_empty_some_full,
+)
+from problems import arc_list, random_problems
+from wball.ball import WassersteinBall
+from wball.cost import GridCost, GroundCost
+from wball.kernels import dispatch
+from wball.kernels.entropic_plan import EntropicPlan, PlanRequest, entropic_plan, reference
+from wball.moves import StencilMoves
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) in numpy
+KERNELS = list(dispatch.OPERATIONS["entropic_plan"])
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int, int, int]
+    cost: GroundCost = field(default_factory=lambda: GridCost(3))
+    box: tuple[float, float] | None = UNIT
+    eps: float = 0.3
+    scale: float = 1.0
+    ramp: float = 0.0  # nats from the left edge to the right
+    seed: int = 0
+    sweeps: int = 3
+    momentum: float = 0.0
+    sparse: bool = False  # few lit pixels, none of them full
+
+    def request(self, dtype: torch.dtype, warm: bool = False) -> PlanRequest:
+        x = some_empty_some_full(self.seed, self.shape).double()
+        if self.sparse:
+            x = random_images(self.seed, 0.3, self.shape).double()
+        lo, hi = self.box or UNIT
+        x = (lo + (hi - lo) * x).float().double()  # the same numbers in both precisions
+        b = noise(self.seed, self.scale, self.shape)
+        b += self.ramp * torch.arange(self.shape[-1]) / self.shape[-1]
+        x, b = x.to(DEVICE, dtype), b.to(DEVICE, dtype)
+        q = noise(self.seed + 1, 0.1 * self.scale * warm, self.shape).to(DEVICE, dtype)
+        budget, moves = self.eps * x.double().sum((1, 2, 3)), self.cost.arcs(*self.shape[2:], x)
+        psi = torch.full_like(budget, 3.0 if warm else 10.0, dtype=dtype)
+        return PlanRequest(
+            x, b, budget, moves, self.box, psi=psi, q=q, sweeps=self.sweeps, momentum=self.momentum
+        )
+
+
+SMALL = [
+    Case((2, 1, 5, 7)),
+    Case((1, 1, 7, 6), ONE_WAY, scale=2.0),
+    Case((1, 1, 6, 6), box=(0.1, 0.9), scale=4.0),
+    Case((1, 1, 6, 9), GridCost(9), scale=30.0),  # rings are not kept, in logs
+    Case((1, 1, 6, 5), scale=3.0, eps=0.6, momentum=0.9),
+    Case((2, 3, 4, 9), GridCost(5), scale=5.0),
+    Case((1, 1, 11, 3), GridCost(7, p=2.0), scale=3.0, eps=0.1),
+    Case((1, 2, 6, 5), GridCost(5), box=None, scale=20.0),
+    Case((1, 1, 1, 13), GridCost(5), eps=0.05),
+    Case((1, 1, 4, 5), scale=30.0),
+    Case((1, 1, 3, 3), eps=5.0),  # a budget no plan can spend
+    Case((1, 1, 2, 4), GridCost(1)),  # nothing can move
+    Case((1, 1, 9, 8), GridCost(9), scale=3.0),
+    Case((1, 1, 4, 28), GridCost(5), scale=3.0),  # a row in each line of the cache
+    Case((1, 1, 4, 28), GridCost(5), scale=40.0),  # in logs
+    Case((1, 1, 6, 5), scale=40.0, eps=0.6, momentum=0.9),  # in logs
+    Case((1, 1, 8, 9), GridCost(5), eps=0.1, seed=3, sweeps=0),  # the last repair sweep
+]
+"""The interpreter runs five of them in every run, and the others with the slow tests."""
+LARGE = [
+    Case((2, 1, 28, 28), GridCost(5), eps=0.1, scale=2.0, sparse=True),
+    Case((1, 1, 1, 1)),
+    Case((0, 1, 8, 8)),
+    Case((2, 1, 9, 1), GridCost(21), scale=20.0, sparse=True),
+    Case((2, 1, 12, 13), GridCost(11), sparse=True),
+    Case((2, 1, 12, 12), eps=1e-6, sparse=True),
+    Case((2, 1, 10, 12), ramp=590.0, sparse=True),
+    Case((2, 2, 9, 10), ONE_WAY, ramp=900.0, sparse=True),
+    Case((2, 1, 10, 12), box=None, ramp=1500.0, sparse=True),
+    Case((2, 1, 10, 12), box=(0.2, 0.9), scale=4.0, ramp=-1500.0, sweeps=5, momentum=0.9),
+]
+
+
+def error(plan: EntropicPlan, exact: EntropicPlan, name: str) -> float:
+    apart = (getattr(plan, name).double() - getattr(exact, name)).abs()
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+@pytest.mark.parametrize("case", SMALL + LARGE, ids=str)
+def test_compiled_loops_equal_the_reference_in_float64(case: Case) -> None:
+    for seed in range(2):
+        request = replace(case, seed=case.seed + seed).request(torch.float64, warm=seed > 0)
+        ours = solver("entropic_plan", "cpu")(request)
+        exact = reference.in_own_precision(request)
+        for name in ("z", "cost", "net_cost", "keep", "give"):
+            assert error(ours, exact, name) <= 1e-9, name
+        if case.cost != GridCost(1):  # prices are arbitrary there, and where there is no mass
+            lit = request.x.flatten(1).any(1)
+            torch.testing.assert_close(ours.psi[lit], exact.psi[lit], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(ours.q[lit], exact.q[lit], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [("cpu", case) for case in SMALL + LARGE]
+    + [pytest.param("triton", c, marks=[pytest.mark.slow] * (k >= 5)) for k, c in enumerate(SMALL)],
+    ids=str,
+)
+def test_as_good_as_torch_in_float32(kernel: str, case: Case) -> None:
+    solve, more = solver("entropic_plan", kernel), 1 + (kernel == "triton")
+    exact, single = (
+        reference.in_own_precision(case.request(d)) for d in (torch.float64, torch.float32)
+    )
+    request = case.request(torch.float32)
+    ours = solve(request)
+    assert ours.z.dtype == ours.q.dtype == ours.psi.dtype == torch.float32
+    assert ours.cost.dtype == ours.net_cost.dtype == torch.float64
+    # A GPU's exponential rounds its argument, which grows with the potentials.
+    rounding = 1e-7 * case.scale * (kernel == "triton")
+    allowed = {"z": 1e-6 * more + rounding, "cost": 1e-5 * more, "net_cost": 1e-5 * more}
+    if kernel == "triton":
+        allowed |= dict.fromkeys(("keep", "give"), 1e-5 + rounding)
+        if case.cost != GridCost(1):
+            allowed |= dict.fromkeys(("psi", "q"), 2e-5 * (1 + case.scale))
+    for name, atol in allowed.items():
+        assert error(ours, exact, name) <= 2 * error(single, exact, name) + atol, name
+    if case.ramp == 0:
+        ball = WassersteinBall(case.eps, case.cost, box=case.box)
+        assert_describes(ball, request, ours, 2e-6 * (1 + case.scale))
+
+
+def test_programs_of_large_images_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass over a table of moves instead of keeping rings in registers."""
+    need("triton")
+    from wball.kernels import triton_flows, triton_stencil
+    from wball.kernels.entropic_plan import triton as triton_plan
+
+    monkeypatch.setattr(triton_plan, "MAX_ON_CHIP", 0)
+    for module in (triton_stencil, triton_flows):
+        monkeypatch.setattr(module, "ON_CHIP", 0)
+    for scale in (3.0, 40.0):
+        case = Case((1, 2, 5, 6), GridCost(5), scale=scale, sweeps=1)
+        test_as_good_as_torch_in_float32("triton", case)
+
+
+# The plan written out --------------------------------------------------------------------------------------------
+
+
+def flows(
+    ball: WassersteinBall, request: PlanRequest, plan: EntropicPlan, image: int, channel: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The plan of one channel as a matrix, and the costs."""
+    height, width = request.x.shape[2:]
+    cost = np.full((height * width, height * width), np.inf)
+    for i, j, value in arc_list(ball.cost, height, width):
+        cost[i, j] = value
+
+    def flat(images: Tensor) -> NDArray[np.float64]:
+        return images[image, channel].double().cpu().numpy().ravel()
+
+    finite, mass = np.where(np.isfinite(cost), cost, 0), flat(request.x)
+    score = flat(request.b)[None, :] + flat(plan.q)[None, :] - float(plan.psi[image]) * finite
+    score = np.where(np.isfinite(cost), score, -np.inf)
+    shares = np.exp(score - score.max(1, keepdims=True))
+    flow = mass[:, None] * shares / shares.sum(1, keepdims=True)
+    flow *= flat(plan.keep)[None, :] * flat(plan.give)[:, None]
+    np.fill_diagonal(flow, 0.0)
+    np.fill_diagonal(flow, mass - flow.sum(1))
+    return flow, finite
+
+
+def assert_describes(
+    ball: WassersteinBall, request: PlanRequest, plan: EntropicPlan, tol: float
+) -> None:
+    """Price, potentials and factors describe a plan with the columns and the costs that are returned."""
+    lo, hi = ball.box or (0.0, math.inf)
+    for k, image in enumerate(request.x):
+        spent = net = 0.0
+        mass = 1 + float(image.sum())
+        for c in range(len(image)):
+            flow, cost = flows(ball, request, plan, k, c)
+            assert flow.min() >= -tol
+            columns = plan.z[k, c].double().cpu().numpy().ravel()
+            np.testing.assert_allclose(flow.sum(0), columns, rtol=0, atol=tol)
+            spent += float((flow * cost).sum())
+            net += float((np.maximum(flow - flow.T, 0) * cost).sum())
+        assert float(plan.cost[k]) == pytest.approx(spent, rel=1e-4, abs=tol * mass)
+        assert float(plan.net_cost[k]) == pytest.approx(net, rel=1e-4, abs=tol * mass)
+        assert lo <= float(plan.z[k].min()) and float(plan.z[k].max()) <= hi
+        lost = (plan.z[k].double() - image.double()).sum((1, 2)).abs()
+        assert float(lost.max()) <= 1e-6 * mass
+
+
+def solve(ball: WassersteinBall, x: Tensor, b: Tensor, **options: Any) -> EntropicPlan:
+    moves = ball.cost.arcs(x.shape[-2], x.shape[-1], x)
+    return entropic_plan(PlanRequest(x, b, ball.budget(x), moves, ball.box, **options))
+
+
+@pytest.mark.parametrize("kind", ["grid", "stencil", "dense"])
+@pytest.mark.parametrize("box", [UNIT, (0.25, 0.9), None])
+def test_the_answer_describes_a_plan_of_the_ball(
+    kind: str, box: tuple[float, float] | None
+) -> None:
+    for k, problem in enumerate(random_problems(24, kind=kind, box=box)):
+        x, b = problem.x, (1.0, 30.0)[k % 2] * problem.g
+        request = PlanRequest(
+            x, b, problem.ball.budget(x), problem.ball.cost.arcs(*x.shape[2:], x), box
+        )
+        assert_describes(problem.ball, request, entropic_plan(request), 1e-9)
+
+
+def test_the_price_meets_the_budget_or_is_zero() -> None:
+    for problem in random_problems(30, box=None):
+        plan = solve(problem.ball, problem.x, 5 * problem.g, newton=40)
+        share = float(plan.cost / problem.ball.budget(problem.x))
+        assert share <= 1 + 1e-9, problem.label
+        assert share >= 0.999 or float(plan.psi) == 0, problem.label
+
+
+def test_box_potentials_and_momentum_leave_less_to_the_repair() -> None:
+    """What the repair sends back is budget that was not spent."""
+    problem = random_problems(1, pixels="saturated", radius="loose", shape=(8, 8))[0]
+    budget = problem.ball.budget(problem.x)
+
+    def unspent(scale: float, **options: float) -> float:
+        return 1 - float(solve(problem.ball, problem.x, scale * problem.g, **options).cost / budget)
+
+    none, some, many = (unspent(5, sweeps=sweeps) for sweeps in (0, 5, 200))
+    assert none > some > many and many < 0.02 < none
+    # Where potentials are large, ten steps with momentum do the work of more than thirty.
+    assert unspent(40, sweeps=10, momentum=0.9) < unspent(40, sweeps=30) < unspent(40, sweeps=10)
+
+
+# Starts, batches, dtypes and memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_starts(kernel: str) -> None:
+    """A warm start continues where the last call ended; without one, the start is cold."""
+    solve, request = (
+        solver("entropic_plan", kernel),
+        Case((1, 1, 5, 5), scale=3.0).request(torch.float32),
+    )
+    first = solve(request)
+    again = solve(replace(request, psi=first.psi, q=first.q, sweeps=0, newton=0))
+    assert torch.equal(again.psi, first.psi) and torch.equal(again.q, first.q)
+    torch.testing.assert_close(again.z, first.z, atol=1e-6, rtol=0)
+    cold = solve(replace(request, psi=None, q=None))
+    for name in ("z", "cost", "net_cost", "psi", "q", "keep", "give"):
+        assert torch.equal(getattr(cold, name), getattr(first, name)), name
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+def test_a_batch_is_a_loop_with_any_number_of_threads(kernel: str) -> None:
+    solve, before = solver("entropic_plan", kernel), torch.get_num_threads()
+    request, plans = Case((70, 1, 28, 28), GridCost(5)).request(torch.float32), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            plans.append(solve(request))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(plans[0].z, plans[1].z) and torch.equal(plans[0].psi, plans[1].psi)
+    part = {name: getattr(request, name)[3:4] for name in ("x", "b", "budget", "psi", "q")}
+    torch.testing.assert_close(
+        solve(replace(request, **part)).z[0], plans[0].z[3], atol=1e-6, rtol=0
+    )
+
+
+def test_strided_inputs_are_read_and_kept_and_nothing_is_compiled_twice() -> None:
+    need("cpu")
+    from wball.kernels.entropic_plan import cpu
+
+    x = torch.rand(2, 9, 9, 1).permute(0, 3, 1, 2)
+    b = torch.randn(2, 1, 9, 9, requires_grad=True)
+    budget, moves = 0.1 * x.double().flatten(1).sum(1), GridCost(3).arcs(9, 9, x)
+    request = PlanRequest(x, b, budget, moves, UNIT, psi=torch.ones(2), q=torch.zeros(2, 1, 9, 9))
+    expected = reference.in_own_precision(replace(request, b=b.detach()))
+    torch.testing.assert_close(cpu.entropic_plan(request).z, expected.z, atol=1e-5, rtol=0)
+    assert request.q is not None and not request.q.any()
+    few = StencilMoves([(0, 0, 0), (0, 1, 1)], (9, 9), x)
+    cpu.entropic_plan(replace(request, x=x.double(), budget=torch.tensor(0.3).expand(2)))
+    cpu.entropic_plan(replace(request, moves=few, box=None, psi=torch.ones(()).expand(2)))
+    assert len(cpu._plan_images.signatures) == 1
+
+
+def test_dtypes_that_programs_take() -> None:
+    need("triton")
+    from wball.kernels.entropic_plan import triton as triton_plan
+
+    request = Case((1, 1, 4, 5)).request(torch.float32)
+    for dtype in (torch.float16, torch.bfloat16):
+        x, b = request.x.to(dtype), request.b.to(dtype)
+        half = triton_plan.entropic_plan(replace(request, x=x, b=b))
+        single = triton_plan.entropic_plan(replace(request, x=x.float(), b=b.float()))
+        assert half.z.dtype == torch.float32
+        assert torch.equal(half.z, single.z) and torch.equal(half.cost, single.cost)
+    empty = triton_plan.entropic_plan(Case((0, 1, 4, 4)).request(torch.float32))
+    assert empty.z.shape == (0, 1, 4, 4) and empty.cost.shape == (0,)
+    assert "float64" in (triton_plan.why_not(request.x.double(), request.moves) or "")
+
+
+@pytest.mark.parametrize("window", [3, 11])
+@pytest.mark.parametrize("shape", [(4, 1, 28, 28), (2, 3, 64, 64)], ids=str)
+def test_programs_take_a_few_batches_of_memory_at_any_window(
+    shape: tuple[int, int, int, int], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("triton")
+    from wball.kernels.entropic_plan import triton as triton_plan
+
+    class Idle:
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return lambda *args, **kwargs: None
+
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            aten = torch.ops.aten
+            if func._overloadpacket in (aten.empty, aten.empty_like, aten.zeros):
+                self.total += out.numel() * out.element_size()
+            return out
+
+    monkeypatch.setattr(triton_plan, "_plan_kernel", Idle())
+    request = Case(shape, GridCost(window)).request(torch.float32)
+    triton_plan.entropic_plan(request)  # what is made once
+    with Count() as count:
+        triton_plan.entropic_plan(request)
+    assert 4 * request.x.numel() < count.total / 4 <= 8 * request.x.numel()
